@@ -1,0 +1,199 @@
+"""What a run is: one flat, validated description. TOML in, TOML out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fedveil.errors import ConfigError, unknown_name
+
+ModelOption = int | float | str | bool
+
+_NOT_PART_OF_THE_RUN = frozenset({"checkpoint_every", "evaluate_every", "rounds"})
+_SCHEME_OPTIONS = ("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs")
+
+
+def _option(help_text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Every setting of a run. None means: the scheme's or the data's own default."""
+
+    scheme: str = _option("named scheme (see `fedveil schemes`)", "lossless")
+    dataset: str = _option("embedded name (digits, breast-cancer) or a path", "digits")
+    model: str = _option("model name, or package.module:factory", "mlp")
+    model_options: dict[str, ModelOption] = field(default_factory=dict, metadata={"help": "model options"})
+    clients: int = _option("number of clients", 10)
+    rounds: int = _option("number of rounds", 50)
+    seed: int | None = _option("seed of model, data order and (simulated) secrets")
+    secrets: str | None = _option("os or seeded; default: seeded if a seed is given, otherwise os")
+
+    target: str | None = _option("CSV: the column to predict")
+    task: str | None = _option("classification or regression; default: from the data")
+    text: str | None = _option("CSV: the column of texts")
+    group: str | None = _option("CSV: the column that names each sample's owner")
+    test_fraction: float = _option("share held out where the data has no test part", 0.2)
+    partition: str = _option("iid, dirichlet, size, group or replacement", "iid")
+    alpha: float = _option("dirichlet: concentration (small is skewed)", 0.5)
+    ratio: float = _option("size: largest over smallest client", 2.0)
+
+    cohort: float | int | None = _option("clients per round: a fraction in (0, 1] or a count")
+    batch_size: int = _option("samples per step (0: all of the client's)", 0)
+    lr: float = _option("learning rate", 0.1)
+    lr_decay: float = _option("factor on the learning rate per round", 1.0)
+    lr_schedule: str = _option("constant or cosine", "constant")
+    momentum: float = _option("server momentum", 0.0)
+    weight_decay: float = _option("server weight decay", 0.0)
+    loss: str | None = _option("square or cross-entropy; default: the scheme's")
+    target_scale: float = _option("square loss: the true class's target M", 1.0)
+    true_weight: float = _option("square loss: the true class's weight k", 1.0)
+
+    local_steps: int | None = _option("fedavg: local SGD steps per round")
+    local_epochs: int | None = _option("fedavg: local epochs per round")
+    head_noise: bool | None = _option("noise on the last layer")
+    head_groups: int | None = _option("lossless: number m of secret γ (default: one per output)")
+    head_strength: float | None = _option("size of the head noise relative to the outputs")
+    spread: float | None = _option("scales lie in [1/spread, spread]")
+    bn_eps: str = _option("ε of normalisation layers: secret or public", "secret")
+    min_coverage: float = _option("stop if a veil hides less than this share of parameters", 0.9)
+
+    device: str = _option("cpu or cuda", "cpu")
+    dtype: str = _option("float32 or float64", "float32")
+    vectorise: bool | None = _option("many clients at once (default: where that is faster)")
+    checkpoint_every: int = _option("rounds between checkpoints (0: never)", 10)
+    evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
+
+    def __post_init__(self) -> None:
+        positive = {"clients": self.clients, "rounds": self.rounds, "lr": self.lr, "lr_decay": self.lr_decay}
+        for name, value in positive.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be positive (got {value}).")
+        at_least_zero = {
+            "batch_size": self.batch_size,
+            "weight_decay": self.weight_decay,
+            "checkpoint_every": self.checkpoint_every,
+            "evaluate_every": self.evaluate_every,
+        }
+        for name, value in at_least_zero.items():
+            if not value >= 0:
+                raise ConfigError(f"{name} must not be negative (got {value}).")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must lie in [0, 1) (got {self.momentum}).")
+        if not 0 <= self.min_coverage <= 1:
+            raise ConfigError(f"min_coverage must lie in [0, 1] (got {self.min_coverage}).")
+        choices = {
+            "dtype": ("float32", "float64"),
+            "lr_schedule": ("constant", "cosine"),
+            "bn_eps": ("secret", "public"),
+            "secrets": (None, "os", "seeded"),
+            "task": (None, "classification", "regression"),
+            "loss": (None, "square", "cross-entropy"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise unknown_name(name, str(getattr(self, name)), [one for one in known if one])
+        if self.secrets == "seeded" and self.seed is None:
+            raise ConfigError("secrets = 'seeded' needs a seed.")
+
+    @property
+    def simulated_secrets(self) -> bool:
+        """Whether secrets derive from the seed, so that anyone who knows it can predict them."""
+        return self.secrets == "seeded" or (self.secrets is None and self.seed is not None)
+
+    @property
+    def scheme_options(self) -> dict[str, int | float | str | bool | None]:
+        """The settings that belong to the scheme."""
+        return {name: getattr(self, name) for name in _SCHEME_OPTIONS}
+
+    def with_changes(self, **changes: Any) -> RunConfig:
+        """The same run with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+    def fingerprint(self) -> str:
+        """A digest of everything that decides the trained model (except how long it trains)."""
+        skipped = _NOT_PART_OF_THE_RUN - ({"rounds"} if self.lr_schedule == "cosine" else set())
+        kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+    def to_toml(self) -> str:
+        """The configuration as a TOML document; settings left to defaults of others are omitted."""
+        lines, table = [], []
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, dict):
+                table = [f"{key} = {_toml(item)}" for key, item in value.items()]
+            elif value is not None:
+                lines.append(f"{one.name} = {_toml(value)}")
+        if table:
+            lines += ["", "[model_options]", *table]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_mapping(settings: Mapping[str, Any], *, where: str = "configuration") -> RunConfig:
+        """A configuration from plain data; unknown keys and wrong types are refused by name."""
+        known = {one.name: one for one in fields(RunConfig)}
+        cleaned: dict[str, Any] = {}
+        for key, value in settings.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise unknown_name(f"setting in {where}:", key, known)
+            cleaned[name] = _checked(name, value, str(known[name].type), where)
+        return RunConfig(**cleaned)
+
+    @staticmethod
+    def read(path: str | Path) -> dict[str, Any]:
+        """The settings of a TOML file, as plain data."""
+        path = Path(path)
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as reason:
+            raise ConfigError(f"Cannot read the configuration {path}: {reason.strerror}.") from reason
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+            raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _checked(name: str, value: object, kind: str, where: str) -> object:
+    accepted: list[type] = []
+    for word, types in (
+        ("int", [int]),
+        ("float", [float, int]),
+        ("str", [str]),
+        ("bool", [bool]),
+        ("dict", [dict]),
+    ):
+        if word in kind.split("[")[0].replace("|", " ").split():
+            accepted += types
+    fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)
+    if not fits:
+        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {value!r}).")
+    # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
+    return float(value) if float in accepted and type(value) is int and name != "cohort" else value  # type: ignore[arg-type]
+
+
+def parse_model_options(pairs: list[str]) -> dict[str, ModelOption]:
+    """key=value pairs from a command line, with values read as TOML (true, 3, 0.5, text)."""
+    options: dict[str, ModelOption] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"A model option is written key=value, like depth=5 (got {pair!r}).")
+        try:
+            options[key] = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            options[key] = text
+    return options

@@ -1,0 +1,1 @@
+"""Thin layers over the `cryptography` package."""

@@ -1,0 +1,214 @@
+"""From arrays as a file holds them to a Split: one shape, one scale, one meaning of a label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedveil.data.dataset import Dataset, Split, Task, check_finite
+from fedveil.data.options import Options
+from fedveil.data.seeds import Purpose, generator
+from fedveil.errors import DataError
+
+Array = npt.NDArray[np.generic]
+
+_CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One part as it was read; ``origin`` names its file in errors."""
+
+    origin: str
+    x: Array
+    y: Array
+    groups: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """What a reader of array files returns; without ``test`` the training part will be split."""
+
+    train: Part
+    test: Part | None = None
+    classes: tuple[str, ...] = ()
+    outputs: int | None = None
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A part as tensors, not yet normalised."""
+
+    x: Tensor
+    y: Tensor
+    groups: Tensor | None
+
+    def rows(self, indices: Tensor) -> _Ready:
+        groups = None if self.groups is None else self.groups[indices]
+        return _Ready(self.x[indices], self.y[indices], groups)
+
+
+def split_rows(count: int, options: Options, *, where: str) -> tuple[Tensor, Tensor]:
+    """Indices of the training and of the test rows, each in the order of the file."""
+    if count < 2:
+        raise DataError(f"{where}: {count} sample(s) cannot be split into a training and a test part.")
+    held = min(max(round(count * options.test_fraction), 1), count - 1)
+    order = generator(options.seed, purpose=Purpose.SPLIT).permutation(count)
+    return torch.from_numpy(np.sort(order[held:])), torch.from_numpy(np.sort(order[:held]))
+
+
+def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
+    """Turn the arrays of one source into a Split."""
+    parts = [arrays.train] if arrays.test is None else [arrays.train, arrays.test]
+    for part in parts:
+        _check_counts(part)
+    task, outputs, labels, targets = _targets(parts, arrays, options.task)
+    image = arrays.train.x.dtype == np.uint8 and arrays.vocabulary is None
+    if arrays.vocabulary is None and any((part.x.dtype == np.uint8) != image for part in parts):
+        raise DataError(
+            f"{parts[0].origin} holds {parts[0].x.dtype}, but {parts[1].origin} {parts[1].x.dtype}. "
+            "Bytes are scaled to [0, 1] and other numbers are not: store both parts alike."
+        )
+    ready = [
+        _Ready(_inputs(part, tokens=arrays.vocabulary is not None), y, _groups(part))
+        for part, y in zip(parts, targets, strict=True)
+    ]
+    if len(ready) == 1:
+        train_rows, test_rows = split_rows(len(ready[0].y), options, where=parts[0].origin)
+        ready = [ready[0].rows(train_rows), ready[0].rows(test_rows)]
+    elif ready[0].x.shape[1:] != ready[1].x.shape[1:]:
+        ours, theirs = (tuple(part.x.shape[1:]) for part in ready)
+        raise DataError(
+            f"{parts[0].origin} has samples of shape {ours}, but {parts[1].origin} of shape {theirs}. "
+            "Bring both parts to the same shape."
+        )
+    if image and options.normalise:
+        ready = _standardised(ready)
+    train, test = (
+        Dataset(name, task, part.x, part.y, outputs, labels, part.groups, arrays.vocabulary) for part in ready
+    )
+    return Split(train, test)
+
+
+def _standardised(parts: list[_Ready]) -> list[_Ready]:
+    """Every channel shifted and scaled by the mean and deviation it has in the first part."""
+    x = parts[0].x
+    # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
+    across = [0, *range(2, x.ndim)] if x.ndim > 2 else [0, 1]
+    deviation, mean = torch.std_mean(x, dim=across, correction=0, keepdim=True)
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    return [replace(part, x=part.x.sub(mean).div_(deviation)) for part in parts]
+
+
+def _check_counts(part: Part) -> None:
+    if part.x.ndim < 2:
+        raise DataError(
+            f"{part.origin}: samples have shape {part.x.shape}; one row per sample is needed, (N, ...)."
+        )
+    if len(part.x) == 0:
+        raise DataError(f"{part.origin}: there are no samples.")
+    for what, array in (("labels", part.y), ("groups", part.groups)):
+        if array is not None and (array.ndim == 0 or len(array) != len(part.x)):
+            count = 1 if array.ndim == 0 else len(array)
+            raise DataError(
+                f"{part.origin}: {len(part.x)} samples but {count} {what}; they do not belong together."
+            )
+
+
+def _inputs(part: Part, *, tokens: bool) -> Tensor:
+    x = part.x
+    if x.dtype.kind not in "biuf":
+        raise DataError(f"{part.origin}: samples are of type {x.dtype}; numbers are needed.")
+    if tokens:
+        if x.dtype.kind not in "iu":
+            raise DataError(f"{part.origin}: token ids must be whole numbers, not {x.dtype}.")
+        return torch.from_numpy(x.astype(np.int64))
+    if x.dtype == np.uint8 and x.ndim == 3:
+        x = x[:, None]
+    elif x.ndim == 4:
+        last, first = x.shape[3] in _CHANNELS, x.shape[1] in _CHANNELS
+        # Bytes are pictures, mostly channel last; other numbers are only turned when it is beyond doubt.
+        if (x.dtype == np.uint8 and (last or not first)) or (last and not first):
+            x = x.transpose(0, 3, 1, 2)
+    with np.errstate(over="ignore"):
+        ready = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    if x.dtype == np.uint8:
+        return ready.div_(255.0)
+    check_finite(ready, what="x", where=part.origin)
+    return ready
+
+
+def _groups(part: Part) -> Tensor | None:
+    if part.groups is None:
+        return None
+    if part.groups.dtype.kind not in "iu" or part.groups.ndim != 1:
+        raise DataError(f"{part.origin}: groups must be one whole number per sample.")
+    return torch.from_numpy(part.groups.astype(np.int64))
+
+
+def _targets(
+    parts: list[Part], arrays: Arrays, task: Task | None
+) -> tuple[Task, int, tuple[str, ...], list[Tensor]]:
+    raw = [part.y.reshape(-1) if part.y.ndim == 2 and part.y.shape[1] == 1 else part.y for part in parts]
+    kinds = "".join(y.dtype.kind for y in raw)
+    classes = arrays.classes
+    if any(kind not in "biufUS" for kind in kinds):
+        raise DataError(f"{parts[0].origin}: targets of type {raw[0].dtype} are neither numbers nor names.")
+    if "U" in kinds or "S" in kinds:
+        classes = classes or tuple(sorted({str(value) for value in raw[0].reshape(-1).astype(np.str_)}))
+        raw = [_codes(y, classes, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
+    if task == "regression" and len(classes) > 2:
+        raise DataError(
+            f"{parts[0].origin}: {len(classes)} named classes have no order to regress on. "
+            "Use task='classification'."
+        )
+    if task == "regression" or (task is None and kinds[0] == "f"):
+        values = [_values(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
+        return "regression", int(values[0].shape[1]), classes, values
+    labels = [_labels(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
+    outputs = arrays.outputs or len(classes) or int(labels[0].max()) + 1
+    for part, y in zip(parts, labels, strict=True):
+        if int(y.max()) >= outputs:
+            raise DataError(
+                f"{part.origin}: sample {int(y.argmax())} has class {int(y.max())}, but {parts[0].origin} "
+                f"knows {outputs} classes, 0 to {outputs - 1}."
+            )
+    return "classification", outputs, classes, labels
+
+
+def _codes(names: Array, classes: tuple[str, ...], *, origin: str) -> Array:
+    position = {name: code for code, name in enumerate(classes)}
+    try:
+        return np.array([position[str(name)] for name in names.reshape(-1).astype(np.str_)], dtype=np.int64)
+    except KeyError as error:
+        raise DataError(
+            f"{origin}: class {error} is not among the training part's classes: {', '.join(classes)}."
+        ) from error
+
+
+def _values(y: Array, *, origin: str) -> Tensor:
+    with np.errstate(over="ignore"):
+        values = torch.from_numpy(y.astype(np.float32))
+    if values.ndim > 2:
+        raise DataError(f"{origin}: regression targets have shape {y.shape}; (N,) or (N, outputs) is needed.")
+    values = values.reshape(len(values), -1)
+    check_finite(values, what="y", where=origin)
+    return values
+
+
+def _labels(y: Array, *, origin: str) -> Tensor:
+    if y.ndim != 1:
+        raise DataError(f"{origin}: labels have shape {y.shape}; one whole number per sample is needed.")
+    labels = y.astype(np.int64)
+    if y.dtype.kind == "f" and not np.array_equal(labels.astype(y.dtype), y):
+        raise DataError(f"{origin}: labels are not whole numbers. Use task='regression', or mend the labels.")
+    if labels.min() < 0:
+        raise DataError(
+            f"{origin}: sample {int(labels.argmin())} has class {int(labels.min())}; classes count from 0."
+        )
+    return torch.from_numpy(labels)

@@ -1,0 +1,44 @@
+"""Reading files that may be compressed, damaged or missing."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from fedveil.errors import DataError
+
+_COMPRESSED = frozenset({".gz", ".xz"})
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of ``path``, decompressed where its name ends in .gz or .xz."""
+    try:
+        if path.suffix not in _COMPRESSED:
+            return path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else lzma.open(path) as stream:
+            return stream.read()
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise DataError(
+            f"{path}: the compressed file is damaged or cut short ({error}). Fetch it again."
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def plain_name(path: Path) -> str:
+    """The file's name without the ending of its compression."""
+    return path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
+
+
+def by_plain_name(paths: Iterable[Path]) -> dict[str, Path]:
+    """Files by name without compression; an uncompressed file wins over its compressed twin."""
+    ordered = sorted(paths, key=lambda path: (path.suffix not in _COMPRESSED, path.name))
+    return {plain_name(path): path for path in ordered}
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The visible plain files of a folder, by name."""
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))

@@ -1,0 +1,153 @@
+"""Edges of a traced network: a tensor's value on an example batch, and a class id per channel.
+
+Ids are an int64 tensor of the value's rank that broadcasts to the value's shape: a dimension
+along which the scale does not vary has size 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedveil.downlink.classes import PINNED, ClassSet
+
+
+@dataclass(frozen=True)
+class ParameterRef:
+    """A parameter that enters an operation directly, under its canonical name."""
+
+    name: str
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """One activation tensor: its example value and its class ids."""
+
+    value: Tensor
+    ids: Tensor
+
+
+@dataclass
+class Use:
+    """How one parameter scales: viewed as `view`, × scales[out] / scales[into]."""
+
+    view: tuple[int, ...]
+    out: Tensor
+    into: Tensor | None
+
+
+@dataclass
+class NormUse:
+    """The classes read by one normalisation layer, one per normalisation group."""
+
+    kind: str
+    read: Tensor
+
+
+@dataclass(frozen=True)
+class LinearSite:
+    """A call of a linear layer's parameters: candidates for the head."""
+
+    weight: str
+    bias: str | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class Pin:
+    """An operation that forced edges to scale 1, and why."""
+
+    operation: str
+    where: str
+    reason: str
+
+
+@dataclass
+class Tracing:
+    """Everything the rules read and write while a network is walked once."""
+
+    names: Mapping[int, str]
+    norms: Mapping[str, str]
+    classes: ClassSet = field(default_factory=ClassSet)
+    uses: dict[str, Use] = field(default_factory=dict)
+    use_counts: dict[str, int] = field(default_factory=dict)
+    norm_uses: dict[str, NormUse] = field(default_factory=dict)
+    pinned_parameters: set[str] = field(default_factory=set)
+    pins: list[Pin] = field(default_factory=list)
+    linear_sites: dict[str, LinearSite] = field(default_factory=dict)
+    where: str = ""
+
+    def pin(self, edges: Iterable[Edge], operation: str, reason: str) -> None:
+        """Pin edges, and remember the operation if that took any freedom away."""
+        lost = False
+        for edge in edges:
+            lost |= bool((self.classes.find(edge.ids) != PINNED).any())
+            self.classes.pin(edge.ids)
+        if lost:
+            self.pins.append(Pin(operation, self.where, reason))
+
+    def pin_parameter(self, ref: ParameterRef, operation: str, reason: str) -> None:
+        """Leave a parameter as it is: every class of its other uses becomes 1."""
+        self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
+        if ref.name not in self.pinned_parameters:
+            self.pinned_parameters.add(ref.name)
+            self.pins.append(Pin(operation, self.where, f"parameter {ref.name}: {reason}"))
+        if use := self.uses.get(ref.name):
+            self.classes.pin(use.out)
+            if use.into is not None:
+                self.classes.pin(use.into)
+
+    def use(
+        self, ref: ParameterRef, *, view: tuple[int, ...], out: Tensor, into: Tensor | None = None
+    ) -> None:
+        """Declare that `ref`, viewed as `view`, scales by out ⊗ 1/into; uses of one tensor are united."""
+        self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
+        known = self.uses.get(ref.name)
+        fits = known is None or (known.view == view and (known.into is None) == (into is None))
+        if ref.name in self.pinned_parameters or not fits:
+            for ids in (out, into, *((known.out, known.into) if known else ())):
+                if ids is not None:
+                    self.classes.pin(ids)
+            if not fits:
+                self.pin_parameter(ref, "shared parameter", "it is used in two ways that do not scale alike")
+            return
+        if known is None:
+            self.uses[ref.name] = Use(view, out, into)
+            return
+        self.classes.unite(known.out, out)
+        if into is not None and known.into is not None:
+            self.classes.unite(known.into, into)
+
+    def constant(self, value: Tensor) -> Edge:
+        """An edge nobody scales: inputs, buffers, literals."""
+        return Edge(value, torch.full((1,) * value.dim(), PINNED))
+
+
+def along(tracing: Tracing, edge: Edge, dim: int) -> Tensor:
+    """Ids along one dimension (full length), after uniting them across all the others."""
+    ids = edge.ids.movedim(dim, 0)
+    length = edge.value.shape[dim]
+    flat = ids.reshape(ids.shape[0], -1)
+    if flat.shape[1] > 1:
+        tracing.classes.unite(flat[:, :1], flat)
+    return flat[:, 0].expand(length).clone() if flat.shape[0] != length else flat[:, 0].clone()
+
+
+def place(ids: Tensor, dim: int, rank: int) -> Tensor:
+    """A one-dimensional id array put at dimension `dim` of an edge of the given rank."""
+    shape = [1] * rank
+    shape[dim] = len(ids)
+    return ids.reshape(shape)
+
+
+def collapse(ids: Tensor) -> Tensor:
+    """Give size 1 to every dimension along which the ids do not vary."""
+    for dim in range(ids.dim()):
+        first = ids.narrow(dim, 0, 1)
+        if ids.shape[dim] > 1 and bool((ids == first).all()):
+            ids = first
+    return ids.clone()

@@ -1,0 +1,136 @@
+"""A model that clients can use: rescaled once more, without head noise, with exact predictions.
+
+Batch norms are folded into a per-channel multiply and add, so that neither running statistics nor ε
+travel. The last bias moves in front of the last layer, y = W(h + d) with W·d = b: it is the model's
+answer to zero features and anybody with a usable model can compute it, but no number in the file is
+the server's.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedveil.downlink.blueprint import Blueprint, Weights, assemble
+from fedveil.downlink.norms import VectorBatchNorm, with_vector_norms
+from fedveil.downlink.rescaling import Rescaling
+from fedveil.downlink.table import HeadSite
+from fedveil.errors import TraceError
+from fedveil.secrets import SecretStream
+
+
+class ChannelAffine(nn.Module):
+    """y = a·x + b per channel: a batch norm in evaluation mode, folded."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+        self.shift = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply and add per channel."""
+        shape = (1, -1) + (1,) * (x.dim() - 2)
+        return x * self.scale.reshape(shape) + self.shift.reshape(shape)
+
+
+class ShiftedLinear(nn.Module):
+    """y = W(x + d): a linear layer whose bias is carried by its input."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, features))
+        self.shift = nn.Parameter(torch.zeros(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W(x + d)."""
+        return F.linear(x + self.shift, self.weight)
+
+
+@dataclass(frozen=True)
+class ExportShape:
+    """What changes in the architecture: folded norms (path → channels) and a shifted head (path → sizes)."""
+
+    folded: dict[str, int]
+    shifted: dict[str, tuple[int, int]]
+
+
+def export(
+    blueprint: Blueprint, weights: Weights, *, stream: SecretStream, spread: float = 4.0
+) -> tuple[nn.Module, ExportShape]:
+    """A client-usable model in evaluation mode, and how its architecture differs."""
+    if blueprint.table is None:
+        raise TraceError("An export needs a traced model.")
+    exact = Weights(
+        weights.parameters.double(), weights.epsilon.double(), weights.statistics.double(), weights.buffers
+    )
+    veil = Rescaling(spread=spread).veil(blueprint, exact, stream=stream, head_level=None)
+    sent = veil.broadcast()
+    statistics = veil.veiled_statistics() if exact.statistics.numel() else exact.statistics
+    module = assemble(blueprint, Weights(sent.parameters, sent.epsilon, statistics, weights.buffers))
+    head = blueprint.table.head
+    shape = ExportShape(
+        folded={
+            path: len(norm.epsilon)
+            for path, norm in module.named_modules()
+            if isinstance(norm, VectorBatchNorm) and norm.track
+        },
+        shifted={} if head is None or head.bias is None else {head.path: (head.outputs, head.features)},
+    )
+    _fold(module, shape)
+    if shape.shifted:
+        assert head is not None
+        if not _shift(module, head, stream):
+            shape = ExportShape(shape.folded, {})
+    return module.to(weights.parameters.dtype).eval(), shape
+
+
+def _replace(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    parent, _, attribute = path.rpartition(".")
+    old = module.get_submodule(path)
+    setattr(module.get_submodule(parent), attribute, new.to(next(module.parameters())))
+    return old
+
+
+def _fold(module: nn.Module, shape: ExportShape) -> None:
+    with torch.no_grad():
+        for path, channels in shape.folded.items():
+            folded = ChannelAffine(channels)
+            norm = _replace(module, path, folded)
+            assert isinstance(norm, VectorBatchNorm)
+            factor = torch.rsqrt(norm.running_var + norm.epsilon)
+            if norm.weight is not None:
+                factor = factor * norm.weight
+            folded.scale.copy_(factor)
+            folded.shift.copy_(-norm.running_mean * factor + (0.0 if norm.bias is None else norm.bias))
+
+
+def _shift(module: nn.Module, head: HeadSite, stream: SecretStream) -> bool:
+    layer = module.get_submodule(head.path)
+    assert isinstance(layer, nn.Linear)
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    # Any d with W·d = b serves: the smallest one plus a random part that W does not see.
+    pseudo_inverse = torch.linalg.pinv(weight)
+    wander = (2.0 * stream.uniform(head.features) - 1.0).to(weight)
+    shift = pseudo_inverse @ (bias - weight @ wander) + wander
+    if not torch.allclose(weight @ shift, bias, rtol=1e-9, atol=1e-12):
+        return False
+    new = ShiftedLinear(head.features, head.outputs)
+    _replace(module, head.path, new)
+    with torch.no_grad():
+        new.weight.copy_(weight)
+        new.shift.copy_(shift)
+    return True
+
+
+def exported_architecture(model: nn.Module, shape: ExportShape) -> nn.Module:
+    """The empty architecture of an export, from the original model and what changed."""
+    module = with_vector_norms(copy.deepcopy(model))
+    for path, channels in shape.folded.items():
+        _replace(module, path, ChannelAffine(channels))
+    for path, (outputs, features) in shape.shifted.items():
+        _replace(module, path, ShiftedLinear(features, outputs))
+    return module.eval()

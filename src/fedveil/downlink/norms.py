@@ -1,0 +1,181 @@
+"""Normalisation layers whose ε is a tensor: one number per normalisation group.
+
+A veil multiplies the in edge by k and must multiply ε by k², which differs between channels;
+torch's own layers take one number. The layers here are drop-in replacements that keep parameter
+and buffer names, and remember their batch statistics so that a client can send them up.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink.walk import NORM_KINDS
+
+
+class _FusedTrainingNorm(torch.autograd.Function):
+    """Batch normalisation with vector ε on torch's own kernels.
+
+    y = (x − μ)/√(v + ε)·w + b. The backward kernel reads 1/√(v + ε) from what the forward saved, so a
+    vector ε costs nothing there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: Tensor
+    ) -> Tensor:
+        invstd = torch.rsqrt(var + eps)
+        # In evaluation mode the kernel computes (x − mean)/√(var + 0)·w + b in one pass.
+        out, _, _ = torch.ops.aten.native_batch_norm(x, weight, bias, mean, invstd**-2, False, 0.0, 0.0)
+        ctx.save_for_backward(x, weight, mean, invstd)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd = ctx.saved_tensors
+        gx, gw, gb = torch.ops.aten.native_batch_norm_backward(
+            grads[0].contiguous(), x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
+        )
+        return gx, gw, gb, None, None, None
+
+
+def _channelwise(vector: Tensor, rank: int) -> Tensor:
+    return vector.reshape((1, -1) + (1,) * (rank - 2))
+
+
+class VectorNorm(nn.Module):
+    """Base: the affine parameters and a buffer `epsilon` with one number per normalisation group."""
+
+    epsilon: Tensor
+
+    def __init__(self, original: nn.Module, groups: int) -> None:
+        super().__init__()
+        self.weight = getattr(original, "weight", None)
+        self.bias = getattr(original, "bias", None)
+        eps = float(original.eps)  # type: ignore[arg-type]
+        like = self.weight if self.weight is not None else torch.empty(0)
+        self.register_buffer("epsilon", torch.full((groups,), eps, dtype=like.dtype, device=like.device))
+        self.training = original.training
+
+
+class VectorBatchNorm(VectorNorm):
+    """BatchNorm1d/2d/3d with one ε per channel; `statistics` holds the last batch's mean and variance."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, original: nn.modules.batchnorm._BatchNorm) -> None:
+        super().__init__(original, original.num_features)
+        self.momentum = 0.1 if original.momentum is None else float(original.momentum)
+        self.track = original.running_mean is not None
+        if self.track:
+            assert original.running_mean is not None
+            assert original.running_var is not None
+            self.register_buffer("running_mean", original.running_mean.clone())
+            self.register_buffer("running_var", original.running_var.clone())
+        self.fused = True
+        self.statistics: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over batch and space."""
+        if not self.training and self.track:
+            return self._plain(x, self.running_mean, self.running_var)
+        dims = [0, *range(2, x.dim())]
+        if self.fused and self.weight is not None and self.bias is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                var, mean = torch.var_mean(x, dims, correction=0)
+            out = _FusedTrainingNorm.apply(x, self.weight, self.bias, mean, var, self.epsilon)
+        else:
+            var, mean = torch.var_mean(x, dims, correction=0)
+            out = self._plain(x, mean, var)
+        if self.training and self.track:
+            count = x.numel() // x.shape[1]
+            unbiased = var.detach() * (count / max(count - 1, 1))
+            self.statistics.append((mean.detach(), unbiased))
+        return out  # type: ignore[no-any-return]
+
+    def _plain(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        factor = torch.rsqrt(var + self.epsilon)
+        if self.weight is not None:
+            factor = factor * self.weight
+        shift = -mean * factor
+        if self.bias is not None:
+            shift = shift + self.bias
+        return x * _channelwise(factor, x.dim()) + _channelwise(shift, x.dim())
+
+    def take_statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and unbiased variance over the calls since the last time, and forget them."""
+        means, variances = zip(*self.statistics, strict=True)
+        self.statistics.clear()
+        return torch.stack(means).mean(0), torch.stack(variances).mean(0)
+
+
+class VectorGroupNorm(VectorNorm):
+    """GroupNorm and InstanceNorm with one ε per group."""
+
+    def __init__(self, original: nn.Module, groups: int) -> None:
+        super().__init__(original, groups)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over each group's channels and space."""
+        grouped = x.reshape(x.shape[0], self.groups, -1)
+        var, mean = torch.var_mean(grouped, -1, correction=0, keepdim=True)
+        out = ((grouped - mean) * torch.rsqrt(var + self.epsilon[None, :, None])).reshape(x.shape)
+        if self.weight is not None:
+            out = out * _channelwise(self.weight, x.dim())
+        return out if self.bias is None else out + _channelwise(self.bias, x.dim())
+
+
+class VectorLayerNorm(VectorNorm):
+    """LayerNorm with its ε as a tensor."""
+
+    def __init__(self, original: nn.LayerNorm) -> None:
+        super().__init__(original, 1)
+        self.dims = tuple(range(-len(original.normalized_shape), 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimensions."""
+        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        out = (x - mean) * torch.rsqrt(var + self.epsilon)
+        if self.weight is not None:
+            out = out * self.weight
+        return out if self.bias is None else out + self.bias
+
+
+def _replacement(module: nn.Module) -> VectorNorm | None:
+    kind = NORM_KINDS.get(type(module))
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and kind == "batch":
+        return VectorBatchNorm(module)
+    if isinstance(module, nn.GroupNorm):
+        return VectorGroupNorm(module, module.num_groups)
+    if isinstance(module, nn.LayerNorm) and kind == "layer":
+        return VectorLayerNorm(module)
+    if kind == "instance" and not getattr(module, "track_running_stats", False):
+        return VectorGroupNorm(module, int(module.num_features))  # type: ignore[arg-type]
+    return None
+
+
+def with_vector_norms(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose normalisation layers take a vector ε (the value stays the same)."""
+    twin = copy.deepcopy(model)
+    made: dict[int, VectorNorm] = {}
+    for path, module in list(twin.named_modules(remove_duplicate=False)):
+        if id(module) not in made:
+            replacement = _replacement(module)
+            if replacement is None:
+                continue
+            made[id(module)] = replacement
+        parent, _, attribute = path.rpartition(".")
+        if not path:
+            return made[id(module)]
+        setattr(twin.get_submodule(parent), attribute, made[id(module)])
+    return twin
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, VectorBatchNorm]]:
+    """Every batch normalisation that tracks statistics, by path."""
+    return [(p, m) for p, m in model.named_modules() if isinstance(m, VectorBatchNorm) and m.track]

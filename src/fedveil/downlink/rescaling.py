@@ -1,0 +1,257 @@
+"""The rescaling downlink: a secret positive number per hidden channel, and noise on the head.
+
+Every parameter becomes Ŵ = R ∘ W. With head noise the last layer also gets r·1ᵀ, r_i = γ_{s(i)}·a_i
+(its bias + r): clients see ŷ = y + α·r with α = Σ_j ĥ_j (+ 1 with a bias). For the square loss
+
+    L(W) = φ₀ − Σ_s γ_s·φ_s + v·φ_β,     v = Σ_i r_i²
+
+so the m + 2 gradients that clients return combine into the true one. With unequal output weights
+w_i (the true class counts k times) the last term splits by group: Σ_s γ_s²·φ_{β,s}.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.downlink.blueprint import Blueprint, TappedLinear, Weights, assemble, flat_views
+from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
+from fedveil.downlink.table import ScaleTable
+from fedveil.errors import ConfigError, TraceError
+from fedveil.ledger.releases import Release
+from fedveil.secrets import Guarded, SecretStream
+
+_PROBE_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class HeadNoise:
+    """Additive noise on the last layer.
+
+    `groups` is m, from 1 to the number of outputs (None: one group per output); `strength` s sets
+    γ_s = ± s/√(2φ_β), so that α·r is s times the order of the outputs.
+    """
+
+    groups: int | None = 1
+    strength: float = 1.0
+    weighted_outputs: bool = False
+
+    def count(self, outputs: int) -> int:
+        """m for a model of `outputs` outputs; refused if it does not fit."""
+        groups = outputs if self.groups is None else self.groups
+        if not 1 <= groups <= outputs:
+            raise ConfigError(
+                f"head_groups = {groups} does not fit a model with {outputs} outputs: "
+                f"choose between 1 and {outputs}."
+            )
+        return groups
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """Secret scales, log r uniform on [−log spread, log spread], and optionally head noise."""
+
+    spread: float = 4.0
+    head: HeadNoise | None = None
+
+    traced = True
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.spread) and self.spread > 1.0):
+            raise ConfigError(f"spread must be a number above 1 (got {self.spread}); 4 is the default.")
+
+    def head_tensors(self, blueprint: Blueprint) -> int:
+        """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
+        if self.head is None:
+            return 1
+        site = _table(blueprint).head
+        if site is None:
+            raise TraceError(
+                f"Head noise cannot be used: {_table(blueprint).head_refusal}. Use a model that ends in an "
+                "nn.Linear layer, or a downlink without head noise."
+            )
+        groups = self.head.count(site.outputs)
+        return 1 + 2 * groups if self.head.weighted_outputs else 2 + groups
+
+    def releases(self) -> tuple[Release, ...]:
+        """Every layer up to secret scales; with head noise also the public vector a and the groups."""
+        scales = "one secret scale per hidden channel, fresh every round"
+        head = "secret scales and γ·a on the last layer" if self.head else scales
+        sent = (
+            Release("train.parameters", "server", ("clients",), "the parameters, rescaled", hiding=head),
+            Release(
+                "train.epsilon", "server", ("clients",), "ε·k² of the normalisation layers", hiding=scales
+            ),
+            Release(
+                "train.statistics", "server", ("clients",), "running statistics, rescaled", hiding=scales
+            ),
+        )
+        if self.head is None:
+            return sent
+        return (
+            *sent,
+            Release("train.head.vector", "server", ("clients",), "the vector a of the head noise"),
+            Release("train.head.groups", "server", ("clients",), "which outputs share a γ"),
+        )
+
+    def veil(
+        self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
+    ) -> ScaledVeil:
+        """Fresh scales and, with head noise, a fresh γ, for one round."""
+        table = _table(blueprint)
+        device = weights.parameters.device
+        logs = (2.0 * stream.uniform(table.classes.count) - 1.0) * math.log(self.spread)
+        scales = table.classes.scales(logs).to(device)
+        if self.head is None:
+            return ScaledVeil(blueprint, weights, scales, None)
+        tensors = self.head_tensors(blueprint)
+        assert table.head is not None
+        secret = _draw_head(self.head, table.head.outputs, stream, device)
+        veil = ScaledVeil(blueprint, weights, scales, secret)
+        level = head_level if head_level else veil.probe_level()
+        secret.gamma *= self.head.strength / level
+        assert secret.public.tensors == tensors
+        return veil
+
+
+def _table(blueprint: Blueprint) -> ScaleTable:
+    if blueprint.table is None:
+        raise TraceError("This blueprint was not traced; a rescaling downlink needs the scale table.")
+    return blueprint.table
+
+
+class HeadSecret(Guarded):
+    """γ_1 … γ_m, beside what clients are told."""
+
+    __slots__ = ("gamma", "public")
+
+    def __init__(self, public: PublicHead, gamma: Tensor) -> None:
+        self.public = public
+        self.gamma = gamma
+
+    def noise(self) -> Tensor:
+        """r_i = γ_{s(i)}·a_i."""
+        return self.gamma[self.public.groups] * self.public.vector
+
+    def coefficients(self) -> Tensor:
+        """The numbers that combine the returned gradients into the true one."""
+        one = torch.ones(1, dtype=torch.float64, device=self.gamma.device)
+        last = self.gamma**2 if self.public.per_group else (self.noise() ** 2).sum().reshape(1)
+        return torch.cat([one, -self.gamma, last])
+
+
+def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: torch.device) -> HeadSecret:
+    groups = settings.count(outputs)
+    # Distinct magnitudes in [½, 3/2) with random signs: pairwise different, none near zero.
+    vector = (0.5 + stream.uniform(outputs)) * stream.signs(outputs)
+    order = torch.argsort(stream.uniform(outputs))
+    group_of = torch.empty(outputs, dtype=torch.int64)
+    group_of[order] = torch.arange(outputs) % groups
+    public = PublicHead(vector.to(device), group_of.to(device), groups, settings.weighted_outputs)
+    return HeadSecret(public, stream.signs(groups).to(device))
+
+
+class ScaledVeil(Guarded):
+    """One round's secrets: the scales, γ, and the model they hide."""
+
+    __slots__ = ("_blueprint", "_head", "_scales", "_table", "_weights")
+
+    def __init__(
+        self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None
+    ) -> None:
+        self._blueprint = blueprint
+        self._table = _table(blueprint)
+        self._weights = weights
+        self._scales = scales
+        self._head = head
+
+    def broadcast(self) -> Broadcast:
+        """Ŵ = R ∘ W (+ r·1ᵀ on the head), ε·k², running mean·k and variance·k²."""
+        dtype = self._weights.parameters.dtype
+        veiled = self._table.rescale(self._weights.parameters, self._scales)
+        public = None
+        if self._head is not None:
+            site = self._table.head
+            assert site is not None
+            noise = self._head.noise()
+            names = [site.weight] if site.bias is None else [site.weight, site.bias]
+            for part in flat_views(self._blueprint, veiled, names):
+                part += noise.reshape([-1] + [1] * (part.dim() - 1))
+            public = self._head.public
+        epsilon = self._weights.epsilon.to(torch.float64) * self._norm_factor()
+        statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
+        if self._blueprint.frozen_statistics:
+            statistics = self.veiled_statistics()
+        return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), public)
+
+    def veiled_statistics(self) -> Tensor:
+        """Running mean·k and variance·k², in float64."""
+        return self._weights.statistics.to(torch.float64) * self._statistics_factor()
+
+    def recover(self, mean: Mean) -> Recovered:
+        """∇_W L = R ∘ (G₀ − Σ_s γ_s·G_s + v·G_β), in float64; the loss by the same combination."""
+        gradients, values = mean.gradients.to(torch.float64), mean.values.to(torch.float64)
+        level = None
+        if self._head is None:
+            combined, loss = gradients[0], values[0]
+        else:
+            coefficients = self._head.coefficients()
+            combined, loss = coefficients @ gradients, coefficients @ values
+            level = self._level(values)
+        statistics = mean.statistics.to(torch.float64)
+        if statistics.numel():
+            statistics = statistics / self._statistics_factor()
+        return Recovered(self._table.rescale(combined, self._scales), float(loss), statistics, level)
+
+    def _level(self, values: Tensor) -> float:
+        assert self._head is not None
+        public = self._head.public
+        if not public.per_group:
+            return math.sqrt(max(2.0 * float(values[-1]), 1e-24))
+        # Σ_s φ_{β,s} = ½α²·Σ_i w_i a_i²; dividing by Σ a² gives ½α² up to the weights' order.
+        total = float(values[-public.count :].sum()) / float((public.vector**2).sum())
+        return math.sqrt(max(2.0 * total, 1e-24))
+
+    def probe_level(self) -> float:
+        """√(mean α²) of a forward pass on standard-normal input: the first round's yardstick."""
+        table, site = self._table, self._table.head
+        assert site is not None
+        model = assemble(self._blueprint, self._weights).eval()
+        generator = torch.Generator().manual_seed(0)
+        shape = (_PROBE_SAMPLES, *self._blueprint.input_shape)
+        probe = torch.randn(shape, generator=generator)
+        with torch.no_grad():
+            model(probe.to(self._weights.parameters))
+        layer = model.get_submodule(site.path)
+        assert isinstance(layer, TappedLinear)
+        entry = next(one for one in table.parameters if one.name == site.weight)
+        tap = layer.tap.to(torch.float64)
+        if entry.into is not None:
+            tap = tap * self._scales[entry.into.reshape(-1)]
+        alpha = tap.sum(1) + (1.0 if site.bias is not None else 0.0)
+        return max(float(alpha.square().mean().sqrt()), 1e-12)
+
+    def _norm_factor(self) -> Tensor:
+        by_path = {norm.path: norm.read for norm in self._table.norms}
+        parts = []
+        for path, norm in zip(
+            self._blueprint.norms, self._blueprint.epsilon_norms(self._blueprint.skeleton), strict=True
+        ):
+            read = by_path.get(path)
+            ones = torch.ones(len(norm.epsilon), dtype=torch.float64, device=self._scales.device)
+            parts.append(ones if read is None else self._scales[read] ** 2)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self._scales.device)
+
+    def _statistics_factor(self) -> Tensor:
+        by_path = {norm.path: norm.read for norm in self._table.norms if norm.kind == "batch"}
+        parts = []
+        for path, size in self._blueprint.statistics_sizes:
+            read = by_path.get(path)
+            scale = torch.ones(size, dtype=torch.float64, device=self._scales.device)
+            if read is not None:
+                scale = self._scales[read]
+            parts += [scale, scale**2]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self._scales.device)

@@ -1,0 +1,372 @@
+"""How each operation treats scales. An operation that is not here pins its edges.
+
+Rules are registered under the operation's own name ("relu", "conv2d", …), which is the same for
+a module, a function, a tensor method and an ATen operator, so that one rule serves all four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fedveil.downlink.edges import Edge, LinearSite, NormUse, ParameterRef, Tracing, along, collapse, place
+
+# A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
+# the ids of that value. It raises NoRuleError where the arguments leave its ground.
+Rule = Callable[..., Any]
+RULES: dict[str, Rule] = {}
+
+
+class NoRuleError(Exception):
+    """The operation cannot carry scales with these arguments; its text is the reason."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule under operation names."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            RULES[name] = function
+        return function
+
+    return register
+
+
+def _edge(value: object) -> Edge:
+    if isinstance(value, Edge):
+        return value
+    raise NoRuleError("its input is not an activation")
+
+
+def _weighted(value: object) -> ParameterRef:
+    if isinstance(value, ParameterRef):
+        return value
+    raise NoRuleError("its weight is computed, not a parameter")
+
+
+# -- linear maps -----------------------------------------------------------------------------------
+
+
+def _fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
+    known = tracing.uses.get(weight.name)
+    if known is not None and known.out.numel() == count:
+        return known.out.reshape(-1)
+    return tracing.classes.fresh(count)
+
+
+@rule("linear")
+def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: object = None) -> Tensor:
+    """y = Wx + b: W × (out ⊗ 1/in), b × out, fresh classes on the out edge."""
+    edge, matrix = _edge(input), _weighted(weight)
+    outputs, features = matrix.value.shape
+    made = _fresh_out(tracing, matrix, outputs)
+    tracing.use(matrix, view=(outputs, features), out=made[:, None], into=along(tracing, edge, -1)[None, :])
+    if bias is not None:
+        tracing.use(_weighted(bias), view=(outputs,), out=made)
+    tracing.linear_sites[tracing.where] = LinearSite(
+        matrix.name, bias.name if isinstance(bias, ParameterRef) else None, out.dim()
+    )
+    return place(made, -1, out.dim())
+
+
+def _convolution(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    weight: object,
+    bias: object,
+    *,
+    groups: int,
+    transposed: bool,
+) -> Tensor:
+    edge, kernel = _edge(input), _weighted(weight)
+    spatial = kernel.value.dim() - 2
+    channel_dim = edge.value.dim() - spatial - 1
+    read = along(tracing, edge, channel_dim)
+    first, second, *sizes = kernel.value.shape
+    ones = (1,) * spatial
+    if transposed:  # weight is (in, out/groups, …)
+        outputs = second * groups
+        view = (groups, first // groups, second, *sizes)
+        out_shape, in_shape = (groups, 1, second, *ones), (groups, first // groups, 1, *ones)
+    else:  # weight is (out, in/groups, …)
+        outputs = first
+        view = (groups, first // groups, second, *sizes)
+        out_shape, in_shape = (groups, first // groups, 1, *ones), (groups, 1, second, *ones)
+    made = _fresh_out(tracing, kernel, outputs)
+    tracing.use(kernel, view=view, out=made.reshape(out_shape), into=read.reshape(in_shape))
+    if bias is not None:
+        tracing.use(_weighted(bias), view=(outputs,), out=made)
+    return place(made, channel_dim, out.dim())
+
+
+@rule("conv1d", "conv2d", "conv3d")
+def convolution(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    weight: object,
+    bias: object = None,
+    stride: object = 1,
+    padding: object = 0,
+    dilation: object = 1,
+    groups: int = 1,
+) -> Tensor:
+    """A convolution: like a linear map over channels, group by group."""
+    return _convolution(tracing, out, input, weight, bias, groups=groups, transposed=False)
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    weight: object,
+    bias: object = None,
+    stride: object = 1,
+    padding: object = 0,
+    output_padding: object = 0,
+    groups: int = 1,
+    dilation: object = 1,
+) -> Tensor:
+    """A transposed convolution: the weight is (in, out/groups, …)."""
+    return _convolution(tracing, out, input, weight, bias, groups=groups, transposed=True)
+
+
+@rule("embedding")
+def embedding(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    weight: object,
+    *rest: object,
+    max_norm: object = None,
+    **_: object,
+) -> Tensor:
+    """A table look-up is linear in the table: fresh classes on the feature dimension."""
+    # F.embedding takes (input, weight, …, max_norm), ATen takes (weight, indices, …).
+    table = weight if isinstance(weight, ParameterRef) else input
+    if max_norm is not None:
+        raise NoRuleError("max_norm rescales the table while reading it")
+    ref = _weighted(table)
+    rows, features = ref.value.shape
+    made = _fresh_out(tracing, ref, features)
+    tracing.use(ref, view=(rows, features), out=made[None, :])
+    return place(made, -1, out.dim())
+
+
+# -- operations that commute with positive scales -----------------------------------------------------
+
+
+@rule("relu", "leaky_relu", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
+@rule("identity", "neg", "abs", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "dropout_eval")
+@rule("float", "double", "to", "type_as", "_to_copy")
+def elementwise(tracing: Tracing, out: Tensor, input: object, *_: object, **__: object) -> Tensor:
+    """f(k·x) = k·f(x) for every k > 0, element by element."""
+    if not out.is_floating_point():
+        raise NoRuleError("its result is not a floating-point tensor")
+    return _edge(input).ids
+
+
+@rule("prelu")
+def prelu(tracing: Tracing, out: Tensor, input: object, weight: object) -> Tensor:
+    """PReLU commutes; its slopes stay visible."""
+    tracing.pin_parameter(_weighted(weight), "prelu", "slopes of a PReLU are not scaled")
+    return _edge(input).ids
+
+
+@rule(*(f"{kind}{dims}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for dims in (1, 2, 3)))
+@rule(*(f"adaptive_max_pool{dims}d" for dims in (1, 2, 3)))
+@rule("interpolate", "upsample", "upsample_nearest2d", "upsample_bilinear2d")
+def over_space(tracing: Tracing, out: Tensor, input: object, *_: object, **__: object) -> Tensor:
+    """Pooling and resampling act on space, channel by channel."""
+    if not isinstance(out, Tensor):
+        raise NoRuleError("it returns indices too")
+    edge = _edge(input)
+    return place(along(tracing, edge, 1), 1, out.dim())
+
+
+@rule("mean", "sum", "amax", "amin")
+def reduction(
+    tracing: Tracing, out: Tensor, input: object, dim: object = None, keepdim: bool = False, **_: object
+) -> Tensor:
+    """Reducing over dimensions needs one scale along them."""
+    edge = _edge(input)
+    rank = edge.value.dim()
+    dims = range(rank) if dim is None or dim == [] else ([dim] if isinstance(dim, int) else list(dim))  # type: ignore[call-overload]
+    gone = {one % rank for one in dims}
+    ids = edge.ids
+    for one in gone:
+        first = ids.narrow(one, 0, 1)
+        if ids.shape[one] > 1:
+            tracing.classes.unite(first, ids)
+        ids = first
+    if keepdim:
+        return ids
+    return ids.reshape([ids.shape[one] for one in range(rank) if one not in gone])
+
+
+@rule("add", "sub", "iadd", "isub", "maximum", "minimum", "rsub")
+def addition(tracing: Tracing, out: Tensor, input: object, other: object, alpha: object = 1) -> Tensor:
+    """A sum needs equal scales: unite the two arrays element by element."""
+    for value in (input, other):
+        if isinstance(value, (int, float)) and value != 0:
+            raise NoRuleError("it adds a constant")
+        if isinstance(value, ParameterRef):
+            raise NoRuleError("it adds a parameter directly")
+    edges = [value for value in (input, other) if isinstance(value, Edge)]
+    if len(edges) == 2:
+        pinned = [not bool(tracing.classes.find(edge.ids).any()) for edge in edges]
+        if pinned[0] != pinned[1]:
+            tracing.pin(edges, "add", "the other operand has scale 1")
+        tracing.classes.unite(_aligned(edges[0], out), _aligned(edges[1], out))
+    return _aligned(edges[0], out)
+
+
+@rule("mul", "imul", "multiply")
+def product(tracing: Tracing, out: Tensor, input: object, other: object) -> Tensor:
+    """A product multiplies scales; numbers, buffers and visible parameters have scale 1."""
+    edges = [value for value in (input, other) if isinstance(value, Edge)]
+    for value in (input, other):
+        if isinstance(value, ParameterRef):
+            tracing.pin_parameter(value, "mul", "it multiplies an activation directly")
+    if not edges:
+        raise NoRuleError("it multiplies parameters")
+    if len(edges) == 1:
+        return _aligned(edges[0], out)
+    return tracing.classes.product(_aligned(edges[0], out), _aligned(edges[1], out))
+
+
+@rule("div", "truediv", "itruediv")
+def division(tracing: Tracing, out: Tensor, input: object, other: object, **kwargs: object) -> Tensor:
+    """Division by a number keeps the scale."""
+    if kwargs or not isinstance(other, (int, float)):
+        raise NoRuleError("it divides by a tensor or rounds")
+    return _edge(input).ids
+
+
+@rule("clamp", "clamp_min", "threshold")
+def clamp(tracing: Tracing, out: Tensor, input: object, min: object = None, max: object = None) -> Tensor:
+    """clamp(min=0) is ReLU; any other bound fixes a scale."""
+    if min != 0 or max not in (None, 0.0):
+        raise NoRuleError("it cuts at a fixed value")
+    return _edge(input).ids
+
+
+def _aligned(edge: Edge, out: Tensor) -> Tensor:
+    missing = out.dim() - edge.ids.dim()
+    return edge.ids.reshape((1,) * missing + tuple(edge.ids.shape))
+
+
+# -- rearrangements ------------------------------------------------------------------------------------
+
+
+def rearrangement(
+    tracing: Tracing, out: object, operation: Callable[..., object], args: object, kwargs: object
+) -> object:
+    """Run the operation itself on the ids: index or concatenate in its own order."""
+
+    def to_ids(value: object) -> object:
+        if isinstance(value, ParameterRef):
+            raise NoRuleError("it rearranges a parameter directly")
+        return value.ids.expand(value.value.shape) if isinstance(value, Edge) else value
+
+    def leaf(value: object) -> bool:
+        return isinstance(value, (Edge, ParameterRef))
+
+    moved_args, moved_kwargs = pytree.tree_map(to_ids, (args, kwargs), is_leaf=leaf)
+    try:
+        moved = operation(*moved_args, **moved_kwargs)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise NoRuleError("it cannot be followed channel by channel") from error
+    return pytree.tree_map_only(Tensor, collapse, moved)
+
+
+REARRANGEMENTS = frozenset(
+    ["flatten", "view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "chunk", "split", "split_with_sizes", "getitem", "narrow", "select", "slice", "unbind", "expand", "expand_as", "movedim", "moveaxis", "swapaxes", "swapdims", "channel_shuffle", "native_channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "unflatten", "repeat", "index_select", "flip", "roll", "cat", "concat", "concatenate", "stack", "tile", "view_as", "reshape_as", "unsafe_split", "unsafe_chunk", "_unsafe_view", "hsplit", "vsplit", "tensor_split"]
+)
+
+
+@rule("pad", "constant_pad_nd", "zero_pad")
+def padding(
+    tracing: Tracing, out: Tensor, input: object, pad: object, mode: object = "constant", value: object = None
+) -> Tensor:
+    """Zeros fit any scale: padded channels get fresh classes, padded space keeps its channel's."""
+    if isinstance(mode, (int, float)):  # ATen: (input, pad, value)
+        mode, value = "constant", mode
+    edge = _edge(input)
+    amounts = list(pad)  # type: ignore[call-overload]
+    ids = edge.ids
+    rank = edge.value.dim()
+    for position in range(len(amounts) // 2):
+        dim, before, after = rank - 1 - position, amounts[2 * position], amounts[2 * position + 1]
+        if before == after == 0 or (ids.shape[dim] == 1 and edge.value.shape[dim] != 1):
+            continue
+        if mode != "constant" or min(before, after) < 0:
+            raise NoRuleError("it pads between channels of different scale")
+        edges = [ids]
+        for amount, front in ((before, True), (after, False)):
+            if amount:
+                shape = list(ids.shape)
+                shape[dim] = amount
+                new = tracing.classes.fresh(amount).reshape([amount if d == dim else 1 for d in range(rank)])
+                edges.insert(0, new.expand(shape)) if front else edges.append(new.expand(shape))
+        ids = torch.cat(edges, dim=dim)
+    if mode == "constant" and value not in (None, 0, 0.0):
+        raise NoRuleError("it pads with a constant other than zero")
+    return ids
+
+
+# -- normalisation ---------------------------------------------------------------------------------------
+
+
+def normalisation(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    *,
+    name: str,
+    kind: str,
+    groups: int,
+    weight: object,
+    bias: object,
+) -> Tensor:
+    """Normalisation with ε·k² forgets the in edge's scale k; the affine part sets a fresh one."""
+    edge = _edge(input)
+    if kind == "layer":
+        ids = edge.ids
+        tracing.classes.unite(ids.reshape(-1)[:1], ids)
+        read = ids.reshape(-1)[:1]
+    else:
+        read = along(tracing, edge, 1)
+        if kind == "group":
+            grouped = read.reshape(groups, -1)
+            tracing.classes.unite(grouped[:, :1], grouped)
+            read = grouped[:, 0]
+    known = tracing.norm_uses.get(name)
+    if known is None:
+        tracing.norm_uses[name] = NormUse(kind, read)
+    else:
+        tracing.classes.unite(known.read, read)
+    return affine(tracing, out, weight, bias, kind=kind)
+
+
+def affine(tracing: Tracing, out: Tensor, weight: object, bias: object, *, kind: str) -> Tensor:
+    """The per-channel multiply and add after a normalisation: fresh classes, or 1 if there is none."""
+    rank = out.dim()
+    if not isinstance(weight, ParameterRef):
+        if isinstance(bias, ParameterRef):
+            tracing.pin_parameter(bias, "normalisation", "a shift without a scale is not hidden")
+        return torch.zeros((1,) * rank, dtype=torch.int64)
+    shape = tuple(weight.value.shape)
+    made = _fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
+    tracing.use(weight, view=shape, out=made)
+    if isinstance(bias, ParameterRef):
+        tracing.use(bias, view=shape, out=made)
+    if kind == "layer":
+        return made.reshape((1,) * (rank - made.dim()) + shape)
+    return place(made.reshape(-1), 1, rank)

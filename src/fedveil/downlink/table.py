@@ -1,0 +1,135 @@
+"""The scale table: how every tensor of one architecture scales, and the arithmetic that uses it.
+
+A parameter W becomes Ŵ = R ∘ W with R = scales[out] ⊗ 1/scales[into]; a gradient with respect to Ŵ
+becomes the gradient with respect to W by the same R. R itself is never materialised: the two small
+vectors broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink.classes import Classes
+from fedveil.downlink.edges import Pin, Tracing
+from fedveil.downlink.walk import walk
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """How one parameter scales: viewed as `view`, × scales[out] / scales[into]."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    out: Tensor | None
+    into: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class NormScale:
+    """The classes k that one normalisation layer reads: ε·k², running mean·k, running variance·k²."""
+
+    path: str
+    kind: str
+    read: Tensor
+
+
+@dataclass(frozen=True)
+class HeadSite:
+    """The last linear layer, if the model's output is its output."""
+
+    path: str
+    weight: str
+    bias: str | None
+    features: int
+    outputs: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleTable:
+    """One architecture's scales, found by tracing it once."""
+
+    classes: Classes
+    parameters: tuple[Scaled, ...]
+    norms: tuple[NormScale, ...]
+    pins: tuple[Pin, ...]
+    head: HeadSite | None
+    head_refusal: str = ""
+
+    def to(self, device: torch.device) -> ScaleTable:
+        """The same table with its index arrays on another device."""
+
+        def move(ids: Tensor | None) -> Tensor | None:
+            return None if ids is None else ids.to(device)
+
+        return ScaleTable(
+            self.classes,
+            tuple(Scaled(p.name, p.shape, p.view, move(p.out), move(p.into)) for p in self.parameters),
+            tuple(NormScale(n.path, n.kind, n.read.to(device)) for n in self.norms),
+            self.pins,
+            self.head,
+            self.head_refusal,
+        )
+
+    def rescale(self, flat: Tensor, scales: Tensor) -> Tensor:
+        """R ∘ flat in float64, for all parameters in one flat vector (or their gradients).
+
+        The same R takes parameters down (Ŵ = R ∘ W) and gradients up (∇_W L = R ∘ ∇_Ŵ L).
+        """
+        result = flat.to(torch.float64, copy=True)
+        inverse = scales.reciprocal()
+        start = 0
+        for entry in self.parameters:
+            size = math.prod(entry.shape)
+            if entry.out is not None:
+                part = result[start : start + size].view(entry.view)
+                part *= scales[entry.out]
+                if entry.into is not None:
+                    part *= inverse[entry.into]
+            start += size
+        return result
+
+    def free(self) -> int:
+        """How many secret numbers one draw takes."""
+        return self.classes.count - 1 - len(self.classes.products)
+
+
+def trace(model: nn.Module, example: Tensor) -> ScaleTable:
+    """Trace `model` on an example batch into its scale table.
+
+    Operations without a rule pin their edges to 1 and are listed in `pins`; nothing is guessed.
+    """
+    tracing = walk(model, example)
+    classes, compact = tracing.classes.compile()
+    entries = []
+    for name, parameter in model.named_parameters():
+        use = tracing.uses.get(name)
+        shape = tuple(parameter.shape)
+        if use is None or name in tracing.pinned_parameters:
+            entries.append(Scaled(name, shape, shape, None, None))
+            continue
+        into = None if use.into is None else compact[use.into]
+        entries.append(Scaled(name, shape, use.view, compact[use.out], into))
+    norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
+    head, refusal = _head(model, tracing)
+    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal)
+
+
+def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
+    site = tracing.linear_sites.get(tracing.where)
+    if site is None:
+        return None, "the model's output is not the output of a linear layer"
+    path = site.weight.rpartition(".")[0]
+    module = model.get_submodule(path)
+    if type(module) is not nn.Linear:
+        return None, f"the last linear map ({site.weight}) is not an nn.Linear module"
+    for name in (site.weight, site.bias):
+        if name is not None and tracing.use_counts[name] > 1:
+            return None, f"the last linear layer's {name} is used more than once (tied)"
+    if site.rank != 2:
+        return None, "the last linear layer does not produce one vector per sample"
+    return HeadSite(path, site.weight, site.bias, module.in_features, module.out_features), ""

@@ -1,0 +1,117 @@
+"""The local engine: every client in this process, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ConfigError, DataError, ProtocolError
+from fedveil.protocol import ClientRole, ClientState, Gathered, RoundDone, Steps
+from fedveil.protocol.asking import Ask
+from fedveil.protocol.messages import Reply
+from fedveil.protocol.wire import size
+from fedveil.work.messages import ClientData
+
+_AT_ONCE = 512
+
+
+@dataclass(frozen=True, eq=False)
+class ClientPool:
+    """Every client's data: rows of shared tensors, or tensors of their own."""
+
+    clients: tuple[ClientData, ...]
+
+    def __post_init__(self) -> None:
+        if not self.clients:
+            raise ConfigError("There are no clients: give at least one.")
+        for data in self.clients:
+            if len(data) == 0:
+                raise DataError(
+                    f"Client {data.client} has no samples. Give it data, leave it out, or use fewer clients."
+                )
+
+    @staticmethod
+    def shared(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> ClientPool:
+        """Clients that share one data set, each with its own rows."""
+        return ClientPool(tuple(ClientData(k, x, y, rows.to(x.device)) for k, rows in enumerate(parts)))
+
+    @staticmethod
+    def separate(pairs: Sequence[tuple[Tensor, Tensor]]) -> ClientPool:
+        """Clients with tensors of their own; refuses NaN and infinity, naming client and sample."""
+        for number, (x, y) in enumerate(pairs):
+            if len(x) != len(y):
+                raise DataError(f"Client {number} has {len(x)} inputs but {len(y)} targets.")
+            for what, tensor in (("input", x), ("target", y)):
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    bad = int(
+                        (~torch.isfinite(tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]))
+                        .any(1)
+                        .nonzero()[0]
+                    )
+                    raise DataError(
+                        f"Client {number}, sample {bad}: the {what} holds NaN or infinity. Clean it before training."
+                    )
+        return ClientPool(tuple(ClientData(k, x, y) for k, (x, y) in enumerate(pairs)))
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+
+class LocalEngine:
+    """Drives a server's run against clients in this process."""
+
+    def __init__(
+        self,
+        role: ClientRole,
+        pool: ClientPool,
+        *,
+        reorder: Callable[[list[Reply]], list[Reply]] | None = None,
+    ) -> None:
+        self._role = role
+        self._pool = pool
+        self._states = {data.client: ClientState(data.client) for data in pool.clients}
+        self._reorder = reorder
+
+    def drive(self, steps: Steps, *, on_round: Callable[[RoundDone], None]) -> None:
+        """Run to the end; `on_round` is called at every round boundary."""
+        answer: Gathered | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            answer = None
+            if isinstance(step, RoundDone):
+                on_round(step)
+            else:
+                answer = self._gather(step)
+
+    def _gather(self, ask: Ask) -> Gathered:
+        arrived: list[int] = []
+        refused: dict[int, str] = {}
+        up = 0
+        down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
+        for start in range(0, len(ask.to), _AT_ONCE):
+            part = ask.to[start : start + _AT_ONCE]
+            replies = self._role.handle_many(
+                [self._states[client] for client in part],
+                ask.common,
+                [self._pool.clients[client] for client in part],
+            )
+            if self._reorder is not None:
+                listed = list(replies)
+                states = {reply.client: state for state, reply in listed}
+                replies = iter([(states[r.client], r) for r in self._reorder([r for _, r in listed])])
+            for state, reply in replies:
+                self._states[state.client] = state
+                up += size(reply)
+                try:
+                    ask.into.add(reply)
+                    arrived.append(reply.client)
+                except ProtocolError as reason:
+                    refused[reply.client] = str(reason)
+        missing = tuple(client for client in ask.to if client not in {*arrived, *refused})
+        return Gathered(tuple(arrived), refused, missing, down, up)

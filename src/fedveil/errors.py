@@ -1,0 +1,71 @@
+"""Every error FedVeil raises on purpose: what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedVeilError(Exception):
+    """Base of all errors a user can cause and mend."""
+
+    exit_code = 1
+
+
+class ConfigError(FedVeilError):
+    """A setting is unknown, out of range, or contradicts another one."""
+
+    exit_code = 2
+
+
+class DataError(FedVeilError):
+    """A data set cannot be read, or does not fit the task."""
+
+    exit_code = 3
+
+
+class TraceError(FedVeilError):
+    """A network cannot be veiled safely."""
+
+    exit_code = 4
+
+
+class NumericError(FedVeilError):
+    """Training produced NaN or infinity; the message names the client and the batch."""
+
+    exit_code = 5
+
+
+class ProtocolError(FedVeilError):
+    """A message does not belong to the protocol's present step."""
+
+    exit_code = 6
+
+
+class CheckpointError(FedVeilError):
+    """A checkpoint or run folder is damaged or belongs to another run."""
+
+    exit_code = 7
+
+
+class MissingExtraError(FedVeilError):
+    """An optional dependency is needed; the message names the command that installs it."""
+
+    exit_code = 8
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = "") -> ConfigError:
+    """A ConfigError for an unknown name that suggests the nearest known one."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    tail = f" {hint}" if hint else ""
+    return ConfigError(f"Unknown {kind} {name!r}.{guess} Known: {', '.join(known)}.{tail}")
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
+    """A MissingExtraError that names the one command that mends it."""
+    return MissingExtraError(
+        f"{purpose} needs the package {package!r}, which is not installed. "
+        f"Install it with: pip install 'fedveil[{extra}]'"
+    )

@@ -1,0 +1,45 @@
+"""Flat vectors with named sections: the one shape in which tensors travel and are summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Named sections, in order, of one flat vector."""
+
+    sections: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The sections' names."""
+        return tuple(name for name, _ in self.sections)
+
+    @property
+    def length(self) -> int:
+        """The vector's length."""
+        return sum(math.prod(shape) for _, shape in self.sections)
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of the sections, in their shapes; leading dimensions of `vector` are kept."""
+        parts, start = {}, 0
+        for name, shape in self.sections:
+            size = math.prod(shape)
+            parts[name] = vector[..., start : start + size].reshape(*vector.shape[:-1], *shape)
+            start += size
+        return parts
+
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """One vector from the sections, in order."""
+        return torch.cat([parts[name].reshape(-1) for name, _ in self.sections])
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors into one new vector (an empty float vector for none)."""
+    return torch.cat([one.reshape(-1) for one in tensors]) if tensors else torch.empty(0)

@@ -1,0 +1,43 @@
+"""Declared releases: every field that leaves a role, to whom, how sensitive, how noised, how hidden.
+
+What is proven about a run is computed from these declarations; a field that leaves a role without
+one is an error, so nothing leaks by being forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from fedveil.errors import ProtocolError
+
+Party = Literal["server", "client", "clients", "outsider"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """One field that leaves a role.
+
+    `sensitivity` is the largest L2 change one unit of data can cause (None: unbounded), `noise` and
+    `hiding` name what covers it ("none" where nothing does).
+    """
+
+    field: str
+    sender: Party
+    to: tuple[Party, ...]
+    what: str
+    sensitivity: float | None = None
+    noise: str = "none"
+    hiding: str = "none"
+
+
+def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
+    """Refuse fields that nobody declared."""
+    declared = {release.field for release in releases}
+    missing = [field for field in fields if field not in declared]
+    if missing:
+        raise ProtocolError(
+            f"undeclared release: {', '.join(missing)}. Every field that leaves a role needs a Release "
+            "(to whom, sensitivity, noise, hiding), or the ledger would not count it."
+        )

@@ -1,0 +1,6 @@
+"""The networks FedVeil can train: built by name, reproducible from a seed, checked before use."""
+
+from fedveil.models.building import build
+from fedveil.models.catalogue import ModelInfo, describe, names
+
+__all__ = ["ModelInfo", "build", "describe", "names"]

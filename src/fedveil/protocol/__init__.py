@@ -1,0 +1,28 @@
+"""The protocol: messages, roles, rounds. No I/O, no threads, no clock."""
+
+from fedveil.protocol.asking import Ask, Gathered, RoundDone, Steps
+from fedveil.protocol.client import ClientRole
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.messages import Train, Upload
+from fedveil.protocol.optimiser import Optimiser
+from fedveil.protocol.parts import Bare, Scheme, Uplink
+from fedveil.protocol.server import ServerRole, ServerState
+from fedveil.protocol.state import ClientState
+
+__all__ = [
+    "Ask",
+    "Bare",
+    "ClientRole",
+    "ClientState",
+    "Cohort",
+    "Gathered",
+    "Optimiser",
+    "RoundDone",
+    "Scheme",
+    "ServerRole",
+    "ServerState",
+    "Steps",
+    "Train",
+    "Uplink",
+    "Upload",
+]

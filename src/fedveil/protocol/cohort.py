@@ -1,0 +1,41 @@
+"""Who takes part in a round: a function of the seed and the round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fedveil.errors import ConfigError
+from fedveil.work.batches import mixed_seed
+
+_PURPOSE = 0xC0408
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """`size` of `clients` clients, drawn without replacement each round (all of them by default)."""
+
+    clients: int
+    size: int
+    seed: int
+
+    @staticmethod
+    def of(clients: int, *, cohort: float | None, seed: int) -> Cohort:
+        """A cohort given as a fraction (0 < f ≤ 1, not the whole number 1) or as a count."""
+        if cohort is None:
+            return Cohort(clients, clients, seed)
+        size = round(cohort * clients) if isinstance(cohort, float) and cohort <= 1.0 else int(cohort)
+        if not 1 <= size <= clients or cohort <= 0:
+            raise ConfigError(
+                f"cohort = {cohort} of {clients} clients leaves {max(size, 0)} per round: give a fraction in (0, 1] "
+                f"(like 0.1) or a count from 1 to {clients}."
+            )
+        return Cohort(clients, size, seed)
+
+    def draw(self, round: int) -> tuple[int, ...]:
+        """The round's clients, ascending."""
+        if self.size == self.clients:
+            return tuple(range(self.clients))
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, _PURPOSE, round))
+        return tuple(sorted(torch.randperm(self.clients, generator=generator)[: self.size].tolist()))

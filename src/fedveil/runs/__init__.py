@@ -1,0 +1,1 @@
+"""Runs: from a configuration to a trained model, a folder, and a summary."""

@@ -1,0 +1,103 @@
+"""Checkpoints: a server's state at a round boundary, checksummed and bound to its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedveil.downlink import Weights
+from fedveil.errors import CheckpointError
+from fedveil.protocol import ServerState
+from fedveil.runs.files import write_atomically
+
+_FORMAT = "fedveil-checkpoint-1"
+_KEPT = 2
+_HEADER_LENGTH = 8
+
+
+def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
+    """Write the state of a round boundary atomically; the two newest checkpoints are kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(state)
+    facts = json.dumps(
+        {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}, sort_keys=True
+    )
+    metadata = {"format": _FORMAT, "facts": facts, "digest": _digest(tensors, facts)}
+    path = folder / f"round-{state.round:08d}.safetensors"
+    write_atomically(path, save_tensors(tensors, metadata))
+    for old in sorted(folder.glob("round-*.safetensors"))[:-_KEPT]:
+        old.unlink()
+    return path
+
+
+def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerState:
+    """Read a checkpoint; a damaged one, or one of another run, is refused with the reason."""
+    try:
+        raw = path.read_bytes()
+        tensors = load_tensors(raw)
+        length = int.from_bytes(raw[:_HEADER_LENGTH], "little")
+        metadata = json.loads(raw[_HEADER_LENGTH : _HEADER_LENGTH + length]).get("__metadata__", {})
+        facts = json.loads(metadata["facts"])
+    except (OSError, SafetensorError, ValueError, KeyError) as reason:
+        raise CheckpointError(f"Checkpoint {path.name} is damaged or not a checkpoint.") from reason
+    if metadata.get("format") != _FORMAT or metadata.get("digest") != _digest(tensors, metadata["facts"]):
+        raise CheckpointError(f"Checkpoint {path.name} is damaged: its checksum does not match.")
+    if facts["fingerprint"] != fingerprint:
+        raise CheckpointError(f"Checkpoint {path.name} belongs to a run with other settings.")
+    device = like.parameters.device
+    for name, expected in (("parameters", like.parameters), ("epsilon", like.epsilon)):
+        if tensors[name].shape != expected.shape or tensors[name].dtype != expected.dtype:
+            raise CheckpointError(f"Checkpoint {path.name} belongs to another model.")
+    placed = {name: value.to(device) for name, value in tensors.items()}
+    weights = Weights(
+        placed["parameters"],
+        placed["epsilon"],
+        placed["statistics"],
+        {name.removeprefix("buffer."): value for name, value in placed.items() if name.startswith("buffer.")},
+    )
+    return ServerState(weights, placed["velocity"], round=facts["round"], head_level=facts["head_level"])
+
+
+def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[ServerState | None, list[str]]:
+    """The newest usable checkpoint (None where there is none at all), and why newer ones were refused."""
+    refused: list[str] = []
+    found = sorted(folder.glob("round-*.safetensors"), reverse=True)
+    for path in found:
+        try:
+            return load_checkpoint(path, like, fingerprint=fingerprint), refused
+        except CheckpointError as reason:
+            refused.append(str(reason))
+    if found:
+        raise CheckpointError(
+            " ".join(refused)
+            + " No usable checkpoint is left: resume with the settings the run was started with, "
+            "or start anew with another --out."
+        )
+    return None, refused
+
+
+def _tensors(state: ServerState) -> dict[str, Tensor]:
+    own = {
+        "parameters": state.weights.parameters,
+        "epsilon": state.weights.epsilon,
+        "statistics": state.weights.statistics,
+        "velocity": state.velocity,
+        **{f"buffer.{name}": value for name, value in state.weights.buffers.items()},
+    }
+    return {name: value.detach().cpu().contiguous() for name, value in own.items()}
+
+
+def _digest(tensors: dict[str, Tensor], facts: str) -> str:
+    digest = hashlib.sha256(facts.encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
+        if value.numel():
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

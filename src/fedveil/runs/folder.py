@@ -1,0 +1,82 @@
+"""The run folder: config.toml, metrics.jsonl, checkpoints/, model.safetensors, summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError
+from fedveil.runs.files import write_atomically
+
+
+class RunFolder:
+    """One run's files. Metrics are appended as they happen; everything else is replaced atomically."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config_file = self.path / "config.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.model_file = self.path / "model.safetensors"
+        self.summary_file = self.path / "summary.json"
+        self.checkpoints = self.path / "checkpoints"
+        self._attempts = self.path / "attempts.json"
+
+    def start(self, config: RunConfig) -> None:
+        """Take an empty or new folder for a run."""
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a file: give a folder with --out.")
+        if self.path.exists() and any(self.path.iterdir()):
+            holds = "another run" if self.config_file.exists() else "other files"
+            raise CheckpointError(
+                f"The folder {self.path} holds {holds}. Continue that run with --resume, or give another --out."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_file, config.to_toml())
+        write_atomically(self._attempts, json.dumps({"attempts": 1}))
+
+    def stored_settings(self) -> dict[str, Any]:
+        """The settings the run was started with."""
+        if not self.config_file.exists():
+            raise CheckpointError(f"{self.path} holds no run to resume (there is no config.toml).")
+        return RunConfig.read(self.config_file)
+
+    def resume(self, config: RunConfig) -> int:
+        """Take the folder again; returns how many attempts came before, and remembers this one."""
+        write_atomically(self.config_file, config.to_toml())
+        try:
+            before = int(json.loads(self._attempts.read_text())["attempts"])
+        except (OSError, ValueError, KeyError):
+            before = 1
+        write_atomically(self._attempts, json.dumps({"attempts": before + 1}))
+        return before
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one round's line."""
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every whole line (a torn last one, from a kill, is left out)."""
+        rows = []
+        if self.metrics_file.exists():
+            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    break
+        return rows
+
+    def rewind_metrics(self, rounds: int) -> list[dict[str, Any]]:
+        """Keep the lines of the first `rounds` rounds: later ones are repeated after a resume."""
+        kept = [row for row in self.metrics() if row["round"] <= rounds]
+        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        return kept
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write summary.json."""
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")

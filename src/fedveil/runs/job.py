@@ -1,0 +1,204 @@
+"""Putting a run together: data, model, scheme and roles from one configuration."""
+
+from __future__ import annotations
+
+import secrets as system_random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil import data, models, schemes
+from fedveil.config import RunConfig
+from fedveil.data import Dataset
+from fedveil.downlink import Blueprint, Weights, draw
+from fedveil.downlink.epsilon import draw_secret_epsilon
+from fedveil.downlink.report import Coverage, coverage, require_coverage
+from fedveil.downlink.rescaling import Rescaling
+from fedveil.downlink.verify import verify
+from fedveil.engines import ClientPool
+from fedveil.errors import ConfigError, DataError
+from fedveil.protocol import Cohort, Optimiser, Scheme
+from fedveil.schemes import Setting
+from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
+from fedveil.work import Batches, Loss, Schedule, make_loss
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFacts:
+    """What it takes to build the same architecture again."""
+
+    name: str | None
+    options: dict[str, int | float | str | bool]
+    input_shape: tuple[int, ...]
+    outputs: int
+    task: str
+    vocabulary: int | None = None
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A run, ready to start."""
+
+    config: RunConfig
+    scheme: Scheme
+    loss: Loss
+    blueprint: Blueprint
+    weights: Weights
+    pool: ClientPool
+    test: Dataset | None
+    facts: ModelFacts
+    coverage: Coverage | None
+    secrets: SecretSource
+    cohort: Cohort
+    optimiser: Optimiser
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """The same configuration with a seed: drawn now, if none was given, and then never used for secrets."""
+    if config.seed is not None:
+        return config
+    return config.with_changes(seed=system_random.randbelow(1 << 31), secrets="os")
+
+
+def device_of(config: RunConfig) -> torch.device:
+    """The device, if it is there."""
+    try:
+        device = torch.device(config.device)
+    except RuntimeError as reason:
+        raise ConfigError(f"Unknown device {config.device!r}: use cpu or cuda.") from reason
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda', but PyTorch sees no CUDA device here. Use --device cpu.")
+    return device
+
+
+def job_from_config(config: RunConfig) -> Job:
+    """Load the data, build the model, deal the data to clients."""
+    schemes.find(config.scheme)
+    seed = config.seed
+    assert seed is not None
+    split = data.load(
+        config.dataset,
+        target=config.target,
+        task=config.task,  # type: ignore[arg-type]
+        test_fraction=config.test_fraction,
+        seed=seed,
+        text=config.text,
+        group=config.group,
+    )
+    train = split.train
+    model = models.build(
+        config.model,
+        input_shape=train.input_shape,
+        outputs=train.outputs,
+        seed=seed,
+        vocabulary=train.vocabulary,
+        **config.model_options,
+    )
+    parts = data.partition(
+        train, clients=config.clients, how=config.partition, seed=seed, alpha=config.alpha, ratio=config.ratio
+    )
+    facts = ModelFacts(
+        config.model,
+        config.model_options,
+        train.input_shape,
+        train.outputs,
+        train.task,
+        train.vocabulary,
+        train.labels,
+    )
+    device, dtype = device_of(config), _DTYPES[config.dtype]
+    placed = train.to(dtype=dtype, device=device)
+    pool = ClientPool.shared(placed.x, placed.y, parts)
+    return assemble_job(config, model, pool, split.test, facts)
+
+
+def assemble_job(
+    config: RunConfig, model: nn.Module, pool: ClientPool, test: Dataset | None, facts: ModelFacts
+) -> Job:
+    """The scheme, its blueprint and roles for a model and clients that are already there."""
+    device, dtype = device_of(config), _DTYPES[config.dtype]
+    loss = _loss(config, facts.task)
+    schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
+    seed = config.seed
+    assert seed is not None
+    setting = Setting(loss, Batches(config.batch_size, seed), schedule, config.vectorise)
+    scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
+    example = _example(pool, facts)
+    _check_output(model, example, facts)
+    blueprint, weights = draw(model.train().to(dtype).cpu(), example, traced=scheme.downlink.traced)
+    source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()
+    if config.bn_eps == "secret":
+        draw_secret_epsilon(weights, source.stream("epsilon"))
+    found = None
+    if blueprint.table is not None:
+        scheme.downlink.head_tensors(blueprint)
+        head = isinstance(scheme.downlink, Rescaling) and scheme.downlink.head is not None
+        found = coverage(blueprint.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
+        require_coverage(found, minimum=config.min_coverage)
+        verify(blueprint, weights, example)
+    blueprint = blueprint.to(device=device)
+    weights = Weights(
+        weights.parameters.to(device),
+        weights.epsilon.to(device),
+        weights.statistics.to(device),
+        {name: value.to(device) for name, value in weights.buffers.items()},
+    )
+    # Updates are already multiplied by the local learning rate: the server takes them whole.
+    server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
+    return Job(
+        config=config,
+        scheme=scheme,
+        loss=loss,
+        blueprint=blueprint,
+        weights=weights,
+        pool=pool,
+        test=None if test is None else test.to(dtype=dtype, device=device),
+        facts=facts,
+        coverage=found,
+        secrets=source,
+        cohort=Cohort.of(len(pool), cohort=config.cohort, seed=seed),
+        optimiser=Optimiser(server, config.momentum, config.weight_decay),
+    )
+
+
+def _loss(config: RunConfig, task: str) -> Loss:
+    name = config.loss or schemes.find(config.scheme).default_loss
+    if name == "auto":
+        name = "square" if task == "regression" else "cross-entropy"
+        if (config.target_scale, config.true_weight) != (1.0, 1.0):
+            name = "square"
+    if name == "cross-entropy" and task == "regression":
+        raise ConfigError("Cross-entropy needs classes; use --loss square for regression.")
+    return make_loss(name, target_scale=config.target_scale, true_weight=config.true_weight)
+
+
+def _example(pool: ClientPool, facts: ModelFacts) -> Tensor:
+    first = pool.clients[0]
+    x, _ = first.take(torch.arange(min(2, len(first))))
+    if tuple(x.shape[1:]) != facts.input_shape:
+        raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model expects {facts.input_shape}.")
+    return x.repeat(2, *([1] * (x.dim() - 1)))[:2].cpu()
+
+
+def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
+    model = model.to(example.dtype) if example.is_floating_point() else model
+    training = model.training
+    try:
+        with torch.no_grad():
+            output = model.eval()(example)
+    except RuntimeError as reason:
+        raise ConfigError(
+            f"The model does not take inputs of shape {facts.input_shape}: {str(reason).splitlines()[0]}"
+        ) from reason
+    finally:
+        model.train(training)
+    if not isinstance(output, Tensor) or tuple(output.shape) != (2, facts.outputs):
+        found = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(
+            f"The model gives {found} per sample, the data need {facts.outputs} "
+            f"{'classes' if facts.task == 'classification' else 'outputs'}: build it with that many outputs."
+        )

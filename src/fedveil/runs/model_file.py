@@ -1,0 +1,111 @@
+"""Model files: safetensors that say how to build their own architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from fedveil import models
+from fedveil.downlink.export import ExportShape, exported_architecture
+from fedveil.downlink.norms import with_vector_norms
+from fedveil.errors import ConfigError
+from fedveil.runs.files import write_atomically
+from fedveil.runs.job import ModelFacts
+
+_FORMAT = "fedveil-model-1"
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model from a file, ready to predict."""
+
+    module: nn.Module
+    facts: ModelFacts
+    kind: str
+    config: dict[str, Any]
+
+
+def save_model(
+    path: Path,
+    module: nn.Module,
+    facts: ModelFacts,
+    *,
+    kind: str,
+    config: Mapping[str, Any],
+    shape: ExportShape | None,
+) -> None:
+    """Write a server's model (kind "server") or a client's (kind "export")."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in _tensors(module).items()}
+    metadata = {
+        "format": _FORMAT,
+        "kind": kind,
+        "facts": json.dumps(dataclasses.asdict(facts)),
+        "config": json.dumps(dict(config)),
+        "shape": json.dumps(dataclasses.asdict(shape)) if shape is not None else "",
+    }
+    write_atomically(path, save(tensors, metadata))
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def load_model(path: Path) -> LoadedModel:
+    """Build the architecture a file describes and fill it."""
+    if path.is_dir():
+        path = path / "model.safetensors"
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no model at {path}: give a run folder, its model.safetensors, or an export."
+        )
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as reason:
+        raise ConfigError(f"{path} is damaged or not a safetensors file: {reason}") from reason
+    if metadata.get("format") != _FORMAT:
+        raise ConfigError(f"{path} is a safetensors file, but not a FedVeil model.")
+    given = json.loads(metadata["facts"])
+    facts = ModelFacts(
+        **{**given, "input_shape": tuple(given["input_shape"]), "labels": tuple(given["labels"])}
+    )
+    if facts.name is None:
+        raise ConfigError(
+            f"{path} holds a model that was built in Python: build it there too and load the tensors from the file."
+        )
+    bare = models.build(
+        facts.name,
+        input_shape=facts.input_shape,
+        outputs=facts.outputs,
+        seed=0,
+        vocabulary=facts.vocabulary,
+        **facts.options,
+    )
+    if metadata["shape"]:
+        changed = json.loads(metadata["shape"])
+        shifted = {name: (sizes[0], sizes[1]) for name, sizes in changed["shifted"].items()}
+        module = exported_architecture(bare, ExportShape(changed["folded"], shifted))
+    else:
+        module = with_vector_norms(bare)
+    own = _tensors(module)
+    if set(own) != set(tensors):
+        odd = ", ".join(sorted(set(own) ^ set(tensors))[:4])
+        raise ConfigError(
+            f"{path} does not fit the architecture {facts.name!r} it names (differs in: {odd})."
+        )
+    dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float32)
+    module = module.to(dtype)
+    with torch.no_grad():
+        for name, target in _tensors(module).items():
+            target.copy_(tensors[name])
+    return LoadedModel(module.eval(), facts, metadata["kind"], json.loads(metadata["config"]))

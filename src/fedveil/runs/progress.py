@@ -1,0 +1,87 @@
+"""A progress bar on a terminal; silence anywhere else."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Told about every finished round."""
+
+    def __enter__(self) -> Progress:
+        """Start showing."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop showing."""
+        ...
+
+    def update(self, row: dict[str, Any]) -> None:
+        """One round is done."""
+        ...
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def __enter__(self) -> Quiet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Nothing."""
+
+
+class Bar:
+    """Round, loss, accuracy and time left, on standard error."""
+
+    def __init__(self, label: str, *, total: int, done: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._task = self._bar.add_task(label, total=total, completed=done, figures="")
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Advance, with the newest figures."""
+        shown = [f"loss {row['loss']:.4f}"]
+        if "test_accuracy" in row:
+            shown.append(f"accuracy {row['test_accuracy']:.1%}")
+        if "test_mse" in row:
+            shown.append(f"mse {row['test_mse']:.4f}")
+        self._bar.update(self._task, completed=row["round"], figures="  ".join(shown))
+
+
+def progress_for(label: str, *, total: int, done: int = 0, quiet: bool = False) -> Progress:
+    """A bar if standard error is a terminal and rich is installed, otherwise silence."""
+    if quiet or not sys.stderr.isatty():
+        return Quiet()
+    try:
+        return Bar(label, total=total, done=done)
+    except ImportError:
+        return Quiet()

@@ -1,0 +1,106 @@
+"""The two rescaling schemes: clients train on a veiled model, the server recovers the exact gradient."""
+
+from __future__ import annotations
+
+from fedveil.downlink.rescaling import HeadNoise, Rescaling
+from fedveil.errors import ConfigError
+from fedveil.protocol.parts import Bare, Scheme
+from fedveil.schemes.registry import Setting, scheme
+from fedveil.work.gradients import Gradients
+from fedveil.work.losses import SquareLoss, refuse_head_noise
+
+_PROTECTS = (
+    "the server's parameters from clients up to secret scales (measured, not proven: a client with ten "
+    "labelled samples can undo the head noise); client data from the server: not at all"
+)
+
+
+def _veiled(
+    name: str,
+    setting: Setting,
+    *,
+    groups: int | None,
+    strength: float,
+    spread: float,
+    head_noise: bool,
+    local_steps: int | None,
+    local_epochs: int | None,
+) -> Scheme:
+    if (local_steps or 1) > 1 or local_epochs is not None:
+        raise ConfigError(
+            f"Scheme {name!r} takes exactly one gradient per round: the recovery identity holds at the broadcast "
+            "point, and a second local step would start from parameters the server cannot undo. Use more "
+            "rounds instead, or --scheme fedavg for local training without a veil."
+        )
+    head = None
+    if head_noise:
+        refuse_head_noise(setting.loss)
+        weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
+        if not strength > 0:
+            raise ConfigError(f"head_strength must be positive (got {strength}); 1 is the default.")
+        head = HeadNoise(groups, strength, weighted)
+    return Scheme(
+        name=name,
+        downlink=Rescaling(spread, head),
+        work=Gradients(setting.loss, setting.batches, setting.vectorise),
+        uplink=Bare(),
+    )
+
+
+@scheme(
+    "pbpfl",
+    paper="001",
+    summary="rescaled model and head noise with one secret γ",
+    protects=_PROTECTS,
+    default_loss="square",
+)
+def pbpfl(
+    setting: Setting,
+    *,
+    head_strength: float = 1.0,
+    spread: float = 4.0,
+    head_noise: bool = True,
+    local_steps: int | None = None,
+    local_epochs: int | None = None,
+) -> Scheme:
+    """Rescaling + head noise, m = 1."""
+    return _veiled(
+        "pbpfl",
+        setting,
+        groups=1,
+        strength=head_strength,
+        spread=spread,
+        head_noise=head_noise,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+    )
+
+
+@scheme(
+    "lossless",
+    paper="003",
+    summary="rescaled model and head noise with m secrets γ_1…γ_m (default: one per output)",
+    protects=_PROTECTS,
+    default_loss="square",
+)
+def lossless(
+    setting: Setting,
+    *,
+    head_groups: int | None = None,
+    head_strength: float = 1.0,
+    spread: float = 4.0,
+    head_noise: bool = True,
+    local_steps: int | None = None,
+    local_epochs: int | None = None,
+) -> Scheme:
+    """Rescaling + head noise, m groups; m = the number of outputs unless given."""
+    return _veiled(
+        "lossless",
+        setting,
+        groups=head_groups,
+        strength=head_strength,
+        spread=spread,
+        head_noise=head_noise,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+    )

@@ -1,0 +1,108 @@
+"""Secret randomness, from one place, and objects that keep what was drawn to themselves.
+
+A run takes every secret from one `SecretSource`: the operating system, or, for reproducible
+simulations, a stream derived from a seed. The second is predictable by anyone who knows the seed
+and says so through `simulation`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+_UNIFORM_BITS = 53
+
+
+class SecretStream:
+    """A one-way stream of secret numbers for one purpose; reading it twice gives different numbers."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._key = key
+        self._calls = 0
+
+    def __repr__(self) -> str:
+        return "<SecretStream>"
+
+    def bytes(self, count: int) -> bytes:
+        """The next `count` secret bytes."""
+        if self._key is None:
+            return os.urandom(count)
+        self._calls += 1
+        return hashlib.shake_256(self._key + self._calls.to_bytes(8, "big")).digest(count)
+
+    def uniform(self, count: int) -> Tensor:
+        """`count` float64 numbers, uniform on [0, 1) with 53 random bits each."""
+        words = torch.frombuffer(bytearray(self.bytes(8 * count)), dtype=torch.int64) if count else None
+        if words is None:
+            return torch.empty(0, dtype=torch.float64)
+        mantissa = (words >> (64 - _UNIFORM_BITS)) & ((1 << _UNIFORM_BITS) - 1)
+        return mantissa.to(torch.float64) * 2.0**-_UNIFORM_BITS
+
+    def signs(self, count: int) -> Tensor:
+        """`count` float64 numbers, +1 or −1 with equal probability."""
+        return torch.where(self.uniform(count) < 0.5, -1.0, 1.0).to(torch.float64)
+
+
+class SecretSource(Protocol):
+    """Where a role's secrets come from."""
+
+    @property
+    def simulation(self) -> bool:
+        """Whether somebody who knows the seed can predict every secret."""
+        ...
+
+    def stream(self, *label: str | int) -> SecretStream:
+        """An independent stream for the purpose that `label` names."""
+        ...
+
+
+class OsSecrets:
+    """Secrets from the operating system's generator."""
+
+    simulation = False
+
+    def stream(self, *label: str | int) -> SecretStream:
+        """A fresh stream; the label only matters for seeded sources."""
+        return SecretStream(None)
+
+
+class SeededSecrets:
+    """Secrets derived from a seed: reproducible, and therefore a simulation."""
+
+    simulation = True
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def stream(self, *label: str | int) -> SecretStream:
+        """The stream of SHAKE-256(seed, label); equal labels give equal streams."""
+        text = "\x1f".join(f"{type(part).__name__}:{part}" for part in label)
+        return SecretStream(hashlib.sha256(f"fedveil secrets {self._seed}\x1e{text}".encode()).digest())
+
+
+class Guarded:
+    """Base of objects that hold secrets: not printable, not copyable, not picklable."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: hidden>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} holds secrets: it is neither copied, pickled nor logged")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse()
+
+    def __copy__(self) -> NoReturn:
+        self._refuse()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse()

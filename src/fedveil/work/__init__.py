@@ -1,0 +1,23 @@
+"""Local work: what a client computes from a broadcast and its data."""
+
+from fedveil.work.batches import Batches
+from fedveil.work.gradients import Gradients
+from fedveil.work.losses import CrossEntropy, Loss, SquareLoss, make_loss, refuse_head_noise
+from fedveil.work.messages import Bench, ClientData, LocalWork
+from fedveil.work.schedule import Schedule
+from fedveil.work.updates import LocalSteps
+
+__all__ = [
+    "Batches",
+    "Bench",
+    "ClientData",
+    "CrossEntropy",
+    "Gradients",
+    "LocalSteps",
+    "LocalWork",
+    "Loss",
+    "Schedule",
+    "SquareLoss",
+    "make_loss",
+    "refuse_head_noise",
+]

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedveil.data import load
+from fedveil.errors import DataError, MissingExtraError
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def write(path: Path, *, size: tuple[int, int] = (6, 4), colour: tuple[int, ...] | int = (255, 0, 0)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
+
+
+@pytest.mark.parametrize("second", ["test", "val"])
+def test_reads_both_parts(tmp_path: Path, second: str) -> None:
+    for part in ("train", second):
+        for number, name in enumerate(("cat", "dog")):
+            for i in range(3):
+                write(tmp_path / part / name / f"{i}.png", colour=(255 * number, 0, 0))
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("not a picture")
+    split = load(tmp_path, normalise=False)
+    assert (len(split.train), len(split.test)) == (6, 6)
+    assert split.train.labels == ("cat", "dog")
+    assert split.train.input_shape == (3, 4, 6)
+    assert torch.equal(split.train.x[:, 0, 0, 0], split.train.y.float())
+
+
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_one_part_is_split(tmp_path: Path, inside: str) -> None:
+    for name in ("cat", "dog"):
+        for i in range(5):
+            write(tmp_path / inside / name / f"{i}.jpg")
+    split = load(tmp_path)
+    assert (len(split.train), len(split.test), split.train.outputs) == (8, 2, 2)
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("train", "ship"):
+        for i in range(3):
+            write(tmp_path / name / f"{i}.png")
+    assert load(tmp_path).train.labels == ("ship", "train")
+
+
+def test_grey_pictures_have_one_channel_unless_mixed_with_colour(tmp_path: Path) -> None:
+    for i in range(3):
+        write(tmp_path / "a" / f"{i}.png", colour=100)
+        write(tmp_path / "b" / f"{i}.png", colour=200)
+    assert load(tmp_path).train.input_shape == (1, 4, 6)
+    write(tmp_path / "b" / "3.png")
+    assert load(tmp_path).train.input_shape == (3, 4, 6)
+
+
+def test_a_picture_of_another_size_is_named_with_the_remedy(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "0.png")
+    write(tmp_path / "a" / "1.png")
+    write(tmp_path / "b" / "0.png", size=(7, 4))
+    with pytest.raises(DataError, match=r"b/0\.png: 7×4 pixels, but .*a/0\.png has 6×4.*resize"):
+        load(tmp_path)
+
+
+def test_parts_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a" / "0.png")
+    write(tmp_path / "test" / "a" / "0.png", size=(7, 4))
+    with pytest.raises(DataError, match="same shape"):
+        load(tmp_path)
+
+
+def test_parts_with_different_classes_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a" / "0.png")
+    write(tmp_path / "train" / "b" / "0.png")
+    write(tmp_path / "test" / "a" / "0.png")
+    with pytest.raises(DataError, match="b on one side only"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a picture"])
+def test_a_damaged_picture_is_named(tmp_path: Path, damage: bytes) -> None:
+    write(tmp_path / "a" / "0.png")
+    (tmp_path / "a" / "1.png").write_bytes(damage)
+    with pytest.raises(DataError, match=r"a/1\.png: not a readable picture"):
+        load(tmp_path)
+
+
+def test_a_cut_picture_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3)).astype(np.uint8)
+    path = tmp_path / "a" / "0.png"
+    Image.fromarray(noise).save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(DataError, match=r"a/0\.png"):
+        load(tmp_path)
+
+
+def test_without_pillow_the_command_that_installs_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a" / "0.png")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"fedveil\[images\]"):
+        load(tmp_path)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedveil.data.pickles import read_pickle
+from fedveil.errors import DataError
+
+
+class Calls:
+    """Pickles as a call of ``function`` with ``arguments``: what a hostile file does."""
+
+    def __init__(self, function: Any, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_hostile_file_runs_nothing(tmp_path: Path, protocol: int) -> None:
+    trace = tmp_path / "trace"
+    path = tmp_path / "batch"
+    for function, argument in (
+        (os.system, f"touch {trace}"),
+        (eval, f"open({str(trace)!r}, 'w')"),
+        (os.mkdir, trace),
+    ):
+        path.write_bytes(pickle.dumps({"data": Calls(function, argument)}, protocol=protocol))
+        with pytest.raises(DataError, match=r"batch: names .*nothing was run"):
+            read_pickle(path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "named", ["builtins\ngetattr", "builtins\nexec", "numpy\nload", "numpy\nfromfile", "operator\nattrgetter"]
+)
+def test_even_naming_something_else_is_refused(tmp_path: Path, named: str) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(b"c" + named.encode() + b"\n.")
+    with pytest.raises(DataError, match=named.replace("\n", ".")):
+        read_pickle(path)
+
+
+def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(pickle.dumps({"data": np.array([{}, []], dtype=object)}))
+    with pytest.raises(DataError, match="batch"):
+        read_pickle(path)
+
+
+def test_a_forged_record_type_is_refused(tmp_path: Path) -> None:
+    # numpy's own reader would take these eight bytes for the address of an object.
+    field = b"U\x01f(cnumpy\ndtype\n(U\x02O8K\x00K\x01tRK\x00t"
+    dtype = b"cnumpy\ndtype\n(U\x02V8K\x00K\x01tR(K\x03U\x01|N(U\x01ft}" + field + b"sK\x08K\x01K\x00tb"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(K\x00tU\x01btR(K\x01(K\x01t"
+        + dtype
+        + b"\x89U\x08AAAAAAAAtb"
+    )
+    path = tmp_path / "batch"
+    path.write_bytes(b"\x80\x02}U\x04data" + array + b"s.")
+    with pytest.raises(DataError, match="arrays of type"):
+        read_pickle(path)
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x7f", b"p2147483647\n"])
+def test_a_memo_that_claims_gigabytes_is_refused(tmp_path: Path, put: bytes) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(b"}" + put + b".")
+    with pytest.raises(DataError, match="memo index 2147483647"):
+        read_pickle(path)
+
+
+def test_a_file_cannot_change_the_stand_ins(tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    for named in (
+        b"numpy\ndtype",
+        b"numpy\nndarray",
+        b"_codecs\nencode",
+        b"numpy.core.multiarray\n_reconstruct",
+    ):
+        path.write_bytes(b"\x80\x02c" + named + b"\nN}U\x05arrayK\x01s\x86b.")
+        with pytest.raises(DataError):
+            read_pickle(path)
+    path.write_bytes(pickle.dumps({"data": np.arange(3)}))
+    assert np.array_equal(read_pickle(path)["data"], np.arange(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.uint8).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(5, dtype=">i4"),
+    ],
+)
+def test_honest_arrays_survive_every_protocol(tmp_path: Path, protocol: int, array: np.ndarray) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(pickle.dumps({"data": array, "name": "first"}, protocol=protocol))
+    content = read_pickle(path)
+    assert content["name"] == "first"
+    assert np.array_equal(content["data"], array)  # type: ignore[arg-type]
+
+
+def test_a_cut_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "batch"
+    whole = pickle.dumps({"data": np.arange(9, dtype=np.uint8), "labels": [1, 2, 3]}, protocol=2)
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match="batch"):
+            read_pickle(path)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(noise=st.binary(max_size=60))
+def test_noise_never_escapes_as_another_error(tmp_path: Path, noise: bytes) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(noise)
+    with pytest.raises(DataError):
+        read_pickle(path)

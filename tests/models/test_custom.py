@@ -1,0 +1,124 @@
+"""A user's own factory is found, called with what it takes, and checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedveil import models
+from fedveil.errors import ConfigError
+
+SOURCE = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class Settings:
+    width: int = 4
+
+class Zoo:
+    @staticmethod
+    def flat(outputs):
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(outputs))
+
+def small(input_shape, *, outputs, width=4):
+    inputs = input_shape[0] * input_shape[1]
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.Linear(width, outputs))
+
+def everything(**settings):
+    assert settings == {"input_shape": (6,), "outputs": 2, "vocabulary": 9, "width": 3}
+    return nn.Sequential(nn.Embedding(9, 3), nn.Flatten(), nn.Linear(18, 2))
+
+def half_frozen(outputs):
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12).eval(), nn.Linear(12, outputs))
+
+def number(outputs): return outputs
+def tuple_model(outputs): return TupleModel()
+class TupleModel(nn.Module):
+    def forward(self, x): return x, x
+def wrong_size(outputs): return nn.Sequential(nn.Flatten(), nn.Linear(12, outputs + 1))
+def wrong_input(outputs): return nn.Linear(99, outputs)
+def needs_more(outputs, secret): return nn.Linear(12, outputs)
+def breaks(outputs): raise RuntimeError("no luck")
+constant = 3
+"""
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> str:
+    path = tmp_path / "zoo.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def make(reference: str, **options: int) -> nn.Module:
+    return models.build(reference, input_shape=(3, 4), outputs=5, **options)
+
+
+def test_a_factory_in_a_file_is_seeded_and_gets_its_options(zoo: str) -> None:
+    first, same = make(f"{zoo}:small", width=7), make(f"{zoo}:small", width=7)
+    assert first.get_parameter("1.weight").shape == (7, 12)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), same.parameters(), strict=True))
+
+
+def test_a_factory_in_a_module_and_nested_names_work(zoo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(zoo).parent))
+    assert make("zoo:Zoo.flat")(torch.zeros(2, 3, 4)).shape == (2, 5)
+
+
+def test_a_factory_with_keywords_gets_everything(zoo: str) -> None:
+    models.build(f"{zoo}:everything", input_shape=(6,), outputs=2, vocabulary=9, width=3)
+
+
+def test_the_check_keeps_frozen_parts_frozen(zoo: str) -> None:
+    model = make(f"{zoo}:half_frozen")
+    assert [m.training for m in model.modules()] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("number", "returned 5, not a torch.nn.Module"),
+        ("tuple_model", r"returns a tuple .* needs \(2, 5\)"),
+        ("wrong_size", r"returns \(2, 6\) .* needs \(2, 5\): make its last layer give 5"),
+        ("wrong_input", r"failed on a batch of shape \(2, 3, 4\)"),
+        ("needs_more", "missing a required argument: 'secret'.*Give defaults"),
+        ("breaks", r"called with outputs=5, raised RuntimeError: no luck"),
+        ("constant", "is 3, not a callable"),
+        ("absent", r"zoo\.py was imported but has no 'absent'"),
+        ("", "not of the form package.module:factory"),
+    ],
+)
+def test_a_faulty_factory_is_refused_with_the_reason(zoo: str, factory: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(f"{zoo}:{factory}")
+
+
+def test_an_option_the_factory_does_not_take_is_refused(zoo: str) -> None:
+    with pytest.raises(ConfigError, match=r"no option 'widht'\. Did you mean 'width'\? It takes: width\."):
+        make(f"{zoo}:small", widht=3)
+
+
+def test_import_failures_say_what_was_tried(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import surely_not_installed")
+    with pytest.raises(ConfigError, match=r"Tried to load a model from .*broken\.py: ModuleNotFoundError"):
+        make(f"{broken}:factory")
+    with pytest.raises(ConfigError, match="but there is no such file"):
+        make(f"{tmp_path}/nowhere.py:factory")
+    with pytest.raises(ConfigError, match=r"Tried to import the module 'surely\.absent'.*PYTHONPATH"):
+        make("surely.absent:factory")
+
+
+def test_a_failed_build_leaves_the_global_random_state_alone(zoo: str) -> None:
+    torch.manual_seed(3)
+    with pytest.raises(ConfigError):
+        make(f"{zoo}:wrong_size")
+    drawn = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(2))
