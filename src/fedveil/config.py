@@ -182,7 +182,7 @@ def _checked(name: str, value: object, kind: str, where: str) -> object:
     if not fits:
         raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {value!r}).")
     # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
-    return float(value) if float in accepted and type(value) is int and name != "cohort" else value  # type: ignore[arg-type]
+    return float(value) if float in accepted and type(value) is int and name != "cohort" else value
 
 
 def parse_model_options(pairs: list[str]) -> dict[str, ModelOption]:

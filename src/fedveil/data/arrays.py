@@ -107,17 +107,13 @@ def _standardised(parts: list[_Ready]) -> list[_Ready]:
 
 def _check_counts(part: Part) -> None:
     if part.x.ndim < 2:
-        raise DataError(
-            f"{part.origin}: samples have shape {part.x.shape}; one row per sample is needed, (N, ...)."
-        )
+        raise DataError(f"{part.origin}: samples have shape {part.x.shape}; one row per sample is needed, (N, ...).")
     if len(part.x) == 0:
         raise DataError(f"{part.origin}: there are no samples.")
     for what, array in (("labels", part.y), ("groups", part.groups)):
         if array is not None and (array.ndim == 0 or len(array) != len(part.x)):
             count = 1 if array.ndim == 0 else len(array)
-            raise DataError(
-                f"{part.origin}: {len(part.x)} samples but {count} {what}; they do not belong together."
-            )
+            raise DataError(f"{part.origin}: {len(part.x)} samples but {count} {what}; they do not belong together.")
 
 
 def _inputs(part: Part, *, tokens: bool) -> Tensor:
@@ -151,9 +147,7 @@ def _groups(part: Part) -> Tensor | None:
     return torch.from_numpy(part.groups.astype(np.int64))
 
 
-def _targets(
-    parts: list[Part], arrays: Arrays, task: Task | None
-) -> tuple[Task, int, tuple[str, ...], list[Tensor]]:
+def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task, int, tuple[str, ...], list[Tensor]]:
     raw = [part.y.reshape(-1) if part.y.ndim == 2 and part.y.shape[1] == 1 else part.y for part in parts]
     kinds = "".join(y.dtype.kind for y in raw)
     classes = arrays.classes
@@ -164,8 +158,7 @@ def _targets(
         raw = [_codes(y, classes, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
     if task == "regression" and len(classes) > 2:
         raise DataError(
-            f"{parts[0].origin}: {len(classes)} named classes have no order to regress on. "
-            "Use task='classification'."
+            f"{parts[0].origin}: {len(classes)} named classes have no order to regress on. Use task='classification'."
         )
     if task == "regression" or (task is None and kinds[0] == "f"):
         values = [_values(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
@@ -208,7 +201,5 @@ def _labels(y: Array, *, origin: str) -> Tensor:
     if y.dtype.kind == "f" and not np.array_equal(labels.astype(y.dtype), y):
         raise DataError(f"{origin}: labels are not whole numbers. Use task='regression', or mend the labels.")
     if labels.min() < 0:
-        raise DataError(
-            f"{origin}: sample {int(labels.argmin())} has class {int(labels.min())}; classes count from 0."
-        )
+        raise DataError(f"{origin}: sample {int(labels.argmin())} has class {int(labels.min())}; classes count from 0.")
     return torch.from_numpy(labels)

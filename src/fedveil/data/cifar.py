@@ -41,9 +41,7 @@ def read(folder: Path) -> Arrays:
     if classes == 10:
         training = [file for file in training if file.name.startswith("data_batch")]
     batches = [_batch(file, classes, binary=binary) for file in training]
-    train = Part(
-        str(folder), np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches])
-    )
+    train = Part(str(folder), np.concatenate([x for x, _ in batches]), np.concatenate([y for _, y in batches]))
     held = folder / (("test_batch" if classes == 10 else "test") + (".bin" if binary else ""))
     test = Part(str(held), *_batch(held, classes, binary=binary)) if held.is_file() else None
     return Arrays(train, test, _class_names(folder, classes, binary=binary), classes)

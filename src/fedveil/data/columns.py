@@ -48,9 +48,7 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
         if value.lower() in _MISSING:
-            raise DataError(
-                f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row."
-            )
+            raise DataError(f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row.")
     numbers = _numbers(table, name)
     if (task or _inferred(numbers)) == "regression":
         return _regression(table, name, raw, numbers)
@@ -67,9 +65,7 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
                 f"{table.place(row)}: class {value!r} of target {name!r} does not occur "
                 f"in the training part, which has {len(ordered)} classes."
             )
-    return Target(
-        "classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered)
-    )
+    return Target("classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered))
 
 
 def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
@@ -77,9 +73,7 @@ def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
         if not value:
-            raise DataError(
-                f"{table.place(row)}: the group {name!r} is missing. Fill it in or remove the row."
-            )
+            raise DataError(f"{table.place(row)}: the group {name!r} is missing. Fill it in or remove the row.")
     return np.unique(np.array(raw), return_inverse=True)[1].astype(np.int64)
 
 
@@ -89,9 +83,7 @@ def _inferred(numbers: Floats | None) -> Task:
     distinct = np.unique(numbers)
     whole = bool(np.all(distinct == np.round(distinct)))
     # As many values as rows is a measurement in whole numbers, not a class.
-    return (
-        "classification" if whole and len(distinct) <= min(_FEW, max(len(numbers) // 2, 2)) else "regression"
-    )
+    return "classification" if whole and len(distinct) <= min(_FEW, max(len(numbers) // 2, 2)) else "regression"
 
 
 def _regression(table: Table, name: str, raw: list[str], numbers: Floats | None) -> Target:
@@ -120,9 +112,7 @@ def _numbers(table: Table, name: str) -> Floats | None:
             return None
         some = True
         if not abs(values[row]) <= np.finfo(np.float32).max:
-            raise DataError(
-                f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number."
-            )
+            raise DataError(f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number.")
     if not some:
         raise DataError(f"{table.places[0][0]}: column {name!r} holds no value at all. Remove it.")
     return values

@@ -102,9 +102,7 @@ def check_finite(tensor: Tensor, *, what: str, where: str) -> None:
 
 def _check_shapes(data: Dataset) -> None:
     if data.x.ndim < 2:
-        raise DataError(
-            f"{data.name}: x has shape {tuple(data.x.shape)}; it needs one row per sample, (N, ...)."
-        )
+        raise DataError(f"{data.name}: x has shape {tuple(data.x.shape)}; it needs one row per sample, (N, ...).")
     if len(data) == 0:
         raise DataError(f"{data.name}: there are no samples.")
     for what, tensor in (("targets", data.y), ("groups", data.groups)):
@@ -120,9 +118,7 @@ def _check_inputs(data: Dataset) -> None:
         check_finite(data.x, what="x", where=data.name)
         return
     if data.x.dtype is not torch.int64:
-        raise DataError(
-            f"{data.name}: x is {data.x.dtype}; it must be floating point, or int64 token ids for text."
-        )
+        raise DataError(f"{data.name}: x is {data.x.dtype}; it must be floating point, or int64 token ids for text.")
     low, high = int(data.x.min()), int(data.x.max())
     if low < 0 or (data.vocabulary is not None and high >= data.vocabulary):
         size = "the vocabulary" if data.vocabulary is None else f"0..{data.vocabulary - 1}"
@@ -144,8 +140,7 @@ def _check_targets(data: Dataset) -> None:
         raise DataError(f"{data.name}: task is {data.task!r}; it must be 'classification' or 'regression'.")
     if data.y.dtype is not torch.int64 or data.y.ndim != 1:
         raise DataError(
-            f"{data.name}: class labels must be int64 of shape (N,), "
-            f"not {data.y.dtype} of shape {tuple(data.y.shape)}."
+            f"{data.name}: class labels must be int64 of shape (N,), not {data.y.dtype} of shape {tuple(data.y.shape)}."
         )
     if data.labels and len(data.labels) != data.outputs:
         raise DataError(f"{data.name}: {len(data.labels)} class names for {data.outputs} classes.")

@@ -21,9 +21,7 @@ def read_bytes(path: Path) -> bytes:
         with gzip.open(path) if path.suffix == ".gz" else lzma.open(path) as stream:
             return stream.read()
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise DataError(
-            f"{path}: the compressed file is damaged or cut short ({error}). Fetch it again."
-        ) from error
+        raise DataError(f"{path}: the compressed file is damaged or cut short ({error}). Fetch it again.") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
 

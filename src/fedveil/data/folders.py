@@ -37,8 +37,7 @@ def read(path: Path) -> Arrays:
     if set(_class_folders(held)) != set(classes):
         odd = sorted(set(_class_folders(held)) ^ set(classes))
         raise DataError(
-            f"{held}: its class folders differ from those of {path / 'train'}: "
-            f"{', '.join(odd)} on one side only."
+            f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
         )
     return Arrays(train, _part(held, _class_folders(held), decode), tuple(classes))
 
@@ -47,9 +46,7 @@ def _class_folders(path: Path) -> dict[str, list[Path]]:
     if not path.is_dir():
         return {}
     folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    pictures = {
-        folder.name: [f for f in files_of(folder) if f.suffix.lower() in _ENDINGS] for folder in folders
-    }
+    pictures = {folder.name: [f for f in files_of(folder) if f.suffix.lower() in _ENDINGS] for folder in folders}
     return {name: files for name, files in pictures.items() if files}
 
 

@@ -14,9 +14,7 @@ from fedveil.data.files import files_of, read_bytes
 from fedveil.data.npz import read_arrays
 from fedveil.errors import DataError
 
-_NAME = re.compile(
-    r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?"
-)
+_NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _WRITERS = "writer_ids.npz"
 
@@ -70,19 +68,13 @@ def _part(found: dict[tuple[str, str], Path], part: str, *, folder: Path) -> Par
     for kind in ("images", "labels"):
         if (part, kind) not in found:
             wanted = ("train-" if part == "train" else "t10k-") + kind
-            raise DataError(
-                f"{folder}: holds idx files, but no {wanted}-idx?-ubyte[.gz]. Add the missing file."
-            )
+            raise DataError(f"{folder}: holds idx files, but no {wanted}-idx?-ubyte[.gz]. Add the missing file.")
     images, labels = found[part, "images"], found[part, "labels"]
     x, y = read_idx(images), read_idx(labels)
     if x.ndim < 2 or y.ndim != 1:
-        raise DataError(
-            f"{images}, {labels}: shapes {x.shape} and {y.shape} are not images and their labels."
-        )
+        raise DataError(f"{images}, {labels}: shapes {x.shape} and {y.shape} are not images and their labels.")
     if len(x) != len(y):
-        raise DataError(
-            f"{images} holds {len(x)} images but {labels} {len(y)} labels; they do not belong together."
-        )
+        raise DataError(f"{images} holds {len(x)} images but {labels} {len(y)} labels; they do not belong together.")
     return Part(str(images), x, y, _writers(folder, part))
 
 

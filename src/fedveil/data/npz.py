@@ -42,12 +42,9 @@ def read(path: Path) -> Arrays:
     train, test = _lowered(read_arrays(files["train"])), _lowered(read_arrays(files[second]))
     if _classes(train) and _classes(test) and _classes(train) != _classes(test):
         raise DataError(
-            f"{files[second]}: its classes {_classes(test)} differ from "
-            f"the training part's {_classes(train)}."
+            f"{files[second]}: its classes {_classes(test)} differ from the training part's {_classes(train)}."
         )
-    return Arrays(
-        _part(train, files["train"]), _part(test, files[second]), _classes(train), None, _vocabulary(train)
-    )
+    return Arrays(_part(train, files["train"]), _part(test, files[second]), _classes(train), None, _vocabulary(train))
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -81,9 +78,7 @@ def _part(arrays: Mapping[str, Array], path: Path, part: str = "") -> Part:
             f"it holds {', '.join(arrays) or 'nothing'}. "
             "Expected x and y (or data and labels, images and labels, x_train, y_train, x_test, y_test)."
         )
-    return Part(
-        f"{path} ({part})" if part else str(path), arrays[x], arrays[y], arrays[groups] if groups else None
-    )
+    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], arrays[groups] if groups else None)
 
 
 def _find(arrays: Mapping[str, Array], names: tuple[str, ...], part: str) -> str | None:

@@ -25,9 +25,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.test_fraction < 1.0:
-            raise ConfigError(
-                f"test_fraction is {self.test_fraction}; it must lie between 0 and 1, for example 0.2."
-            )
+            raise ConfigError(f"test_fraction is {self.test_fraction}; it must lie between 0 and 1, for example 0.2.")
         if self.task is not None and self.task not in get_args(Task):
             raise unknown_name("task", self.task, get_args(Task))
         if self.max_tokens < 1:

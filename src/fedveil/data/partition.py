@@ -59,9 +59,7 @@ def partition(
     if not 0.0 < alpha < np.inf:
         raise ConfigError(f"alpha is {alpha}; it must be positive, for example 0.5.")
     if not 1.0 <= ratio < np.inf:
-        raise ConfigError(
-            f"ratio is {ratio}; the largest client cannot be smaller than the smallest: use 1 or more."
-        )
+        raise ConfigError(f"ratio is {ratio}; the largest client cannot be smaller than the smallest: use 1 or more.")
     if how != "replacement" and clients > len(dataset):
         raise ConfigError(
             f"{clients} clients but only {len(dataset)} samples. Use fewer clients, or how='replacement', "
@@ -124,9 +122,7 @@ def _group(deal: _Deal) -> list[Indices]:
     groups = deal.dataset.groups.cpu().numpy()
     names, sizes = np.unique(groups, return_counts=True)
     if deal.clients > len(names):
-        raise ConfigError(
-            f"{deal.clients} clients but only {len(names)} groups. Use at most {len(names)} clients."
-        )
+        raise ConfigError(f"{deal.clients} clients but only {len(names)} groups. Use at most {len(names)} clients.")
     owner = np.arange(len(names))
     if deal.clients < len(names):
         load = np.zeros(deal.clients, np.int64)

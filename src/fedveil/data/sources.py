@@ -38,9 +38,7 @@ def _of_table(path: Path, options: Options, name: str) -> Split:
 
 # The first that recognises the path reads it: the more particular a layout, the earlier it is asked.
 _LAYOUTS = (
-    _Layout(
-        "idx files (train-images-idx3-ubyte[.gz], …)", idx.recognises, _of_arrays(idx.read), by_folder=True
-    ),
+    _Layout("idx files (train-images-idx3-ubyte[.gz], …)", idx.recognises, _of_arrays(idx.read), by_folder=True),
     _Layout(
         "CIFAR batches (data_batch_1[.bin], test_batch[.bin]; train[.bin], test[.bin])",
         cifar.recognises,
@@ -53,9 +51,7 @@ _LAYOUTS = (
         folders.recognises,
         _of_arrays(folders.read),
     ),
-    _Layout(
-        "CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, _of_table
-    ),
+    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, _of_table),
 )
 
 

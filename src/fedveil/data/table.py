@@ -68,9 +68,7 @@ def _parse(path: Path, text: str) -> Table:
     names = [name.strip() or f"column {i}" for i, name in enumerate(header[1], 1)]
     # Whole numbers alone may be a header: that is what a data frame without column names writes.
     if all(_is_number(name) for name in names) and not all(name.isdigit() for name in names):
-        raise DataError(
-            f"{path}: the first line ({', '.join(names[:5])}, …) holds numbers. Add a header line."
-        )
+        raise DataError(f"{path}: the first line ({', '.join(names[:5])}, …) holds numbers. Add a header line.")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(
             f"{path}: column name(s) {', '.join(twice)} occur more than once. "

@@ -55,9 +55,7 @@ def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
     if not path.is_dir():
         return read_table(path), None
     files = by_plain_name(file for file in files_of(path) if is_table(file))
-    second = next(
-        (f"{name}.csv" for name in ("test", "val", "valid", "validation") if f"{name}.csv" in files), None
-    )
+    second = next((f"{name}.csv" for name in ("test", "val", "valid", "validation") if f"{name}.csv" in files), None)
     if "train.csv" in files and second is not None:
         train, test = read_table(files["train.csv"]), read_table(files[second])
         rows = np.arange(len(train) + len(test))
@@ -72,16 +70,12 @@ def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
 
 def _named_columns(table: Table, options: Options, path: Path) -> dict[str, str]:
     if options.target is None:
-        raise ConfigError(
-            f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}."
-        )
+        raise ConfigError(f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}.")
     asked = {"target": options.target, "text": options.text, "group": options.group}
     named = {role: column for role, column in asked.items() if column is not None}
     for role, column in named.items():
         if column not in table.columns:
-            raise unknown_name(
-                f"{role} column", column, table.columns, hint=f"These are the columns of {path}."
-            )
+            raise unknown_name(f"{role} column", column, table.columns, hint=f"These are the columns of {path}.")
     if len(set(named.values())) != len(named):
         raise ConfigError("target, text and group must name different columns.")
     return named

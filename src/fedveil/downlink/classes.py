@@ -14,6 +14,12 @@ from torch import Tensor
 PINNED = 0
 
 
+def broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Both arrays expanded to their common shape."""
+    shape = torch.broadcast_shapes(left.shape, right.shape)  # type: ignore[no-untyped-call]
+    return left.expand(shape), right.expand(shape)
+
+
 class ClassSet:
     """Union-find over class ids, with product classes."""
 
@@ -48,7 +54,7 @@ class ClassSet:
 
     def unite(self, left: Tensor, right: Tensor) -> None:
         """Force equal scales element by element (arrays broadcast against each other)."""
-        first, second = torch.broadcast_tensors(left, right)
+        first, second = broadcast(left, right)
         pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
         for one, other in pairs.tolist():
             self._unite(one, other)
@@ -73,7 +79,7 @@ class ClassSet:
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Classes whose scale is the product of the two operands' scales."""
-        first, second = torch.broadcast_tensors(self.find(left), self.find(right))
+        first, second = broadcast(self.find(left), self.find(right))
         pairs, inverse = torch.unique(
             torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
         )

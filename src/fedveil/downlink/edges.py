@@ -101,9 +101,7 @@ class Tracing:
             if use.into is not None:
                 self.classes.pin(use.into)
 
-    def use(
-        self, ref: ParameterRef, *, view: tuple[int, ...], out: Tensor, into: Tensor | None = None
-    ) -> None:
+    def use(self, ref: ParameterRef, *, view: tuple[int, ...], out: Tensor, into: Tensor | None = None) -> None:
         """Declare that `ref`, viewed as `view`, scales by out ⊗ 1/into; uses of one tensor are united."""
         self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
         known = self.uses.get(ref.name)

@@ -87,8 +87,6 @@ class Downlink(Protocol):
         """What a broadcast gives away, field by field."""
         ...
 
-    def veil(
-        self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
-    ) -> Veil:
+    def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
         """Draw this round's secrets and perturb."""
         ...

@@ -24,9 +24,7 @@ class _FusedTrainingNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: Tensor) -> Tensor:
         invstd = torch.rsqrt(var + eps)
         # In evaluation mode the kernel computes (x − mean)/√(var + 0)·w + b in one pass.
         out, _, _ = torch.ops.aten.native_batch_norm(x, weight, bias, mean, invstd**-2, False, 0.0, 0.0)
@@ -87,7 +85,7 @@ class VectorBatchNorm(VectorNorm):
         if self.fused and self.weight is not None and self.bias is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 var, mean = torch.var_mean(x, dims, correction=0)
-            out = _FusedTrainingNorm.apply(x, self.weight, self.bias, mean, var, self.epsilon)
+            out = _FusedTrainingNorm.apply(x, self.weight, self.bias, mean, var, self.epsilon)  # type: ignore[no-untyped-call]
         else:
             var, mean = torch.var_mean(x, dims, correction=0)
             out = self._plain(x, mean, var)

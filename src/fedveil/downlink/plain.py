@@ -47,9 +47,7 @@ class Unveiled:
     def broadcast(self) -> Broadcast:
         """The model itself."""
         statistics = self.weights.statistics if self.blueprint.frozen_statistics else torch.empty(0)
-        return Broadcast(
-            self.weights.parameters.clone(), self.weights.epsilon.clone(), statistics.clone(), None
-        )
+        return Broadcast(self.weights.parameters.clone(), self.weights.epsilon.clone(), statistics.clone(), None)
 
     def recover(self, mean: Mean) -> Recovered:
         """The mean gradient is the gradient."""

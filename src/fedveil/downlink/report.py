@@ -86,9 +86,7 @@ def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True
 def _cover(entry: Scaled, draws: list[Tensor], *, noised: bool) -> ParameterCover:
     size = math.prod(entry.shape)
     if entry.out is None:
-        return ParameterCover(
-            entry.name, entry.shape, size, size if noised else 0, "one" if noised else "visible"
-        )
+        return ParameterCover(entry.name, entry.shape, size, size if noised else 0, "one" if noised else "visible")
     out = torch.stack([draw[entry.out] for draw in draws])
     into = None if entry.into is None else torch.stack([draw[entry.into] for draw in draws])
     # An element is visible if its factor is 1 under every draw: both sides pinned, or equal classes.
@@ -110,10 +108,7 @@ def require_coverage(found: Coverage, *, minimum: float) -> None:
     """Stop a run whose model would be too visible, naming what pins."""
     if found.fraction >= minimum:
         return
-    pins = (
-        "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in found.pins[:6])
-        or "nothing but the ends"
-    )
+    pins = "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in found.pins[:6]) or "nothing but the ends"
     names = ", ".join(one.name for one in found.visible[:6])
     raise TraceError(
         f"A veil would hide only {found.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "

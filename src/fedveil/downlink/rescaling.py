@@ -44,8 +44,7 @@ class HeadNoise:
         groups = outputs if self.groups is None else self.groups
         if not 1 <= groups <= outputs:
             raise ConfigError(
-                f"head_groups = {groups} does not fit a model with {outputs} outputs: "
-                f"choose between 1 and {outputs}."
+                f"head_groups = {groups} does not fit a model with {outputs} outputs: choose between 1 and {outputs}."
             )
         return groups
 
@@ -82,12 +81,8 @@ class Rescaling:
         head = "secret scales and γ·a on the last layer" if self.head else scales
         sent = (
             Release("train.parameters", "server", ("clients",), "the parameters, rescaled", hiding=head),
-            Release(
-                "train.epsilon", "server", ("clients",), "ε·k² of the normalisation layers", hiding=scales
-            ),
-            Release(
-                "train.statistics", "server", ("clients",), "running statistics, rescaled", hiding=scales
-            ),
+            Release("train.epsilon", "server", ("clients",), "ε·k² of the normalisation layers", hiding=scales),
+            Release("train.statistics", "server", ("clients",), "running statistics, rescaled", hiding=scales),
         )
         if self.head is None:
             return sent
@@ -159,9 +154,7 @@ class ScaledVeil(Guarded):
 
     __slots__ = ("_blueprint", "_head", "_scales", "_table", "_weights")
 
-    def __init__(
-        self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None
-    ) -> None:
+    def __init__(self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None) -> None:
         self._blueprint = blueprint
         self._table = _table(blueprint)
         self._weights = weights

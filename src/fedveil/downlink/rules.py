@@ -287,7 +287,13 @@ def rearrangement(
 
 
 REARRANGEMENTS = frozenset(
-    ["flatten", "view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "chunk", "split", "split_with_sizes", "getitem", "narrow", "select", "slice", "unbind", "expand", "expand_as", "movedim", "moveaxis", "swapaxes", "swapdims", "channel_shuffle", "native_channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "unflatten", "repeat", "index_select", "flip", "roll", "cat", "concat", "concatenate", "stack", "tile", "view_as", "reshape_as", "unsafe_split", "unsafe_chunk", "_unsafe_view", "hsplit", "vsplit", "tensor_split"]
+    (
+        "flatten view reshape permute transpose t unsqueeze squeeze chunk split split_with_sizes getitem "
+        "narrow select slice unbind expand expand_as movedim moveaxis swapaxes swapdims channel_shuffle "
+        "native_channel_shuffle pixel_shuffle pixel_unshuffle unflatten repeat index_select flip roll cat "
+        "concat concatenate stack tile view_as reshape_as unsafe_split unsafe_chunk _unsafe_view hsplit "
+        "vsplit tensor_split"
+    ).split()
 )
 
 

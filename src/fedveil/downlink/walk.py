@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fedveil.downlink.classes import broadcast
 from fedveil.downlink.edges import Edge, ParameterRef, Tracing
 from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
 from fedveil.errors import TraceError
 
-_SHAPE_QUESTIONS = frozenset(["size", "dim", "numel", "getattr", "shape", "ndim", "is_floating_point", "sym_size", "stride"])
+_SHAPE_QUESTIONS = frozenset("size dim numel getattr shape ndim is_floating_point sym_size stride".split())
 
 NORM_KINDS: dict[type[nn.Module], str] = {
     nn.BatchNorm1d: "batch",
@@ -42,11 +43,7 @@ _SAME_NAME: dict[type[nn.Module], str] = {
     nn.UpsamplingNearest2d: "upsample",
     nn.UpsamplingBilinear2d: "upsample",
     **{getattr(nn, f"{kind}{dims}d"): "max_pool1d" for kind in ("MaxPool", "AvgPool") for dims in (1, 2, 3)},
-    **{
-        getattr(nn, f"Adaptive{kind}Pool{dims}d"): "max_pool1d"
-        for kind in ("Max", "Avg")
-        for dims in (1, 2, 3)
-    },
+    **{getattr(nn, f"Adaptive{kind}Pool{dims}d"): "max_pool1d" for kind in ("Max", "Avg") for dims in (1, 2, 3)},
 }
 _MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
@@ -115,11 +112,7 @@ class _Walker:
     def function(self, target: Callable[..., Any], args: Any, kwargs: Any, *, method: bool = False) -> Any:
         """Evaluate a call and the ids of its result."""
         values, named = _values(args), _values(kwargs)
-        out = (
-            getattr(values[0], str(target))(*values[1:], **named)
-            if method
-            else self._evaluate(target, values, named)
-        )
+        out = getattr(values[0], str(target))(*values[1:], **named) if method else self._evaluate(target, values, named)
         return self.judge(target, args, kwargs, out, method=method)
 
     @staticmethod
@@ -139,11 +132,7 @@ class _Walker:
             if name == "getitem" and not isinstance(args[0], Edge):
                 return args[0][args[1]]
             if name in REARRANGEMENTS:
-                moved = (
-                    (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more))
-                    if method
-                    else target
-                )
+                moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
                 ids = rearrangement(self.tracing, out, moved, args, kwargs)
             elif name == "batch_norm" and isinstance(target, torch._ops.OpOverload):
                 ids = self.exported_norm("batch", out, args[0], args[1], args[2], running=args[3])
@@ -158,17 +147,13 @@ class _Walker:
         except NoRuleError as reason:
             return self.pin_all(edges, parameters, name or str(target), str(reason), out)
         except TypeError:
-            return self.pin_all(
-                edges, parameters, name or str(target), "it is called in an unknown form", out
-            )
+            return self.pin_all(edges, parameters, name or str(target), "it is called in an unknown form", out)
         return pytree.tree_map(lambda value, one: Edge(value, one), out, ids)
 
     def same(self, ids: Any, first: object) -> bool:
         if not isinstance(first, Edge) or not isinstance(ids, Tensor):
             return False
-        left, right = torch.broadcast_tensors(
-            self.tracing.classes.find(ids), self.tracing.classes.find(first.ids)
-        )
+        left, right = broadcast(self.tracing.classes.find(ids), self.tracing.classes.find(first.ids))
         return bool((left == right).all())
 
     def pin(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str) -> None:
@@ -176,9 +161,7 @@ class _Walker:
         for parameter in parameters:
             self.tracing.pin_parameter(parameter, name, reason)
 
-    def pin_all(
-        self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str, out: Any
-    ) -> Any:
+    def pin_all(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str, out: Any) -> Any:
         self.pin(edges, parameters, name, reason)
         return pytree.tree_map_only(Tensor, self.tracing.constant, out)
 
@@ -194,8 +177,7 @@ class _Walker:
             ids = self.module_ids(module, path, args, out)
         except NoRuleError as reason:
             parameters = [
-                ParameterRef(self.tracing.names[id(parameter)], parameter.detach())
-                for parameter in module.parameters()
+                ParameterRef(self.tracing.names[id(parameter)], parameter.detach()) for parameter in module.parameters()
             ]
             return self.pin_all(edges, parameters, kind.__name__, str(reason), out)
         return pytree.tree_map(lambda value, one: Edge(value, one), out, ids)
@@ -224,7 +206,7 @@ class _Walker:
         if isinstance(module, _ZERO_PADS):
             return RULES["pad"](tracing, out, first, module.padding)
         if kind in _OTHER_PADS:
-            return RULES["pad"](tracing, out, first, module.padding, mode=_OTHER_PADS[kind])  # type: ignore[index]
+            return RULES["pad"](tracing, out, first, module.padding, mode=_OTHER_PADS[kind])
         raise NoRuleError("there is no rule for it")
 
     def norm(self, module: nn.Module, path: str, out: Tensor, first: object) -> Any:
@@ -298,9 +280,9 @@ def _walk_graph(twin: nn.Module, example: Tensor, tracing: Tracing, graph: fx.Gr
         elif node.op == "call_module":
             environment[node] = walker.module(str(node.target), args, kwargs)
         elif node.op == "call_method":
-            environment[node] = walker.function(node.target, args, kwargs, method=True)  # type: ignore[arg-type]
+            environment[node] = walker.function(node.target, args, kwargs, method=True)
         elif node.op == "call_function":
-            environment[node] = walker.function(node.target, args, kwargs)  # type: ignore[arg-type]
+            environment[node] = walker.function(node.target, args, kwargs)
         elif node.op == "output":
             _finish(tracing, node, args)
     return tracing
@@ -308,9 +290,7 @@ def _walk_graph(twin: nn.Module, example: Tensor, tracing: Tracing, graph: fx.Gr
 
 def _default(node: fx.Node) -> Any:
     if not node.args:
-        raise TraceError(
-            f"The model takes a second input ({node.name}); FedVeil trains models of one input tensor."
-        )
+        raise TraceError(f"The model takes a second input ({node.name}); FedVeil trains models of one input tensor.")
     return node.args[0]
 
 

@@ -39,9 +39,7 @@ def build(
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
         else:
-            model = _named(
-                name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options
-            )
+            model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
         check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     return model
 

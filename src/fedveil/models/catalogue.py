@@ -81,9 +81,7 @@ _ROWS = (
     _entry("resnet32", cifar_resnet(5), "images", "CIFAR ResNet with 32 layers, 0.46 M parameters"),
     _entry("resnet56", cifar_resnet(9), "images", "CIFAR ResNet with 56 layers, 0.85 M parameters"),
     _entry("resnet18", resnet18, "images", "ImageNet-style ResNet with 18 layers, 11.2 M parameters"),
-    _entry(
-        "densenet", densenet, "images", "three dense blocks whose layers see all earlier ones", smallest=4
-    ),
+    _entry("densenet", densenet, "images", "three dense blocks whose layers see all earlier ones", smallest=4),
     _entry("gru", gru, "tokens", "embedding, gated recurrent unit and mean over the words, for text"),
 )
 

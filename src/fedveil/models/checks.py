@@ -26,9 +26,7 @@ def check_sizes(*, input_shape: tuple[int, ...], outputs: int, vocabulary: int |
     if outputs < 1:
         raise ConfigError(f"outputs must be at least 1, not {outputs}.")
     if vocabulary is not None and vocabulary < 1:
-        raise ConfigError(
-            f"vocabulary must be at least 1 (or None for data that is not text), not {vocabulary}."
-        )
+        raise ConfigError(f"vocabulary must be at least 1 (or None for data that is not text), not {vocabulary}.")
 
 
 def check_input(entry: Entry, *, input_shape: tuple[int, ...], vocabulary: int | None) -> None:
@@ -76,9 +74,7 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
             )
         if option in info.choices and value not in info.choices[option]:
             choices = ", ".join(repr(choice) for choice in info.choices[option])
-            raise ConfigError(
-                f"Option {option!r} of model {info.name!r} must be one of {choices}, not {value!r}."
-            )
+            raise ConfigError(f"Option {option!r} of model {info.name!r} must be one of {choices}, not {value!r}.")
 
 
 def unknown_option(model: str, option: str, known: Iterable[str]) -> ConfigError:

@@ -40,8 +40,7 @@ def call_factory(
         raise
     except Exception as error:
         raise ConfigError(
-            f"Model factory {reference!r}, called with {_shown(arguments)}, raised "
-            f"{type(error).__name__}: {error}"
+            f"Model factory {reference!r}, called with {_shown(arguments)}, raised {type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Model factory {reference!r} returned {model!r}, not a torch.nn.Module.")

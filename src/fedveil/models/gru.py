@@ -70,9 +70,7 @@ def gru(
     """A GRU over ``input_shape[0]`` token ids below ``vocabulary``."""
     at_least(1, embedding=embedding, hidden=hidden)
     if vocabulary < 2:
-        raise ConfigError(
-            f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2."
-        )
+        raise ConfigError(f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2.")
     return GRUClassifier(
         steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
     )

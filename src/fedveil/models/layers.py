@@ -19,11 +19,7 @@ def groups_for(channels: int) -> int:
     Fewer than four channels per group would come close to erasing the features where they have no
     spatial extent (one channel per group on a vector normalises everything to zero).
     """
-    fitting = (
-        g
-        for g in range(1, MOST_GROUPS + 1)
-        if channels % g == 0 and channels // g >= LEAST_CHANNELS_PER_GROUP
-    )
+    fitting = (g for g in range(1, MOST_GROUPS + 1) if channels % g == 0 and channels // g >= LEAST_CHANNELS_PER_GROUP)
     return max(fitting, default=1)
 
 

@@ -74,9 +74,7 @@ def _residual_network(
         stage: OrderedDict[str, nn.Module] = OrderedDict()
         for j in range(1, blocks + 1):
             stride = 2 if i > 1 and j == 1 else 1
-            stage[f"block{j}"] = BasicBlock(
-                inputs=inputs, outputs=wide, stride=stride, shortcut=shortcut, norm=norm
-            )
+            stage[f"block{j}"] = BasicBlock(inputs=inputs, outputs=wide, stride=stride, shortcut=shortcut, norm=norm)
             inputs = wide
         layers[f"stage{i}"] = nn.Sequential(stage)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
@@ -103,9 +101,7 @@ def cifar_resnet(blocks: int) -> Callable[..., nn.Module]:
             conv=conv(input_shape[0], width), norm=image_norm(norm, width), relu=nn.ReLU()
         )
         widths = (width, 2 * width, 4 * width)
-        return _residual_network(
-            stem, widths=widths, blocks=blocks, outputs=outputs, shortcut=shortcut, norm=norm
-        )
+        return _residual_network(stem, widths=widths, blocks=blocks, outputs=outputs, shortcut=shortcut, norm=norm)
 
     return resnet
 
@@ -123,9 +119,7 @@ def resnet18(
     channels, height, breadth = input_shape
     small = stem == "small" or (stem == "auto" and max(height, breadth) <= SMALL_IMAGE)
     first = conv(channels, width) if small else conv(channels, width, kernel=7, stride=2)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv=first, norm=image_norm(norm, width), relu=nn.ReLU()
-    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=first, norm=image_norm(norm, width), relu=nn.ReLU())
     if not small:
         layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
     widths = (width, 2 * width, 4 * width, 8 * width)

@@ -24,9 +24,7 @@ class ClientRole:
             return self._scheme.uplink.answer(state, request)
         state = state.answering(request.round, request.attempt)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
-        state, payload = self._scheme.uplink.protect(
-            state, vector, round=request.round, attempt=request.attempt
-        )
+        state, payload = self._scheme.uplink.protect(state, vector, round=request.round, attempt=request.attempt)
         return state, Upload(data.client, request.round, request.attempt, payload)
 
     def handle_many(

@@ -13,9 +13,21 @@ message(PublicHead)
 message(Broadcast)
 
 
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Anything the server sends to clients."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """Anything a client sends back; `client` is its number."""
+
+    client: int
+
+
 @message
 @dataclass(frozen=True, eq=False)
-class Train:
+class Train(Request):
     """Server → client: compute on this model. `attempt` counts repetitions of a round."""
 
     round: int
@@ -25,14 +37,9 @@ class Train:
 
 @message
 @dataclass(frozen=True, eq=False)
-class Upload:
+class Upload(Reply):
     """Client → server: one flat vector, in the layout both sides know."""
 
-    client: int
     round: int
     attempt: int
     payload: Tensor
-
-
-Request = Train
-Reply = Upload

@@ -40,9 +40,7 @@ class Summing(Accumulator, Protocol):
 class Uplink(Protocol):
     """How contributions travel to the server and become a sum."""
 
-    def protect(
-        self, state: ClientState, vector: Tensor, *, round: int, attempt: int
-    ) -> tuple[ClientState, Tensor]:
+    def protect(self, state: ClientState, vector: Tensor, *, round: int, attempt: int) -> tuple[ClientState, Tensor]:
         """Client side: cover a contribution before it leaves."""
         ...
 
@@ -98,21 +96,26 @@ _UPLOAD_FIELDS = {
 }
 
 
+_ENVELOPE = (
+    Release("train.round", "server", ("clients",), "the round's number"),
+    Release("train.attempt", "server", ("clients",), "the round's repetition"),
+    Release("upload.client", "client", ("server",), "the client's number"),
+    Release("upload.round", "client", ("server",), "the round's number"),
+    Release("upload.attempt", "client", ("server",), "the round's repetition"),
+)
+
+
 @dataclass(frozen=True)
 class Bare:
     """No protection on the way up: the server sees every contribution."""
 
-    def protect(
-        self, state: ClientState, vector: Tensor, *, round: int, attempt: int
-    ) -> tuple[ClientState, Tensor]:
+    def protect(self, state: ClientState, vector: Tensor, *, round: int, attempt: int) -> tuple[ClientState, Tensor]:
         """As it is."""
         return state, vector
 
     def answer(self, state: ClientState, request: Request) -> tuple[ClientState, Reply]:
         """A bare uplink has no phases of its own."""
-        raise ProtocolError(
-            f"client {state.client} was sent a {type(request).__name__}, which this scheme has not"
-        )
+        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
 
     def accumulator(self, layout: Layout, context: RoundContext, *, device: torch.device) -> Summing:
         """An exact sum."""
@@ -124,9 +127,7 @@ class Bare:
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""
-        return tuple(
-            Release(f"upload.{name}", "client", ("server",), _UPLOAD_FIELDS[name]) for name in layout.names
-        )
+        return tuple(Release(f"upload.{name}", "client", ("server",), _UPLOAD_FIELDS[name]) for name in layout.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +146,4 @@ class Scheme:
 
     def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
         """Every declared release of a run."""
-        envelope = tuple(
-            Release(f"{kind}.{name}", sender, to, what)
-            for kind, sender, to in (("train", "server", ("clients",)), ("upload", "client", ("server",)))
-            for name, what in (("round", "the round's number"), ("attempt", "the round's repetition"))
-        )
-        sender = Release("upload.client", "client", ("server",), "the client's number")
-        return (*envelope, sender, *self.downlink.releases(), *self.uplink.releases(self.layout(blueprint)))
+        return (*_ENVELOPE, *self.downlink.releases(), *self.uplink.releases(self.layout(blueprint)))

@@ -117,11 +117,7 @@ class _Reader:
 
     def tensor(self, header: dict[str, Any]) -> Tensor:
         shape, dtype = header.get("s"), _DTYPES.get(header["t"])
-        if (
-            dtype is None
-            or not isinstance(shape, list)
-            or not all(isinstance(n, int) and n >= 0 for n in shape)
-        ):
+        if dtype is None or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise ProtocolError("a message describes a tensor wrongly")
         count = math.prod(shape) * dtype.itemsize
         raw = self.data[self.position : self.position + count]

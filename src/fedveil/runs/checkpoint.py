@@ -76,8 +76,7 @@ def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[Serve
             refused.append(str(reason))
     if found:
         raise CheckpointError(
-            " ".join(refused)
-            + " No usable checkpoint is left: resume with the settings the run was started with, "
+            " ".join(refused) + " No usable checkpoint is left: resume with the settings the run was started with, "
             "or start anew with another --out."
         )
     return None, refused

@@ -50,9 +50,7 @@ def score_weights(blueprint: Blueprint, weights: Weights, test: Dataset, loss: L
     return score(assemble(blueprint, weights).eval(), test, loss)
 
 
-def score_client_view(
-    blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss
-) -> Scores:
+def score_client_view(blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss) -> Scores:
     """Scores of the model as a client receives it, batch norms on batch statistics as a client would run it."""
     module = assemble(blueprint, weights)
     load_parameters(module, sent.parameters)

@@ -116,9 +116,7 @@ def job_from_config(config: RunConfig) -> Job:
     return assemble_job(config, model, pool, split.test, facts)
 
 
-def assemble_job(
-    config: RunConfig, model: nn.Module, pool: ClientPool, test: Dataset | None, facts: ModelFacts
-) -> Job:
+def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Dataset | None, facts: ModelFacts) -> Job:
     """The scheme, its blueprint and roles for a model and clients that are already there."""
     device, dtype = device_of(config), _DTYPES[config.dtype]
     loss = _loss(config, facts.task)

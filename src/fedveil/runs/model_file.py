@@ -64,9 +64,7 @@ def load_model(path: Path) -> LoadedModel:
     if path.is_dir():
         path = path / "model.safetensors"
     if not path.is_file():
-        raise ConfigError(
-            f"There is no model at {path}: give a run folder, its model.safetensors, or an export."
-        )
+        raise ConfigError(f"There is no model at {path}: give a run folder, its model.safetensors, or an export.")
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
@@ -76,9 +74,7 @@ def load_model(path: Path) -> LoadedModel:
     if metadata.get("format") != _FORMAT:
         raise ConfigError(f"{path} is a safetensors file, but not a FedVeil model.")
     given = json.loads(metadata["facts"])
-    facts = ModelFacts(
-        **{**given, "input_shape": tuple(given["input_shape"]), "labels": tuple(given["labels"])}
-    )
+    facts = ModelFacts(**{**given, "input_shape": tuple(given["input_shape"]), "labels": tuple(given["labels"])})
     if facts.name is None:
         raise ConfigError(
             f"{path} holds a model that was built in Python: build it there too and load the tensors from the file."
@@ -100,9 +96,7 @@ def load_model(path: Path) -> LoadedModel:
     own = _tensors(module)
     if set(own) != set(tensors):
         odd = ", ".join(sorted(set(own) ^ set(tensors))[:4])
-        raise ConfigError(
-            f"{path} does not fit the architecture {facts.name!r} it names (differs in: {odd})."
-        )
+        raise ConfigError(f"{path} does not fit the architecture {facts.name!r} it names (differs in: {odd}).")
     dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float32)
     module = module.to(dtype)
     with torch.no_grad():

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
@@ -18,15 +15,13 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, settled
 from fedveil.runs.model_file import save_model
 from fedveil.runs.progress import progress_for
-from fedveil.runs.training import Outcome, Row, fresh_state, train_job
-from fedveil.version import __version__
+from fedveil.runs.summary import summarise
+from fedveil.runs.training import Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 
 
-def run(
-    config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None
-) -> dict[str, Any]:
+def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Train a new run into the folder `out`; returns the summary."""
     config = settled(config)
     folder = RunFolder(out)
@@ -47,10 +42,15 @@ def resume(
     `changes` may raise the number of rounds; anything that alters the model makes checkpoints foreign.
     """
     folder = RunFolder(out)
-    config = RunConfig.from_mapping(
-        {**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file)
-    )
-    job = job_from_config(config)
+    config = RunConfig.from_mapping({**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file))
+    return continue_in(job_from_config(config), folder, quiet=quiet, say=say)[0]
+
+
+def continue_in(
+    job: Job, folder: RunFolder, *, quiet: bool = False, say: Say = lambda text: None
+) -> tuple[dict[str, Any], ServerState]:
+    """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
+    config = job.config
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
     for reason in refused:
         say(f"{reason} Using the previous one.")
@@ -59,7 +59,7 @@ def resume(
         say("No checkpoint yet: starting from the first round.")
     state.attempt = folder.resume(config)
     folder.rewind_metrics(state.round)
-    return train_into(job, folder, state, quiet=quiet)
+    return train_into(job, folder, state, quiet=quiet), state
 
 
 def train_into(job: Job, folder: RunFolder, state: ServerState, *, quiet: bool) -> dict[str, Any]:
@@ -77,47 +77,8 @@ def train_into(job: Job, folder: RunFolder, state: ServerState, *, quiet: bool) 
     with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
         outcome = train_job(job, state=state, on_round=boundary)
     module = assemble(job.blueprint, state.weights).eval()
-    save_model(
-        folder.model_file, module, job.facts, kind="server", config=dataclasses.asdict(config), shape=None
-    )
+    save_model(folder.model_file, module, job.facts, kind="server", config=dataclasses.asdict(config), shape=None)
     outcome.rows = earlier + outcome.rows
     summary = summarise(job, outcome)
     folder.write_summary(summary)
-    return summary
-
-
-def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
-    """The figures of a finished run."""
-    config = job.config
-    rows = outcome.rows
-    summary: dict[str, Any] = {
-        "scheme": config.scheme,
-        "dataset": config.dataset,
-        "model": config.model,
-        "clients": len(job.pool),
-        "rounds": outcome.state.round,
-        "seed": config.seed,
-        "simulation": job.secrets.simulation,
-        "loss": job.loss.name,
-        "train_loss": rows[-1]["loss"] if rows else None,
-        "parameters": job.blueprint.size,
-        "seconds": round(sum(row["seconds"] for row in rows), 3),
-        "bytes_down": sum(row["bytes_down"] for row in rows) / max(len(rows), 1),
-        "bytes_up": sum(row["bytes_up"] for row in rows) / max(len(rows), 1),
-        "device": config.device,
-        "dtype": config.dtype,
-        "fedveil": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if outcome.scores is not None:
-        summary |= outcome.scores.as_data()
-    if outcome.client_view is not None:
-        summary |= {
-            f"client_view_{k.removeprefix('test_')}": v for k, v in outcome.client_view.as_data().items()
-        }
-    if job.coverage is not None:
-        summary["coverage"] = job.coverage.fraction
-        summary["visible"] = [one.name for one in job.coverage.visible]
-    summary["releases"] = [dataclasses.asdict(one) for one in job.scheme.releases(job.blueprint)]
     return summary

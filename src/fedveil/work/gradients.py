@@ -93,9 +93,7 @@ class Gradients:
         prepare(bench, module, broadcast)
         return self._step(bench, module, broadcast, data, round)
 
-    def _step(
-        self, bench: Bench, module: nn.Module, broadcast: Broadcast, data: ClientData, round: int
-    ) -> Tensor:
+    def _step(self, bench: Bench, module: nn.Module, broadcast: Broadcast, data: ClientData, round: int) -> Tensor:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen)
         with torch.enable_grad(), dropout_seed(bench.module, self.batches.seed, data.client, round):
@@ -168,7 +166,7 @@ class Gradients:
                 phi = objectives(bench.blueprint, module, self.loss, output, targets, broadcast)
                 return phi, collect_statistics(module, phi)
 
-            phi, pull, statistics = torch.func.vjp(forward, parameters, has_aux=True)
+            phi, pull, statistics = torch.func.vjp(forward, parameters, has_aux=True)  # type: ignore[misc]
             rows = []
             for number in range(len(phi)):
                 seed = torch.zeros_like(phi)

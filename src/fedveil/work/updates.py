@@ -50,14 +50,12 @@ class LocalSteps:
         """Train locally and report how far the parameters moved."""
         module = bench.module
         prepare(bench, module, broadcast)
-        parameters = list(module.parameters())
+        parameters: list[Tensor] = list(module.parameters())
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
         with dropout_seed(module, self.batches.seed, data.client, round):
             for step in range(count):
-                chosen = self.batches.indices(
-                    client=data.client, samples=len(data), step=round * count + step
-                )
+                chosen = self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
                 x, y = data.take(chosen)
                 with torch.enable_grad():
                     loss = self.loss.mean(module(x), y)

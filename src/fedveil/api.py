@@ -1,0 +1,143 @@
+"""FedVeil in Python: train your own model on your own clients' data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset as TorchDataset
+
+from fedveil.config import RunConfig
+from fedveil.data import Dataset
+from fedveil.data.dataset import Task
+from fedveil.downlink import assemble
+from fedveil.engines import ClientPool
+from fedveil.errors import ConfigError, DataError
+from fedveil.runs.job import ModelFacts, assemble_job, device_of, settled
+from fedveil.runs.progress import progress_for
+from fedveil.runs.summary import summarise
+from fedveil.runs.training import Row, fresh_state, train_job
+
+ClientSamples = tuple[Tensor, Tensor] | TorchDataset[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A finished run: the server's model, one row of metrics per round, and the summary."""
+
+    model: nn.Module
+    metrics: list[Row]
+    summary: dict[str, Any]
+
+
+def train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    *,
+    test: ClientSamples | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    **settings: Any,
+) -> Trained:
+    """Train `model` federatedly on each client's samples.
+
+    `clients` holds one (inputs, targets) pair of tensors, or one torch Dataset, per client. Integer
+    targets are classes, floating-point targets a regression. `settings` are those of the command line
+    (`scheme`, `rounds`, `lr`, `seed`, …). With `out`, metrics, checkpoints and the model are written
+    there as they come, and `resume=True` continues from the newest checkpoint. `model` itself is left
+    as it was.
+
+    >>> import torch, fedveil
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    >>> data = [(torch.randn(20, 4), torch.randint(0, 2, (20,))) for _ in range(3)]
+    >>> result = fedveil.train(net, data, scheme="lossless", rounds=2, seed=1, progress=False)
+    >>> len(result.metrics)
+    2
+    """
+    for name in ("model", "dataset", "clients", "partition"):
+        if name in settings:
+            raise ConfigError(f"{name!r} is not a setting of train(): it is given as an argument.")
+    config = settled(RunConfig.from_mapping({**settings, "clients": max(len(clients), 1)}, where="train()"))
+    config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    device = device_of(config)
+    pairs = [_pair(one, dtype=dtype, device=device, who=f"Client {k}") for k, one in enumerate(clients)]
+    pool = ClientPool.separate(pairs)
+    task = _task(pairs)
+    held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
+    outputs = _outputs(pairs, task, model)
+    facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
+    judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
+    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts)
+    if out is not None:
+        # The folder needs packages that in-memory training does not.
+        from fedveil.runs.folder import RunFolder
+        from fedveil.runs.session import continue_in, train_into
+
+        folder = RunFolder(out)
+        if resume and folder.config_file.exists():
+            summary, state = continue_in(job, folder, quiet=not progress)
+        else:
+            folder.start(config)
+            state = fresh_state(job)
+            summary = train_into(job, folder, state, quiet=not progress)
+        return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
+    with progress_for(config.scheme, total=config.rounds, quiet=not progress) as bar:
+        outcome = train_job(job, state=fresh_state(job), on_round=lambda row, state: bar.update(row))
+    return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+
+
+def _pair(samples: ClientSamples, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
+    if isinstance(samples, TorchDataset):
+        loaded = [samples[i] for i in range(len(samples))]  # type: ignore[arg-type]
+        if not loaded:
+            raise DataError(f"{who} has no samples. Give it data or leave it out.")
+        x = torch.stack([torch.as_tensor(one[0]) for one in loaded])
+        y = torch.stack([torch.as_tensor(one[1]) for one in loaded])
+    else:
+        x, y = (torch.as_tensor(part) for part in samples)
+    x = x.to(device, dtype) if x.is_floating_point() else x.to(device, torch.int64)
+    if not y.is_floating_point():
+        return x, y.to(device, torch.int64)
+    return x, y.to(device, dtype).reshape(len(y), -1)
+
+
+def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:
+    kinds = {y.is_floating_point() for _, y in pairs}
+    if len(kinds) > 1:
+        raise DataError("Some clients have integer targets (classes) and some floating-point ones (regression).")
+    return "regression" if kinds == {True} else "classification"
+
+
+def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Module) -> int:
+    shapes = {tuple(x.shape[1:]) for x, _ in pairs}
+    if len(shapes) > 1:
+        raise DataError(f"Clients' inputs have different shapes: {', '.join(map(str, sorted(shapes)))}.")
+    x = pairs[0][0]
+    with torch.no_grad():
+        twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
+        try:
+            found = int(twin(x[:1]).shape[-1])
+        except RuntimeError as reason:
+            raise ConfigError(
+                f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "
+                f"{str(reason).splitlines()[0]}"
+            ) from reason
+    if task == "regression":
+        widths = {int(targets.shape[1]) for _, targets in pairs}
+        if widths != {found}:
+            raise DataError(f"The model gives {found} outputs, the targets have {sorted(widths)} columns.")
+        return found
+    for client, (_, labels) in enumerate(pairs):
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < found:
+            raise DataError(
+                f"Client {client} has class {int(labels.max())}, but the model has {found} outputs "
+                f"(classes 0 to {found - 1})."
+            )
+    return found

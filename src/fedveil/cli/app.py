@@ -1,0 +1,39 @@
+"""The application: every command registered once."""
+
+from __future__ import annotations
+
+import typer
+
+from fedveil.cli.demo import demo
+from fedveil.cli.export import export
+from fedveil.cli.inspect import inspect
+from fedveil.cli.predict import predict
+from fedveil.cli.run import run
+from fedveil.cli.schemes import models, schemes
+from fedveil.version import __version__
+
+app = typer.Typer(
+    name="fedveil",
+    help="Bidirectional privacy in federated learning: data privacy proven, model secrecy measured.",
+    epilog="Start with: fedveil demo · fedveil run --scheme lossless --dataset digits --seed 1 --out runs/first",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Bidirectional privacy in federated learning: data privacy proven, model secrecy measured."""
+
+
+for command in (run, demo, inspect, schemes, models, export, predict):
+    app.command()(command)

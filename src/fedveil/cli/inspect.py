@@ -1,0 +1,100 @@
+"""`fedveil inspect`: what a veil would hide of a model, before anything is trained."""
+
+from __future__ import annotations
+
+import json as json_module
+
+import typer
+
+from fedveil.cli.tables import console, percent, table
+
+_WORDS = {
+    "both": "hidden on both sides",
+    "one": "hidden on one side",
+    "partly": "partly hidden",
+    "visible": "[bold red]visible[/bold red]",
+}
+
+
+def inspect(
+    model: str = typer.Option(..., "--model", help="Model name, or package.module:factory."),
+    model_option: list[str] = typer.Option([], "--model-option", "-o", help="key=value, repeatable."),
+    input_shape: str | None = typer.Option(None, help="Like 3,32,32. (default: what suits the model)"),
+    outputs: int = typer.Option(10, help="Number of outputs."),
+    vocabulary: int = typer.Option(1000, help="Text models: number of token ids."),
+    head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
+    bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
+    json: bool = typer.Option(False, "--json", help="As data."),
+) -> None:
+    """Show for every parameter whether a veil hides it, the coverage, and which operations pin.
+
+    [bold]Examples[/bold]
+
+      fedveil inspect --model resnet20
+
+      fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --json
+    """
+    import torch
+
+    from fedveil.config import parse_model_options
+    from fedveil.downlink import draw
+    from fedveil.downlink.report import coverage
+    from fedveil.downlink.verify import verify
+    from fedveil.errors import unknown_name
+    from fedveil.models import build
+
+    if bn_eps not in ("secret", "public"):
+        raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
+    shape, tokens = _shape(model, input_shape)
+    net = build(
+        model,
+        input_shape=shape,
+        outputs=outputs,
+        seed=0,
+        vocabulary=vocabulary if tokens else None,
+        **parse_model_options(model_option),
+    )
+    example = torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
+    blueprint, weights = draw(net.train(), example, traced=True)
+    assert blueprint.table is not None
+    verify(blueprint, weights, example)
+    found = coverage(
+        blueprint.table,
+        head_noise=head_noise and blueprint.table.head is not None,
+        secret_epsilon=bn_eps == "secret",
+    )
+    if json:
+        typer.echo(json_module.dumps({"model": model, "input_shape": list(shape), **found.as_data()}, indent=2))
+        return
+    rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in found.parameters]
+    table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", "hidden"), rows, right=(3,))
+    console.print(
+        f"coverage {percent(found.fraction)} of {blueprint.size:,} parameters on at least one side; "
+        f"{found.secrets} secret scales per round"
+    )
+    if found.visible:
+        console.print("visible: " + ", ".join(one.name for one in found.visible))
+    if head_noise and found.head_refusal:
+        console.print(f"head noise cannot be used: {found.head_refusal}")
+    if found.pins:
+        table(
+            "Operations that pin", ("operation", "where", "why"), [(p.operation, p.where, p.reason) for p in found.pins]
+        )
+    else:
+        console.print("no operation pins, except the model's input and output")
+
+
+def _shape(model: str, given: str | None) -> tuple[tuple[int, ...], bool]:
+    from fedveil.errors import ConfigError
+    from fedveil.models import describe
+
+    kinds = {info.name: info.inputs for info in describe()}
+    tokens = kinds.get(model) == "tokens"
+    if given is None:
+        if tokens:
+            return (20,), True
+        return ((64,) if kinds.get(model) == "numbers" else (3, 32, 32)), False
+    try:
+        return tuple(int(part) for part in given.split(",")), tokens
+    except ValueError:
+        raise ConfigError(f"An input shape is written like 3,32,32 (got {given!r}).") from None

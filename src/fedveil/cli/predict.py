@@ -1,0 +1,40 @@
+"""`fedveil predict`: run a server's model or an export on data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from fedveil.cli.tables import console, percent
+
+
+def predict(
+    model: Path = typer.Argument(..., help="A run folder, its model.safetensors, or an export."),
+    dataset: str | None = typer.Option(None, help="Data with targets. (default: the run's own)"),
+    part: str = typer.Option("test", help="test or train."),
+    inputs: Path | None = typer.Option(
+        None, "--inputs", help="Instead: a .npy file of inputs as the model takes them."
+    ),
+    out: Path | None = typer.Option(None, "--out", help="Write predictions as CSV."),
+) -> None:
+    """Predict with a trained or exported model, and score it where targets are known.
+
+    [bold]Examples[/bold]
+
+      fedveil predict runs/a
+
+      fedveil predict usable.safetensors --dataset digits --out predictions.csv
+    """
+    from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
+
+    result = predict_dataset(model, dataset=dataset, part=part) if inputs is None else predict_file(model, inputs)
+    if out is not None:
+        write_predictions(out, result)
+        console.print(f"wrote {len(result.outputs)} predictions to {out}")
+    figures = []
+    if result.accuracy is not None:
+        figures.append(f"accuracy {percent(result.accuracy)}")
+    if result.mse is not None:
+        figures.append(f"MSE {result.mse:.6f}")
+    console.print(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {one}" for one in figures))

@@ -1,0 +1,35 @@
+"""Tables and numbers the way the terminal shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+complaints = Console(stderr=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Print a table; `right` names the columns that hold numbers."""
+    made = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)
+
+
+def size(count: float) -> str:
+    """Bytes in the unit a person reads."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def percent(value: float | None) -> str:
+    """A share in percent, or a dash."""
+    return "–" if value is None else f"{value:.1%}"

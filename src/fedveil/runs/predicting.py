@@ -1,0 +1,85 @@
+"""Predictions from a model file."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil import data
+from fedveil.errors import ConfigError, DataError
+from fedveil.runs.evaluate import predict as outputs_of
+from fedveil.runs.files import write_atomically
+from fedveil.runs.model_file import LoadedModel, load_model
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """A model's outputs, and how good they are where targets are known."""
+
+    kind: str
+    task: str
+    outputs: Tensor
+    labels: tuple[str, ...]
+    accuracy: float | None = None
+    mse: float | None = None
+
+
+def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Predictions:
+    """Predict a data set's train or test part, split as the run split it."""
+    if part not in ("test", "train"):
+        raise ConfigError(f"part must be test or train (got {part!r}).")
+    loaded = load_model(path)
+    config = loaded.config
+    split = data.load(
+        dataset or config["dataset"],
+        target=config.get("target"),
+        task=config.get("task"),
+        test_fraction=config.get("test_fraction", 0.2),
+        seed=config.get("seed") or 0,
+        text=config.get("text"),
+        group=config.get("group"),
+    )
+    chosen = split.test if part == "test" else split.train
+    outputs = _outputs(loaded, chosen.x)
+    if chosen.task == "classification":
+        accuracy = float((outputs.argmax(1) == chosen.y).double().mean())
+        return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy=accuracy)
+    mse = float((outputs - chosen.y).double().square().mean())
+    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, mse=mse)
+
+
+def predict_file(path: Path, inputs: Path) -> Predictions:
+    """Predict inputs from a .npy file, taken as they are."""
+    loaded = load_model(path)
+    try:
+        x = torch.from_numpy(np.load(inputs, allow_pickle=False))
+    except (OSError, ValueError) as reason:
+        raise DataError(f"Cannot read {inputs} as a .npy array: {reason}") from reason
+    return Predictions(loaded.kind, loaded.facts.task, _outputs(loaded, x), loaded.facts.labels)
+
+
+def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
+    if tuple(x.shape[1:]) != loaded.facts.input_shape:
+        raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model takes {loaded.facts.input_shape}.")
+    dtype = next(loaded.module.parameters()).dtype
+    return outputs_of(loaded.module, x if loaded.facts.vocabulary is not None else x.to(dtype))
+
+
+def write_predictions(path: Path, predictions: Predictions) -> None:
+    """One line a sample: its number, the predicted class or value, and the outputs."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    count = predictions.outputs.shape[1]
+    classes = predictions.task == "classification"
+    writer.writerow(["sample", *(["class"] if classes else []), *(f"output_{i}" for i in range(count))])
+    for number, row in enumerate(predictions.outputs.tolist()):
+        best = max(range(count), key=row.__getitem__)
+        named = [predictions.labels[best] if predictions.labels else str(best)] if classes else []
+        writer.writerow([number, *named, *(repr(value) for value in row)])
+    write_atomically(path, text.getvalue())
