@@ -23,6 +23,9 @@ from fedveil.runs.progress import progress_for
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
 
+# Settings about data and model that a command line needs and arguments replace.
+_GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
+
 ClientSamples = tuple[Tensor, Tensor] | TorchDataset[Any]
 
 
@@ -60,10 +63,13 @@ def train(
     >>> len(result.metrics)
     2
     """
-    for name in ("model", "dataset", "clients", "partition"):
+    for name in _GIVEN_OTHERWISE:
         if name in settings:
-            raise ConfigError(f"{name!r} is not a setting of train(): it is given as an argument.")
-    config = settled(RunConfig.from_mapping({**settings, "clients": max(len(clients), 1)}, where="train()"))
+            raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
+    if out is not None and resume and settings.get("seed") is None:
+        settings |= _stored_seed(out)
+    settings["clients"] = max(len(clients), 1)
+    config = settled(RunConfig.from_mapping(settings, where="train()"))
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
     device = device_of(config)
@@ -73,6 +79,10 @@ def train(
     held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
     outputs = _outputs(pairs, task, model)
     facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
+    if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
+        raise DataError(
+            f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
+        )
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts)
     if out is not None:
@@ -93,6 +103,13 @@ def train(
     return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
 
 
+def _stored_seed(out: str | Path) -> dict[str, Any]:
+    """The seed (and where secrets come from) of the run to resume, which may have drawn its own."""
+    file = Path(out) / "config.toml"
+    stored = RunConfig.read(file) if file.exists() else {}
+    return {name: stored[name] for name in ("seed", "secrets") if name in stored}
+
+
 def _pair(samples: ClientSamples, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
     if isinstance(samples, TorchDataset):
         loaded = [samples[i] for i in range(len(samples))]  # type: ignore[arg-type]
@@ -102,10 +119,17 @@ def _pair(samples: ClientSamples, *, dtype: torch.dtype, device: torch.device, w
         y = torch.stack([torch.as_tensor(one[1]) for one in loaded])
     else:
         x, y = (torch.as_tensor(part) for part in samples)
+    if x.dim() < 2 or y.dim() < 1:
+        raise DataError(
+            f"{who}: inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}; "
+            "both need one row per sample."
+        )
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device, torch.int64)
     if not y.is_floating_point():
+        if y.dim() != 1:
+            raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
         return x, y.to(device, torch.int64)
-    return x, y.to(device, dtype).reshape(len(y), -1)
+    return x, y.to(device, dtype).flatten(1) if y.dim() > 1 else y.to(device, dtype)[:, None]
 
 
 def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:
@@ -123,21 +147,26 @@ def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Modul
     with torch.no_grad():
         twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
         try:
-            found = int(twin(x[:1]).shape[-1])
-        except RuntimeError as reason:
+            output = twin(x[:1])
+        except Exception as reason:
             raise ConfigError(
                 f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "
-                f"{str(reason).splitlines()[0]}"
+                f"{type(reason).__name__}: {reason}"
             ) from reason
+    if not isinstance(output, Tensor) or output.dim() != 2:
+        given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
+        raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
+    found = int(output.shape[1])
     if task == "regression":
         widths = {int(targets.shape[1]) for _, targets in pairs}
         if widths != {found}:
             raise DataError(f"The model gives {found} outputs, the targets have {sorted(widths)} columns.")
         return found
     for client, (_, labels) in enumerate(pairs):
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < found:
+        outside = labels[(labels < 0) | (labels >= found)]
+        if len(outside):
             raise DataError(
-                f"Client {client} has class {int(labels.max())}, but the model has {found} outputs "
+                f"Client {client} has class {int(outside[0])}, but the model has {found} outputs "
                 f"(classes 0 to {found - 1})."
             )
     return found

@@ -17,6 +17,7 @@ from fedveil.errors import ConfigError, unknown_name
 ModelOption = int | float | str | bool
 
 _NOT_PART_OF_THE_RUN = frozenset({"checkpoint_every", "evaluate_every", "rounds"})
+_LARGEST_SEED = (1 << 63) - 1
 _SCHEME_OPTIONS = ("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs")
 
 
@@ -73,9 +74,15 @@ class RunConfig:
     evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{one.name} must be a finite number (got {value}).")
+        if self.seed is not None and not 0 <= self.seed <= _LARGEST_SEED:
+            raise ConfigError(f"seed must lie between 0 and 2^63 − 1 (got {self.seed}).")
         positive = {"clients": self.clients, "rounds": self.rounds, "lr": self.lr, "lr_decay": self.lr_decay}
         for name, value in positive.items():
-            if not (math.isfinite(value) and value > 0):
+            if not value > 0:
                 raise ConfigError(f"{name} must be positive (got {value}).")
         at_least_zero = {
             "batch_size": self.batch_size,
@@ -146,19 +153,22 @@ class RunConfig:
             name = key.replace("-", "_")
             if name not in known:
                 raise unknown_name(f"setting in {where}:", key, known)
+            if value is None and str(known[name].type).endswith("| None"):
+                continue
             cleaned[name] = _checked(name, value, str(known[name].type), where)
         return RunConfig(**cleaned)
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any]:
-        """The settings of a TOML file, as plain data."""
+        """The settings of a TOML file, as plain data; batch-size is read as batch_size."""
         path = Path(path)
         try:
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            settings = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as reason:
             raise ConfigError(f"Cannot read the configuration {path}: {reason.strerror}.") from reason
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
             raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
+        return {key.replace("-", "_"): value for key, value in settings.items()}
 
 
 def _toml(value: object) -> str:

@@ -40,6 +40,8 @@ class Layout:
         return torch.cat([parts[name].reshape(-1) for name, _ in self.sections])
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors into one new vector (an empty float vector for none)."""
-    return torch.cat([one.reshape(-1) for one in tensors]) if tensors else torch.empty(0)
+def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
+    """Concatenate tensors into one new vector; none at all give an empty vector like `like`."""
+    if not tensors:
+        return torch.empty(0) if like is None else like.new_empty(0)
+    return torch.cat([one.reshape(-1) for one in tensors])

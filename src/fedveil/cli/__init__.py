@@ -13,8 +13,17 @@ def main() -> None:
     try:
         app()
     except FedVeilError as reason:
-        print(f"error: {reason}", file=sys.stderr)
+        _complain(str(reason))
         sys.exit(reason.exit_code)
+    except OSError as reason:
+        place = f"{reason.filename}: " if reason.filename else ""
+        _complain(f"{place}{reason.strerror or reason}.")
+        sys.exit(FedVeilError.exit_code)
     except KeyboardInterrupt:
         print("stopped; checkpoints written so far are kept (continue with --resume)", file=sys.stderr)
         sys.exit(130)
+
+
+def _complain(text: str) -> None:
+    # One line, even where another library's message of several is quoted.
+    print("error: " + " ".join(text.split()), file=sys.stderr)

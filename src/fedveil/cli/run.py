@@ -130,9 +130,10 @@ def run(
     flags: dict[str, Any] = {k: v for k, v in context.params.items() if k not in ours and v is not None}
     if cohort is not None:
         flags["cohort"] = _cohort(cohort)
-    if model_option:
-        flags["model_options"] = parse_model_options(model_option)
     settings = RunConfig.read(config) if config is not None else {}
+    if model_option:
+        stored = settings.get("model_options", {})
+        flags["model_options"] = {**(stored if isinstance(stored, dict) else {}), **parse_model_options(model_option)}
     if resume:
         summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=complaints.print)
     else:

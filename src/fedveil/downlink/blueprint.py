@@ -157,10 +157,10 @@ def _norm_buffers(module: nn.Module) -> set[str]:
 def load_parameters(module: nn.Module, flat: Tensor) -> None:
     """Copy a flat vector into a module's parameters, in order."""
     with torch.no_grad():
-        targets = list(module.parameters())
-        parts = torch.split(flat, [one.numel() for one in targets])
-        for target, part in zip(targets, parts, strict=True):
-            target.copy_(part.view(target.shape))
+        targets: list[Tensor] = list(module.parameters())
+        if targets:
+            parts = torch.split(flat, [one.numel() for one in targets])
+            torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
 
 def load_epsilon(blueprint: Blueprint, module: nn.Module, flat: Tensor) -> None:

@@ -26,12 +26,18 @@ class ClassSet:
     def __init__(self) -> None:
         self._parent: list[int] = [PINNED]
         self._products: dict[int, tuple[int, int]] = {}
+        self.lost = 0
+        """How many classes have been pinned so far: a rule that raises it took freedom away."""
 
     def fresh(self, count: int) -> Tensor:
         """`count` new, free classes."""
         start = len(self._parent)
         self._parent.extend(range(start, start + count))
         return torch.arange(start, start + count)
+
+    def all(self) -> Tensor:
+        """Every id made so far."""
+        return torch.arange(len(self._parent))
 
     def _root(self, one: int) -> int:
         parent = self._parent
@@ -69,8 +75,11 @@ class ClassSet:
                 for factor in self._products.pop(root):
                     self._unite(factor, PINNED)
                 self._parent[root] = PINNED
+                self.lost += 1
         one, other = self._root(one), self._root(other)
         low, high = min(one, other), max(one, other)
+        if low == PINNED != high:
+            self.lost += 1
         self._parent[high] = low
 
     def pin(self, ids: Tensor) -> None:

@@ -25,10 +25,14 @@ class ParameterRef:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """One activation tensor: its example value and its class ids."""
+    """One activation tensor: its example value and its class ids.
+
+    `fixed` tells that the value is the model's own (a buffer), the same whatever the input.
+    """
 
     value: Tensor
     ids: Tensor
+    fixed: bool = False
 
 
 @dataclass
@@ -50,11 +54,12 @@ class NormUse:
 
 @dataclass(frozen=True)
 class LinearSite:
-    """A call of a linear layer's parameters: candidates for the head."""
+    """A call of a linear layer's parameters, and the module it happened in: candidates for the head."""
 
     weight: str
     bias: str | None
     rank: int
+    inside: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,10 @@ class Tracing:
     pinned_parameters: set[str] = field(default_factory=set)
     pins: list[Pin] = field(default_factory=list)
     linear_sites: dict[str, LinearSite] = field(default_factory=dict)
+    opaque: list[str] = field(default_factory=list)
     where: str = ""
+    inside: str = ""
+    produced: str | None = None
 
     def pin(self, edges: Iterable[Edge], operation: str, reason: str) -> None:
         """Pin edges, and remember the operation if that took any freedom away."""
@@ -120,9 +128,14 @@ class Tracing:
         if into is not None and known.into is not None:
             self.classes.unite(known.into, into)
 
-    def constant(self, value: Tensor) -> Edge:
+    def pin_everything(self, operation: str, reason: str) -> None:
+        """Give up every freedom there is."""
+        self.classes.pin(self.classes.all())
+        self.pins.append(Pin(operation, "model", reason))
+
+    def constant(self, value: Tensor, *, fixed: bool = False) -> Edge:
         """An edge nobody scales: inputs, buffers, literals."""
-        return Edge(value, torch.full((1,) * value.dim(), PINNED))
+        return Edge(value, torch.full((1,) * value.dim(), PINNED), fixed)
 
 
 def along(tracing: Tracing, edge: Edge, dim: int) -> Tensor:
@@ -133,6 +146,16 @@ def along(tracing: Tracing, edge: Edge, dim: int) -> Tensor:
     if flat.shape[1] > 1:
         tracing.classes.unite(flat[:, :1], flat)
     return flat[:, 0].expand(length).clone() if flat.shape[0] != length else flat[:, 0].clone()
+
+
+def level(tracing: Tracing, ids: Tensor, dims: Iterable[int]) -> Tensor:
+    """Ids after uniting them along `dims`, which then have size 1."""
+    for dim in dims:
+        first = ids.narrow(dim, 0, 1)
+        if ids.shape[dim] > 1:
+            tracing.classes.unite(first, ids)
+        ids = first
+    return ids
 
 
 def place(ids: Tensor, dim: int, rank: int) -> Tensor:

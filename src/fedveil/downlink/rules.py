@@ -7,13 +7,24 @@ a module, a function, a tensor method and an ATen operator, so that one rule ser
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.edges import Edge, LinearSite, NormUse, ParameterRef, Tracing, along, collapse, place
+from fedveil.downlink.edges import (
+    Edge,
+    LinearSite,
+    NormUse,
+    ParameterRef,
+    Tracing,
+    along,
+    collapse,
+    level,
+    place,
+)
 
 # A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
 # the ids of that value. It raises NoRuleError where the arguments leave its ground.
@@ -68,7 +79,7 @@ def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: o
     if bias is not None:
         tracing.use(_weighted(bias), view=(outputs,), out=made)
     tracing.linear_sites[tracing.where] = LinearSite(
-        matrix.name, bias.name if isinstance(bias, ParameterRef) else None, out.dim()
+        matrix.name, bias.name if isinstance(bias, ParameterRef) else None, out.dim(), tracing.inside
     )
     return place(made, -1, out.dim())
 
@@ -148,8 +159,11 @@ def embedding(
     **_: object,
 ) -> Tensor:
     """A table look-up is linear in the table: fresh classes on the feature dimension."""
-    # F.embedding takes (input, weight, …, max_norm), ATen takes (weight, indices, …).
-    table = weight if isinstance(weight, ParameterRef) else input
+    # F.embedding takes (input, weight, padding_idx, max_norm, …), ATen takes (weight, indices, …).
+    function_form = isinstance(weight, ParameterRef)
+    table = weight if function_form else input
+    if function_form and len(rest) > 1:
+        max_norm = rest[1]
     if max_norm is not None:
         raise NoRuleError("max_norm rescales the table while reading it")
     ref = _weighted(table)
@@ -164,12 +178,22 @@ def embedding(
 
 @rule("relu", "leaky_relu", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 @rule("identity", "neg", "abs", "clone", "contiguous", "detach", "alias", "lift_fresh_copy", "dropout_eval")
-@rule("float", "double", "to", "type_as", "_to_copy")
 def elementwise(tracing: Tracing, out: Tensor, input: object, *_: object, **__: object) -> Tensor:
     """f(k·x) = k·f(x) for every k > 0, element by element."""
     if not out.is_floating_point():
         raise NoRuleError("its result is not a floating-point tensor")
     return _edge(input).ids
+
+
+@rule("float", "double", "half", "bfloat16", "to", "type", "type_as", "_to_copy")
+def conversion(tracing: Tracing, out: Tensor, input: object, *_: object, **__: object) -> Tensor:
+    """Another type of at least the same precision; fewer digits would round scaled numbers differently."""
+    edge = _edge(input)
+    if not out.is_floating_point():
+        raise NoRuleError("its result is not a floating-point tensor")
+    if edge.value.is_floating_point() and torch.finfo(out.dtype).eps > torch.finfo(edge.value.dtype).eps:
+        raise NoRuleError("it rounds to fewer digits")
+    return edge.ids
 
 
 @rule("prelu")
@@ -179,33 +203,47 @@ def prelu(tracing: Tracing, out: Tensor, input: object, weight: object) -> Tenso
     return _edge(input).ids
 
 
-@rule(*(f"{kind}{dims}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool") for dims in (1, 2, 3)))
-@rule(*(f"adaptive_max_pool{dims}d" for dims in (1, 2, 3)))
-@rule("interpolate", "upsample", "upsample_nearest2d", "upsample_bilinear2d")
-def over_space(tracing: Tracing, out: Tensor, input: object, *_: object, **__: object) -> Tensor:
-    """Pooling and resampling act on space, channel by channel."""
+def over_space(
+    tracing: Tracing, out: Tensor, input: object, *_: object, spatial: int | None = None, **__: object
+) -> Tensor:
+    """Pooling and resampling mix the last `spatial` dimensions (None: all past the channels), no others."""
     if not isinstance(out, Tensor):
         raise NoRuleError("it returns indices too")
     edge = _edge(input)
-    return place(along(tracing, edge, 1), 1, out.dim())
+    rank = edge.value.dim()
+    return level(tracing, edge.ids, range(rank - spatial if spatial else 2, rank))
+
+
+for _dims in (1, 2, 3):
+    for _kind in ("max_pool", "avg_pool", "adaptive_max_pool", "adaptive_avg_pool"):
+        RULES[f"{_kind}{_dims}d"] = partial(over_space, spatial=_dims)
+for _name in (
+    "interpolate upsample upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
+    "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
+).split():
+    RULES[_name] = over_space
 
 
 @rule("mean", "sum", "amax", "amin")
 def reduction(
-    tracing: Tracing, out: Tensor, input: object, dim: object = None, keepdim: bool = False, **_: object
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    dim: object = None,
+    keepdim: bool = False,
+    *,
+    axis: object = None,
+    keepdims: bool = False,
+    dtype: object = None,
 ) -> Tensor:
     """Reducing over dimensions needs one scale along them."""
     edge = _edge(input)
     rank = edge.value.dim()
-    dims = range(rank) if dim is None or dim == [] else ([dim] if isinstance(dim, int) else list(dim))  # type: ignore[call-overload]
-    gone = {one % rank for one in dims}
-    ids = edge.ids
-    for one in gone:
-        first = ids.narrow(one, 0, 1)
-        if ids.shape[one] > 1:
-            tracing.classes.unite(first, ids)
-        ids = first
-    if keepdim:
+    asked = axis if dim is None else dim
+    dims = [asked] if isinstance(asked, int) else list(asked or range(rank))  # type: ignore[call-overload]
+    gone = sorted({one % rank for one in dims})
+    ids = level(tracing, edge.ids, gone)
+    if keepdim or keepdims:
         return ids
     return ids.reshape([ids.shape[one] for one in range(rank) if one not in gone])
 
@@ -265,25 +303,83 @@ def _aligned(edge: Edge, out: Tensor) -> Tensor:
 # -- rearrangements ------------------------------------------------------------------------------------
 
 
+def _spread(edge: Edge) -> Tensor:
+    return edge.ids.expand(edge.value.shape).contiguous()  # `view` wants it contiguous
+
+
 def rearrangement(
-    tracing: Tracing, out: object, operation: Callable[..., object], args: object, kwargs: object
+    tracing: Tracing, out: object, operation: Callable[..., object], args: Any, kwargs: Any, *, name: str = ""
 ) -> object:
     """Run the operation itself on the ids: index or concatenate in its own order."""
 
     def to_ids(value: object) -> object:
         if isinstance(value, ParameterRef):
             raise NoRuleError("it rearranges a parameter directly")
-        return value.ids.expand(value.value.shape) if isinstance(value, Edge) else value
+        return _spread(value) if isinstance(value, Edge) else value
+
+    def to_value(value: object) -> object:
+        if isinstance(value, ParameterRef):
+            raise NoRuleError("it is indexed by a parameter")
+        return value.value if isinstance(value, Edge) else value
 
     def leaf(value: object) -> bool:
         return isinstance(value, (Edge, ParameterRef))
 
-    moved_args, moved_kwargs = pytree.tree_map(to_ids, (args, kwargs), is_leaf=leaf)
+    first = next(one for one in pytree.tree_leaves((args, kwargs), is_leaf=leaf) if leaf(one))
+    if any(one.dtype != first.value.dtype for one in pytree.tree_leaves(out) if isinstance(one, Tensor)):
+        raise NoRuleError("it reads the numbers as another type")
+    if name in INDEXED_BY_VALUE:
+        # Its first argument is moved about, the others say where to.
+        edge = _edge(args[0] if args else kwargs.pop("input", None))
+        ids = _spread(edge)
+        dims = _unforeseeable_dims(name, edge, args[1:], kwargs)
+        if dims:
+            ids = level(tracing, ids, dims).expand(edge.value.shape)
+        rest, moved_kwargs = pytree.tree_map(to_value, (args[1:], kwargs), is_leaf=leaf)
+        moved_args = (ids, *rest)
+    else:
+        moved_args, moved_kwargs = pytree.tree_map(to_ids, (args, kwargs), is_leaf=leaf)
     try:
         moved = operation(*moved_args, **moved_kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise NoRuleError("it cannot be followed channel by channel") from error
     return pytree.tree_map_only(Tensor, collapse, moved)
+
+
+INDEXED_BY_VALUE = frozenset({"getitem", "index_select"})
+
+
+def _unforeseeable_dims(name: str, edge: Edge, args: Any, kwargs: Any) -> list[int]:
+    """The dimensions read through an index that may differ next time: they need one scale."""
+
+    def varies(index: object) -> bool:
+        return isinstance(index, Edge) and not index.fixed
+
+    rank = edge.value.dim()
+    if name == "index_select":
+        dim = args[0] if args else kwargs["dim"]
+        index = args[1] if len(args) > 1 else kwargs["index"]
+        return [dim % rank] if varies(index) else []
+    parts = args[0] if isinstance(args[0], tuple) else (args[0],)
+    widths = [_width(one) for one in parts]
+    dims: list[int] = []
+    at = 0
+    for one, width in zip(parts, widths, strict=True):
+        if varies(one):
+            dims += range(at, at + width)
+        at += rank - sum(widths) if one is Ellipsis else width
+    return dims
+
+
+def _width(index: object) -> int:
+    """How many dimensions one element of an index consumes."""
+    if index is None or index is Ellipsis:
+        return 0
+    if isinstance(index, bool):
+        raise NoRuleError("it is indexed by a truth value")
+    if isinstance(index, Edge) and index.value.dtype is torch.bool:
+        return index.value.dim()
+    return 1
 
 
 REARRANGEMENTS = frozenset(

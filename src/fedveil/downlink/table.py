@@ -8,7 +8,9 @@ vectors broadcast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from fedveil.downlink.classes import Classes
 from fedveil.downlink.edges import Pin, Tracing
 from fedveil.downlink.walk import walk
+from fedveil.flat import flatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,21 +84,53 @@ class ScaleTable:
         The same R takes parameters down (Ŵ = R ∘ W) and gradients up (∇_W L = R ∘ ∇_Ŵ L).
         """
         result = flat.to(torch.float64, copy=True)
-        inverse = scales.reciprocal()
-        start = 0
-        for entry in self.parameters:
-            size = math.prod(entry.shape)
-            if entry.out is not None:
-                part = result[start : start + size].view(entry.view)
-                part *= scales[entry.out]
-                if entry.into is not None:
-                    part *= inverse[entry.into]
-            start += size
+        views = torch.split(result, [math.prod(entry.shape) for entry in self.parameters])
+        for side, factors in ((self._out, scales), (self._into, scales.reciprocal())):
+            _multiply(views, side, factors)
         return result
+
+    @cached_property
+    def _out(self) -> _Side:
+        return _side([(entry.view, entry.out) for entry in self.parameters])
+
+    @cached_property
+    def _into(self) -> _Side:
+        return _side([(entry.view, entry.into) for entry in self.parameters])
 
     def free(self) -> int:
         """How many secret numbers one draw takes."""
         return self.classes.count - 1 - len(self.classes.products)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """The out or the in sides of all parameters that have one: which, how viewed, and all ids in a row."""
+
+    which: tuple[int, ...]
+    views: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    ids: Tensor
+
+
+def _side(entries: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> _Side:
+    found = [(number, view, ids) for number, (view, ids) in enumerate(entries) if ids is not None]
+    return _Side(
+        tuple(number for number, _, _ in found),
+        tuple(view for _, view, _ in found),
+        tuple(tuple(ids.shape) for _, _, ids in found),
+        flatten([ids for _, _, ids in found], like=torch.empty(0, dtype=torch.int64)),
+    )
+
+
+def _multiply(parts: Sequence[Tensor], side: _Side, factors: Tensor) -> None:
+    # One look-up for all factors and one call for all products: on a GPU, launches are the cost.
+    if not side.which:
+        return
+    pieces = torch.split(factors[side.ids], [math.prod(shape) for shape in side.shapes])
+    torch._foreach_mul_(
+        [parts[number].view(view) for number, view in zip(side.which, side.views, strict=True)],
+        [piece.view(shape) for piece, shape in zip(pieces, side.shapes, strict=True)],
+    )
 
 
 def trace(model: nn.Module, example: Tensor) -> ScaleTable:
@@ -120,13 +155,15 @@ def trace(model: nn.Module, example: Tensor) -> ScaleTable:
 
 
 def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
-    site = tracing.linear_sites.get(tracing.where)
+    if tracing.opaque:
+        return None, f"{tracing.opaque[0]} may have any backward pass, and the recovery needs a linear one"
+    site = tracing.linear_sites.get(tracing.produced or "")
     if site is None:
-        return None, "the model's output is not the output of a linear layer"
-    path = site.weight.rpartition(".")[0]
+        return None, "the model's output is not the output of a linear layer, and nothing else"
+    path = site.inside
     module = model.get_submodule(path)
-    if type(module) is not nn.Linear:
-        return None, f"the last linear map ({site.weight}) is not an nn.Linear module"
+    if type(module) is not nn.Linear or (module.bias is None) != (site.bias is None):
+        return None, f"the last linear map ({site.weight}) is not the call of an nn.Linear module"
     for name in (site.weight, site.bias):
         if name is not None and tracing.use_counts[name] > 1:
             return None, f"the last linear layer's {name} is used more than once (tied)"

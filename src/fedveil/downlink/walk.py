@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fedveil.downlink.capture import (
+    CaptureError,
+    CustomFunction,
+    captured_by_export,
+    captured_by_fx,
+    check_replay,
+    custom_functions_seen,
+    own_randomness,
+    seeded,
+)
 from fedveil.downlink.classes import broadcast
-from fedveil.downlink.edges import Edge, ParameterRef, Tracing
+from fedveil.downlink.edges import Edge, ParameterRef, Pin, Tracing
 from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
 from fedveil.errors import TraceError
 
-_SHAPE_QUESTIONS = frozenset("size dim numel getattr shape ndim is_floating_point sym_size stride".split())
+_SHAPE_QUESTIONS = frozenset(
+    "size dim numel getattr shape ndim is_floating_point sym_size stride _assert_tensor_metadata".split()
+)
+# These read a tensor's shape and type, not its values.
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+_UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
 NORM_KINDS: dict[type[nn.Module], str] = {
     nn.BatchNorm1d: "batch",
@@ -42,21 +58,27 @@ _SAME_NAME: dict[type[nn.Module], str] = {
     nn.Upsample: "upsample",
     nn.UpsamplingNearest2d: "upsample",
     nn.UpsamplingBilinear2d: "upsample",
-    **{getattr(nn, f"{kind}{dims}d"): "max_pool1d" for kind in ("MaxPool", "AvgPool") for dims in (1, 2, 3)},
-    **{getattr(nn, f"Adaptive{kind}Pool{dims}d"): "max_pool1d" for kind in ("Max", "Avg") for dims in (1, 2, 3)},
+    **{
+        getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d"
+        for kind, name in (
+            ("Max", "max"),
+            ("Avg", "avg"),
+            ("AdaptiveMax", "adaptive_max"),
+            ("AdaptiveAvg", "adaptive_avg"),
+        )
+        for dims in (1, 2, 3)
+    },
 }
 _MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _OTHER_PADS = {
-    nn.ReflectionPad1d: "reflect",
-    nn.ReflectionPad2d: "reflect",
-    nn.ReplicationPad1d: "replicate",
-    nn.ReplicationPad2d: "replicate",
-    nn.CircularPad1d: "circular",
-    nn.CircularPad2d: "circular",
+    getattr(nn, f"{kind}Pad{dims}d"): mode
+    for kind, mode in (("Reflection", "reflect"), ("Replication", "replicate"), ("Circular", "circular"))
+    for dims in (1, 2, 3)
 }
-_CONVOLUTIONS = {nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d"}
-_TRANSPOSED = {nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d"}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def operation_name(target: object) -> str | None:
@@ -107,48 +129,67 @@ class _Walker:
         value = getattr(owner, attribute, None)
         if isinstance(value, nn.Parameter):
             return ParameterRef(self.tracing.names[id(value)], value.detach())
-        return self.tracing.constant(value) if isinstance(value, Tensor) else None
+        return self.tracing.constant(value, fixed=True) if isinstance(value, Tensor) else None
 
-    def function(self, target: Callable[..., Any], args: Any, kwargs: Any, *, method: bool = False) -> Any:
+    def function(self, target: Any, args: Any, kwargs: Any, *, method: bool = False) -> Any:
         """Evaluate a call and the ids of its result."""
         values, named = _values(args), _values(kwargs)
-        out = getattr(values[0], str(target))(*values[1:], **named) if method else self._evaluate(target, values, named)
-        return self.judge(target, args, kwargs, out, method=method)
-
-    @staticmethod
-    def _evaluate(target: Callable[..., Any], values: Any, named: Any) -> Any:
-        return target(*values, **named)
-
-    def judge(self, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
+        out = getattr(values[0], str(target))(*values[1:], **named) if method else target(*values, **named)
         name = operation_name(target)
         edges, parameters = _leaves((args, kwargs), Edge), _leaves((args, kwargs), ParameterRef)
+        label = name or str(getattr(target, "__name__", target))
+        if isinstance(target, CustomFunction):
+            self.tracing.opaque.append(label)
         if not _leaves(out, Tensor):
             if (edges or parameters) and name not in _SHAPE_QUESTIONS:
-                self.pin(edges, parameters, name or str(target), "its result leaves the network's arithmetic")
+                self.pin(edges, parameters, label, "its result leaves the network's arithmetic")
             return out
-        if not edges and not parameters:
+        if name in _SHAPE_ONLY or not (edges or parameters):
             return pytree.tree_map_only(Tensor, self.tracing.constant, out)
-        try:
-            if name == "getitem" and not isinstance(args[0], Edge):
-                return args[0][args[1]]
-            if name in REARRANGEMENTS:
-                moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
-                ids = rearrangement(self.tracing, out, moved, args, kwargs)
-            elif name == "batch_norm" and isinstance(target, torch._ops.OpOverload):
-                ids = self.exported_norm("batch", out, args[0], args[1], args[2], running=args[3])
-            elif name in {"group_norm", "layer_norm", "batch_norm", "instance_norm"}:
-                ids = self.functional_norm(name, target, args, kwargs, out)
-            elif name in RULES:
-                ids = RULES[name](self.tracing, out, *args, **kwargs)
-            else:
+        if name == "getitem" and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+
+        def ids() -> Any:
+            if name is None:
                 raise NoRuleError("there is no rule for it")
-            if _in_place(target) and not self.same(ids, args[0]):
+            made = self.function_ids(name, target, args, kwargs, out, method=method)
+            if _in_place(target) and not self.same(made, args[0]):
                 raise NoRuleError("it changes an activation's scale in place")
+            return made
+
+        return self.judge(ids, edges, parameters, label, out)
+
+    def judge(
+        self,
+        rule: Callable[[], Any],
+        edges: list[Edge],
+        parameters: list[ParameterRef],
+        label: str,
+        out: Any,
+    ) -> Any:
+        """Apply a rule; where it does not fit, pin. Freedom that the rule took away is written down."""
+        tracing, lost, pins = self.tracing, self.tracing.classes.lost, len(self.tracing.pins)
+        try:
+            ids = rule()
+            if not all(pytree.tree_leaves(pytree.tree_map(_fits, out, ids))):
+                raise NoRuleError("its result is not laid out as expected")
         except NoRuleError as reason:
-            return self.pin_all(edges, parameters, name or str(target), str(reason), out)
-        except TypeError:
-            return self.pin_all(edges, parameters, name or str(target), "it is called in an unknown form", out)
-        return pytree.tree_map(lambda value, one: Edge(value, one), out, ids)
+            return self.pin_all(edges, parameters, label, str(reason), out)
+        except _UNFIT:
+            return self.pin_all(edges, parameters, label, "it is called in an unknown form", out)
+        if tracing.classes.lost > lost and len(tracing.pins) == pins:
+            tracing.pins.append(Pin(label, tracing.where, "it ties channels to others of scale 1"))
+        return pytree.tree_map(Edge, out, ids)
+
+    def function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
+        if name in REARRANGEMENTS:
+            moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
+            return rearrangement(self.tracing, out, moved, args, kwargs, name=name)
+        if name in _NORM_POSITIONS:
+            return self.functional_norm(name, target, args, kwargs, out)
+        if name in RULES:
+            return RULES[name](self.tracing, out, *args, **kwargs)
+        raise NoRuleError("there is no rule for it")
 
     def same(self, ids: Any, first: object) -> bool:
         if not isinstance(first, Edge) or not isinstance(ids, Tensor):
@@ -169,29 +210,29 @@ class _Walker:
         """A leaf module: the same rules, with the module's own parameters and settings."""
         module = self.model.get_submodule(path)
         out = module(*_values(args), **_values(kwargs))
-        kind = type(module)
-        edges = _leaves((args, kwargs), Edge)
-        try:
-            if kwargs or not args:
-                raise NoRuleError("it is called with keyword arguments")
-            ids = self.module_ids(module, path, args, out)
-        except NoRuleError as reason:
-            parameters = [
-                ParameterRef(self.tracing.names[id(parameter)], parameter.detach()) for parameter in module.parameters()
-            ]
-            return self.pin_all(edges, parameters, kind.__name__, str(reason), out)
-        return pytree.tree_map(lambda value, one: Edge(value, one), out, ids)
+        parameters = [ParameterRef(self.tracing.names[id(one)], one.detach()) for one in module.parameters()]
+        return self.judge(
+            lambda: self.module_ids(module, path, args, kwargs, out),
+            _leaves((args, kwargs), Edge),
+            parameters,
+            type(module).__name__,
+            out,
+        )
 
-    def module_ids(self, module: nn.Module, path: str, args: Any, out: Any) -> Any:
+    def module_ids(self, module: nn.Module, path: str, args: Any, kwargs: Any, out: Any) -> Any:
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NoRuleError("it has hooks, which may do anything")
+        if kwargs or len(args) != 1:
+            raise NoRuleError("it is called with further arguments")
         kind, tracing, first = type(module), self.tracing, args[0]
         weight, bias = self.reference(module, "weight"), self.reference(module, "bias")
         if kind is nn.Linear:
             return RULES["linear"](tracing, out, first, weight, bias)
         if kind in _CONVOLUTIONS:
-            assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+            assert isinstance(module, _CONVOLUTIONS)
             return RULES["conv2d"](tracing, out, first, weight, bias, groups=module.groups)
         if kind in _TRANSPOSED:
-            assert isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d))
+            assert isinstance(module, _TRANSPOSED)
             return RULES["conv_transpose2d"](tracing, out, first, weight, bias, groups=module.groups)
         if isinstance(module, nn.Embedding) and kind is nn.Embedding:
             return RULES["embedding"](tracing, out, first, weight, max_norm=module.max_norm)
@@ -225,56 +266,108 @@ class _Walker:
             bias=self.reference(module, "bias"),
         )
 
-    def exported_norm(self, kind: str, out: Any, first: Any, weight: Any, bias: Any, *, running: Any) -> Any:
-        """A normalisation in an exported graph belongs to the module that owns its parameters."""
-        owner = weight.name.rpartition(".")[0] if isinstance(weight, ParameterRef) else None
-        if owner is None or owner not in self.tracing.norms:
-            self.tracing.pin([first], f"{kind}_norm", "a functional normalisation has a fixed ε")
-            return affine(self.tracing, out, weight, bias, kind=kind)
-        return self.norm(self.model.get_submodule(owner), owner, out, first)
-
     def functional_norm(self, name: str, target: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """A normalisation outside its module has a fixed ε, so that its in edge is pinned."""
         kind = name.removesuffix("_norm")
-        weight = kwargs.get("weight")
-        bias = kwargs.get("bias")
-        positions = {"batch": (3, 4), "group": (2, 3), "layer": (2, 3), "instance": (3, 4)}[kind]
-        if weight is None and len(args) > positions[0]:
-            weight = args[positions[0]]
-        if bias is None and len(args) > positions[1]:
-            bias = args[positions[1]]
-        if isinstance(target, torch._ops.OpOverload):
-            return self.exported_norm(kind, out, args[0], weight, bias, running=None)
-        self.tracing.pin([args[0]], name, "a functional normalisation has a fixed ε")
+        exported = isinstance(target, torch._ops.OpOverload)
+        inside = self.tracing.inside
+        if exported and inside in self.tracing.norms:
+            module = self.model.get_submodule(inside)
+            if NORM_KINDS[type(module)] == kind:
+                return self.norm(module, inside, out, args[0])
+        first = args[0] if args else kwargs["input"]
+        position = _NORM_POSITIONS[name][exported]
+        weight, bias = (
+            kwargs.get(which, args[place] if len(args) > place else None)
+            for which, place in (("weight", position), ("bias", position + 1))
+        )
+        self.tracing.pin([first], name, "a functional normalisation has a fixed ε")
         return affine(self.tracing, out, weight, bias, kind=kind)
 
 
+# Where F.* and ATen put the affine weight; the bias follows it.
+_NORM_POSITIONS = {"batch_norm": (3, 1), "instance_norm": (3, 1), "group_norm": (2, 2), "layer_norm": (2, 2)}
+
+
+def _fits(value: object, ids: object) -> bool:
+    """Whether ids have the value's rank and broadcast to its shape."""
+    if not isinstance(value, Tensor) or not isinstance(ids, Tensor):
+        return value is ids
+    return ids.dim() == value.dim() and all(i in (1, v) for i, v in zip(ids.shape, value.shape, strict=True))
+
+
 def walk(model: nn.Module, example: Tensor) -> Tracing:
-    """Trace a network on an example batch; the result holds every class, use and pin."""
-    twin = copy.deepcopy(model).eval()
-    names = {id(parameter): name for name, parameter in twin.named_parameters()}
-    norms: dict[str, str] = {}
-    first_path: dict[int, str] = {}
-    for path, module in twin.named_modules(remove_duplicate=False):
-        if type(module) in NORM_KINDS:
-            norms[path] = first_path.setdefault(id(module), path)
-    with torch.no_grad():
+    """Trace a network on an example batch; the result holds every class, use and pin.
+
+    The network is traced in its own mode, training or evaluation, because its code may ask for it.
+    """
+    device = example.device
+    sample = example if len(example) > 1 else example.repeat_interleave(2, 0)  # batch norms need two
+    with torch.no_grad(), own_randomness(device), custom_functions_seen() as functions:
         try:
-            graph = fx.Tracer().trace(twin)
+            truth = seeded(lambda: copy.deepcopy(model)(sample.clone()), device)
+        except Exception as reason:
+            raise TraceError(
+                f"The model cannot be run on a batch of shape {tuple(sample.shape)}: {_first_line(reason)}. "
+                "FedVeil trains models that take one input tensor, the batch."
+            ) from reason
+        present = sorted(set(functions))
+        try:
+            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone()), device)
+            check_replay(truth, output)
         except Exception as fx_reason:  # fx raises whatever the traced code raises on proxies
-            return _walk_exported(twin, example, Tracing(names, norms), fx_reason)
-        return _walk_graph(twin, example, Tracing(names, norms), graph)
+            try:
+                tracing, output = seeded(lambda: _walk_exported(copy.deepcopy(model), sample.clone()), device)
+                check_replay(truth, output)
+            except Exception as reason:  # export raises many kinds of errors; each means the same to a user
+                raise TraceError(
+                    f"The model can be traced neither by torch.fx ({_first_line(fx_reason)}) nor by torch.export "
+                    f"({_first_line(reason)}). Remove control flow that depends on values, "
+                    "or train it with --scheme fedavg, which needs no trace."
+                ) from reason
+            for name in present:  # export looked into them and saw only their forward pass
+                tracing.opaque.append(name)
+                tracing.pin_everything(name, "a custom autograd function in a model that torch.fx cannot trace")
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            tracing.opaque.append(f"the backward hook of {path or 'the model'}")
+            tracing.pin_everything(type(module).__name__, "it has backward hooks, which may do anything")
+    return tracing
 
 
-def _walk_graph(twin: nn.Module, example: Tensor, tracing: Tracing, graph: fx.Graph) -> Tracing:
+def _new_tracing(twin: nn.Module) -> Tracing:
+    return Tracing({id(parameter): name for name, parameter in twin.named_parameters()}, norm_paths(twin))
+
+
+def norm_paths(model: nn.Module) -> dict[str, str]:
+    """Every path of every normalisation layer that can take a vector ε → the layer's first path.
+
+    Layers inside one of torch's own (a transformer layer) belong to it: it reads their ε itself.
+    """
+    paths: dict[str, str] = {}
+    first_path: dict[int, str] = {}
+    owned: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
+            owned |= {id(part) for part in module.modules() if part is not module}
+        if type(module) in NORM_KINDS:
+            paths[path] = first_path.setdefault(id(module), path)
+    return {path: first for path, first in paths.items() if id(model.get_submodule(path)) not in owned}
+
+
+def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+    graph = captured_by_fx(twin)
+    tracing = _new_tracing(twin)
     walker = _Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
     inputs: Iterator[Tensor] = iter((example,))
     for node in graph.nodes:
         tracing.where = node.name
+        tracing.inside = str(node.target) if node.op == "call_module" else ""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
         if node.op == "placeholder":
             value = next(inputs, None)
-            environment[node] = tracing.constant(value) if value is not None else _default(node)
+            environment[node] = tracing.constant(value) if value is not None else node.args[0]
         elif node.op == "get_attr":
             environment[node] = _attribute(walker, str(node.target))
         elif node.op == "call_module":
@@ -285,18 +378,18 @@ def _walk_graph(twin: nn.Module, example: Tensor, tracing: Tracing, graph: fx.Gr
             environment[node] = walker.function(node.target, args, kwargs)
         elif node.op == "output":
             _finish(tracing, node, args)
-    return tracing
-
-
-def _default(node: fx.Node) -> Any:
-    if not node.args:
-        raise TraceError(f"The model takes a second input ({node.name}); FedVeil trains models of one input tensor.")
-    return node.args[0]
+            return tracing, _values(args[0])
+    raise CaptureError("it has no output")
 
 
 def _attribute(walker: _Walker, target: str) -> Any:
     path, _, attribute = target.rpartition(".")
-    return walker.reference(walker.model.get_submodule(path), attribute)
+    owner = walker.model.get_submodule(path)
+    found = walker.reference(owner, attribute)
+    # fx keeps what eager code computed under a name of its own: that may differ next time.
+    if isinstance(found, Edge) and attribute.startswith("_tensor_constant"):
+        return walker.tracing.constant(found.value)
+    return getattr(owner, attribute) if found is None else found
 
 
 def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
@@ -305,35 +398,32 @@ def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
     produced = node.args[0]
     if isinstance(produced, (tuple, list)) and len(produced) == 1:
         produced = produced[0]
-    tracing.where = produced.name if isinstance(produced, fx.Node) else ""
+    # Another reader might be an in-place operation, and the output no longer the layer's.
+    if isinstance(produced, fx.Node) and len(produced.users) == 1:
+        tracing.produced = produced.name
 
 
-def _walk_exported(twin: nn.Module, example: Tensor, tracing: Tracing, fx_reason: Exception) -> Tracing:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            exported = torch.export.export(twin, (example,), strict=False)
-    except Exception as reason:  # export raises many kinds of errors; each means the same to a user
-        raise TraceError(
-            "The model can be traced neither by torch.fx "
-            f"({type(fx_reason).__name__}: {_first_line(fx_reason)}) nor by torch.export "
-            f"({type(reason).__name__}: {_first_line(reason)}). Remove control flow that depends on values, "
-            "or train it with --scheme fedavg, which needs no trace."
-        ) from reason
+def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+    exported = captured_by_export(twin, example)
+    tracing = _new_tracing(twin)
     walker = _Walker(twin, tracing)
     signature = exported.graph_signature
     environment: dict[fx.Node, Any] = {}
     for node in exported.graph.nodes:
         tracing.where = node.name
+        stack = node.meta.get("nn_module_stack") or {"": ("", "")}
+        tracing.inside = list(stack.values())[-1][0]
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
         if node.op == "placeholder":
             if name := signature.inputs_to_parameters.get(node.name):
                 parameter = twin.get_parameter(name)
                 environment[node] = ParameterRef(tracing.names[id(parameter)], parameter.detach())
             elif name := signature.inputs_to_buffers.get(node.name):
-                environment[node] = tracing.constant(twin.get_buffer(name))
+                environment[node] = tracing.constant(twin.get_buffer(name), fixed=True)
             elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
-                environment[node] = tracing.constant(exported.constants[name])
+                value = exported.constants[name]
+                assert isinstance(value, Tensor)
+                environment[node] = tracing.constant(value, fixed=True)
             else:
                 environment[node] = tracing.constant(example)
         elif node.op == "call_function":
@@ -342,8 +432,9 @@ def _walk_exported(twin: nn.Module, example: Tensor, tracing: Tracing, fx_reason
             environment[node] = getattr(exported.graph_module, str(node.target))
         elif node.op == "output":
             _finish(tracing, node, args)
-    return tracing
+            return tracing, _values(args[0])
+    raise CaptureError("it has no output")
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no message"])[0][:160]
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:160]}"

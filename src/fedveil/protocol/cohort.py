@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +26,11 @@ class Cohort:
         """A cohort given as a fraction (0 < f ≤ 1, not the whole number 1) or as a count."""
         if cohort is None:
             return Cohort(clients, clients, seed)
-        size = round(cohort * clients) if isinstance(cohort, float) and cohort <= 1.0 else int(cohort)
-        if not 1 <= size <= clients or cohort <= 0:
+        fraction = isinstance(cohort, float) and cohort <= 1.0
+        size = 0
+        if math.isfinite(cohort):
+            size = round(cohort * clients) if fraction else int(cohort)
+        if not 1 <= size <= clients or not (fraction or size == cohort):
             raise ConfigError(
                 f"cohort = {cohort} of {clients} clients leaves {max(size, 0)} per round: give a fraction in (0, 1] "
                 f"(like 0.1) or a count from 1 to {clients}."

@@ -80,6 +80,8 @@ class UploadSum:
             )
         if reply.client not in self._waiting:
             raise ProtocolError("an upload from a client that was not asked, or a second one")
+        if not reply.payload.is_floating_point():
+            raise ProtocolError(f"an upload holds {reply.payload.dtype} where floating-point numbers belong")
         self._sum.add(reply.payload)
         self._waiting.discard(reply.client)
 
@@ -127,7 +129,9 @@ class Bare:
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""
-        return tuple(Release(f"upload.{name}", "client", ("server",), _UPLOAD_FIELDS[name]) for name in layout.names)
+        # A section this uplink does not know stays undeclared, and the server refuses to start with it.
+        known = [name for name in layout.names if name in _UPLOAD_FIELDS]
+        return tuple(Release(f"upload.{name}", "client", ("server",), _UPLOAD_FIELDS[name]) for name in known)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,12 @@ class ClientState:
     answered: tuple[int, int] = (-1, 0)
 
     def answering(self, round: int, attempt: int) -> ClientState:
-        """The state after answering (round, attempt); each is answered at most once."""
-        if (round, attempt) <= self.answered:
+        """The state after answering (round, attempt); each is answered at most once.
+
+        A new attempt may go back to an earlier round: the server resumes from a checkpoint.
+        """
+        last_round, last_attempt = self.answered
+        if (attempt, round) <= (last_attempt, last_round):
             raise ProtocolError(
                 f"client {self.client} was asked for round {round + 1}, attempt {attempt}, which it has answered "
                 "or left behind; a repeated round needs a new attempt"

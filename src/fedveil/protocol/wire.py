@@ -9,7 +9,8 @@ import dataclasses
 import json
 import math
 import struct
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "b1": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_MOST_DIMENSIONS = 8
+_LARGEST = 1 << 62
 _T = TypeVar("_T")
 _TYPES: dict[str, type[Any]] = {}
 
@@ -63,12 +66,14 @@ def decode(data: bytes) -> Any:
     if data[:4] != _MAGIC or len(data) < 8:
         raise ProtocolError("not a FedVeil message (wrong magic bytes)")
     (length,) = struct.unpack("<I", data[4:8])
-    try:
-        header = json.loads(data[8 : 8 + length])
-    except ValueError as reason:
-        raise ProtocolError("a message's header is truncated or damaged") from reason
     reader = _Reader(data, 8 + length)
-    value = reader.value(header)
+    try:
+        header = json.loads(data[8 : 8 + length], parse_constant=_no_number)
+        if not isinstance(header, dict) or "m" not in header:
+            raise ProtocolError("a message's header names no message")
+        value = reader.value(header)
+    except (ValueError, RecursionError) as reason:
+        raise ProtocolError("a message's header is truncated or damaged") from reason
     if reader.position != len(data):
         raise ProtocolError(f"a message carries {len(data) - reader.position} bytes too many")
     return value
@@ -92,6 +97,16 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
     raise ProtocolError(f"{type(value).__name__} is not something that may travel")
 
 
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _field_types(kind: type[Any]) -> dict[str, tuple[type, ...]]:
+    hints = get_type_hints(kind)
+    single = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
+    return {name: tuple(get_origin(one) or one for one in allowed) for name, allowed in single.items()}
+
+
 class _Reader:
     """Takes tensors off the bytes in the order the header names them."""
 
@@ -102,27 +117,37 @@ class _Reader:
     def value(self, header: Any) -> Any:
         if isinstance(header, list):
             return tuple(self.value(one) for one in header)
+        if isinstance(header, float) and not math.isfinite(header):
+            raise ProtocolError("a message cannot carry NaN or infinity as a number")
         if not isinstance(header, dict):
             return header
         if "t" in header:
             return self.tensor(header)
-        kind = _TYPES.get(header.get("m", ""))
+        kind = _TYPES.get(str(header.get("m")))
         if kind is None:
             raise ProtocolError("a message names an unknown type")
-        names = {field.name for field in dataclasses.fields(kind)}
+        types = _field_types(kind)
         given = header.get("f")
-        if not isinstance(given, dict) or set(given) != names:
+        if not isinstance(given, dict) or set(given) != set(types):
             raise ProtocolError(f"a {kind.__name__} message has wrong fields")
-        return kind(**{name: self.value(one) for name, one in given.items()})
+        fields = {name: self.value(one) for name, one in given.items()}
+        for name, one in fields.items():
+            if type(one) not in types[name]:  # exactly: True is not a number here
+                raise ProtocolError(f"a {kind.__name__} message has a {type(one).__name__} as its {name}")
+        return kind(**fields)
 
     def tensor(self, header: dict[str, Any]) -> Tensor:
-        shape, dtype = header.get("s"), _DTYPES.get(header["t"])
-        if dtype is None or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
+        shape, dtype = header.get("s"), _DTYPES.get(str(header["t"]))
+        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ProtocolError("a message describes a tensor wrongly")
+        if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) >= _LARGEST:
+            raise ProtocolError("a message describes a tensor that is too large")
         count = math.prod(shape) * dtype.itemsize
         raw = self.data[self.position : self.position + count]
         if len(raw) != count:
             raise ProtocolError("a message is truncated: a tensor's bytes are missing")
+        if dtype is torch.bool and raw.count(0) + raw.count(1) != count:
+            raise ProtocolError("a message holds a truth value that is neither true nor false")
         self.position += count
         if not count:
             return torch.empty(shape, dtype=dtype)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -15,6 +13,7 @@ from torch import Tensor
 from fedveil.downlink import Weights
 from fedveil.errors import CheckpointError
 from fedveil.protocol import ServerState
+from fedveil.runs.digest import digest_of
 from fedveil.runs.files import write_atomically
 
 _FORMAT = "fedveil-checkpoint-1"
@@ -29,7 +28,7 @@ def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Pa
     facts = json.dumps(
         {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}, sort_keys=True
     )
-    metadata = {"format": _FORMAT, "facts": facts, "digest": _digest(tensors, facts)}
+    metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     path = folder / f"round-{state.round:08d}.safetensors"
     write_atomically(path, save_tensors(tensors, metadata))
     for old in sorted(folder.glob("round-*.safetensors"))[:-_KEPT]:
@@ -47,7 +46,7 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
         facts = json.loads(metadata["facts"])
     except (OSError, SafetensorError, ValueError, KeyError) as reason:
         raise CheckpointError(f"Checkpoint {path.name} is damaged or not a checkpoint.") from reason
-    if metadata.get("format") != _FORMAT or metadata.get("digest") != _digest(tensors, metadata["facts"]):
+    if metadata.get("format") != _FORMAT or metadata.get("digest") != digest_of(tensors, metadata["facts"]):
         raise CheckpointError(f"Checkpoint {path.name} is damaged: its checksum does not match.")
     if facts["fingerprint"] != fingerprint:
         raise CheckpointError(f"Checkpoint {path.name} belongs to a run with other settings.")
@@ -91,12 +90,3 @@ def _tensors(state: ServerState) -> dict[str, Tensor]:
         **{f"buffer.{name}": value for name, value in state.weights.buffers.items()},
     }
     return {name: value.detach().cpu().contiguous() for name, value in own.items()}
-
-
-def _digest(tensors: dict[str, Tensor], facts: str) -> str:
-    digest = hashlib.sha256(facts.encode())
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
-        if value.numel():
-            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

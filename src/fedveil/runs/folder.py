@@ -29,10 +29,11 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: give a folder with --out.")
         if self.path.exists() and any(self.path.iterdir()):
-            holds = "another run" if self.config_file.exists() else "other files"
-            raise CheckpointError(
-                f"The folder {self.path} holds {holds}. Continue that run with --resume, or give another --out."
-            )
+            if self.config_file.exists():
+                raise CheckpointError(
+                    f"The folder {self.path} holds another run. Continue it with --resume, or give another --out."
+                )
+            raise CheckpointError(f"The folder {self.path} holds other files: give another --out.")
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config_file, config.to_toml())
         write_atomically(self._attempts, json.dumps({"attempts": 1}))

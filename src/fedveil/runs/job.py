@@ -188,9 +188,9 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
     try:
         with torch.no_grad():
             output = model.eval()(example)
-    except RuntimeError as reason:
+    except Exception as reason:
         raise ConfigError(
-            f"The model does not take inputs of shape {facts.input_shape}: {str(reason).splitlines()[0]}"
+            f"The model does not take inputs of shape {facts.input_shape}: {type(reason).__name__}: {reason}"
         ) from reason
     finally:
         model.train(training)

@@ -18,6 +18,7 @@ from fedveil import models
 from fedveil.downlink.export import ExportShape, exported_architecture
 from fedveil.downlink.norms import with_vector_norms
 from fedveil.errors import ConfigError
+from fedveil.runs.digest import digest_of
 from fedveil.runs.files import write_atomically
 from fedveil.runs.job import ModelFacts
 
@@ -52,7 +53,12 @@ def save_model(
         "config": json.dumps(dict(config)),
         "shape": json.dumps(dataclasses.asdict(shape)) if shape is not None else "",
     }
-    write_atomically(path, save(tensors, metadata))
+    write_atomically(path, save(tensors, {**metadata, "digest": _digest(tensors, metadata)}))
+
+
+def _digest(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    said = {name: text for name, text in metadata.items() if name != "digest"}
+    return digest_of(tensors, json.dumps(said, sort_keys=True))
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -73,6 +79,8 @@ def load_model(path: Path) -> LoadedModel:
         raise ConfigError(f"{path} is damaged or not a safetensors file: {reason}") from reason
     if metadata.get("format") != _FORMAT:
         raise ConfigError(f"{path} is a safetensors file, but not a FedVeil model.")
+    if metadata.get("digest") != _digest(tensors, metadata):
+        raise ConfigError(f"{path} is damaged: its checksum does not match. Take another copy of it.")
     given = json.loads(metadata["facts"])
     facts = ModelFacts(**{**given, "input_shape": tuple(given["input_shape"]), "labels": tuple(given["labels"])})
     if facts.name is None:

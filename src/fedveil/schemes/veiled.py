@@ -49,7 +49,7 @@ def _veiled(
 
 @scheme(
     "pbpfl",
-    paper="001",
+    paper="PBPFL (Feng, Yang et al. 2020)",
     summary="rescaled model and head noise with one secret γ",
     protects=_PROTECTS,
     default_loss="square",
@@ -78,7 +78,7 @@ def pbpfl(
 
 @scheme(
     "lossless",
-    paper="003",
+    paper="Accuracy-lossless perturbation (Yang et al. 2022)",
     summary="rescaled model and head noise with m secrets γ_1…γ_m (default: one per output)",
     protects=_PROTECTS,
     default_loss="square",

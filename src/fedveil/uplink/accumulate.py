@@ -11,7 +11,7 @@ _SPACING = 36
 _LIMBS = 3
 _RANGE = 2.0**_SPACING
 _MOST_ADDENDS = 1 << (52 - _SPACING)
-_BLOCK = 1 << 15
+_BLOCK = 1 << 17
 
 
 class ExactSum:
@@ -23,7 +23,9 @@ class ExactSum:
 
     def __init__(self, length: int, *, device: torch.device | str = "cpu") -> None:
         self._limbs = torch.zeros(_LIMBS, length, dtype=torch.float64, device=device)
-        self._scratch = torch.empty(2, _BLOCK, dtype=torch.float64, device=device)
+        # Blocks that stay in a CPU's cache are twice as fast as whole vectors; a GPU wants few launches.
+        self._block = _BLOCK if self._limbs.device.type == "cpu" else max(length, 1)
+        self._scratch = torch.empty(2, self._block, dtype=torch.float64, device=device)
         self._addends = 0
 
     @property
@@ -40,15 +42,14 @@ class ExactSum:
             )
         if self._addends >= _MOST_ADDENDS:
             raise ProtocolError(f"more than {_MOST_ADDENDS} uploads in one round")
-        largest = float(vector.abs().max()) if self.length else 0.0
-        if not largest < _RANGE:  # also catches NaN
+        low, high = vector.aminmax() if self.length else (vector.new_zeros(()), vector.new_zeros(()))
+        if not bool((low > -_RANGE) & (high < _RANGE)):  # also catches NaN
             raise ProtocolError("an upload holds NaN, infinity or a number beyond 2^36")
         self._addends += 1
-        # Blocks that fit a core's cache: five times faster than whole-vector passes for large models.
-        for start in range(0, self.length, _BLOCK):
-            rest, whole = self._scratch[:, : min(_BLOCK, self.length - start)]
-            limbs = self._limbs[:, start : start + _BLOCK]
-            rest.copy_(vector[start : start + _BLOCK])
+        for start in range(0, self.length, self._block):
+            rest, whole = self._scratch[:, : min(self._block, self.length - start)]
+            limbs = self._limbs[:, start : start + self._block]
+            rest.copy_(vector[start : start + self._block])
             for place in range(_LIMBS):
                 torch.round(rest, out=whole)
                 limbs[place] += whole

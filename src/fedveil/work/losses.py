@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil.downlink.messages import PublicHead
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, DataError
 
 LOSSES = ("square", "cross-entropy")
 
@@ -60,6 +60,11 @@ class SquareLoss:
     def residual(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """(e, w): output − ȳ, and the output weights (None where all are 1)."""
         if target.is_floating_point():
+            if target.shape != output.shape:  # they might broadcast to something else
+                raise DataError(
+                    f"Regression targets have shape {tuple(target.shape)}, the model's output {tuple(output.shape)}; "
+                    "they must be equal."
+                )
             return output - target, None
         classes = torch.arange(output.shape[-1], device=output.device)
         onehot = (target[..., None] == classes).to(output.dtype)
@@ -78,6 +83,11 @@ class SquareLoss:
         φ₀ = ½Σ w·e²     φ_s = α·Σ_{i∈s} w_i·a_i·e_i     φ_β = ½α²     φ_{β,s} = ½α²·Σ_{i∈s} w_i·a_i²
         """
         error, weights = self.residual(output, target)
+        if weights is not None and not head.per_group:
+            raise ConfigError(
+                f"Outputs weighted by true_weight = {self.true_weight} need a head noise with weighted outputs: one "
+                "φ_β per group, since Σ w·r² then differs from sample to sample."
+            )
         weighted = error if weights is None else weights * error
         vector = head.vector.to(output.dtype)
         member = F.one_hot(head.groups, head.count).to(output.dtype)

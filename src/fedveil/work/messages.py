@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,11 +29,11 @@ class ClientData:
         return len(self.y) if self.rows is None else len(self.rows)
 
     def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen samples."""
+        """The chosen samples; copies, because a model may change its input in place."""
         if self.rows is not None:
             chosen = self.rows if len(chosen) == len(self) else self.rows[chosen.to(self.rows.device)]
         elif len(chosen) == len(self):
-            return self.x, self.y
+            return self.x.clone(), self.y
         chosen = chosen.to(self.x.device)
         return self.x[chosen], self.y[chosen]
 
@@ -74,3 +74,5 @@ class Bench:
     def __post_init__(self) -> None:
         self.module = self.blueprint.new_skeleton()
         self.functional = self.blueprint.new_skeleton(fused=False)
+        self.vectorisable = True
+        self.captured: dict[object, Callable[..., Tensor]] = {}

@@ -12,16 +12,12 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.flat import Layout, flatten
 from fedveil.work.batches import Batches
-from fedveil.work.gradients import (
-    check_finite,
-    collect_statistics,
-    contribution_layout,
-    dropout_seed,
-    prepare,
-)
+from fedveil.work.checks import check_finite
+from fedveil.work.dropout import seeded_dropout
 from fedveil.work.losses import Loss
 from fedveil.work.messages import Bench, ClientData
 from fedveil.work.schedule import Schedule
+from fedveil.work.step import collect_statistics, contribution_layout, prepare, weighted
 
 
 @dataclass(frozen=True)
@@ -49,26 +45,27 @@ class LocalSteps:
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally and report how far the parameters moved."""
         module = bench.module
-        prepare(bench, module, broadcast)
+        prepare(bench.blueprint, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
+        moving = _moving(bench.blueprint, parameters)
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
-        with dropout_seed(module, self.batches.seed, data.client, round):
+        with seeded_dropout(module, self.batches.seed, data.client, round):
             for step in range(count):
                 chosen = self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
                 x, y = data.take(chosen)
                 with torch.enable_grad():
                     loss = self.loss.mean(module(x), y)
-                    grads = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                    grads = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
                 with torch.no_grad():
-                    torch._foreach_add_(parameters, grads, alpha=-rate)
+                    torch._foreach_add_(moving, grads, alpha=-rate)
                 losses.append(loss.detach())
                 if not torch.isfinite(losses[-1]):
                     break
         value = torch.stack(losses).mean().reshape(1)
         moved = broadcast.parameters - flatten([one.detach() for one in parameters])
         statistics = collect_statistics(module, value)
-        vector = torch.cat([moved, value, statistics, torch.ones_like(value)]) * float(len(data))
+        vector = weighted(torch.cat([moved, value, statistics]), len(data))
         check_finite(vector, value, client=data.client, round=round, chosen=chosen)
         return vector
 
@@ -78,3 +75,9 @@ class LocalSteps:
         """One client after the other: local steps change the parameters, so nothing is shared."""
         for position, data in enumerate(clients):
             yield position, self.run(bench, broadcast, data, round=round)
+
+
+def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:
+    """The parameters that are trained: those the model's author did not freeze."""
+    masks = torch.split(blueprint.trainable, [one.numel() for one in parameters])
+    return [one for one, mask in zip(parameters, masks, strict=True) if bool(mask.any())]

@@ -1,0 +1,1 @@
+"""Speed, measured: ratios taken in one run, with interleaved repetitions."""

@@ -1,0 +1,53 @@
+"""`python -m benchmarks`: one table of ratios; exit code 1 if a bound is broken."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1 gives the steadiest ratios)")
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    rows = [
+        *client_steps(device, repeats=options.repeats),
+        *server_work(device, repeats=options.repeats),
+        *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
+        *bytes_on_the_wire(),
+    ]
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    title = f"{machine}, torch {torch.__version__}, {options.threads} thread(s), {options.repeats} repetitions"
+    show(title, rows)
+    if options.json:
+        data = {"machine": title, "rows": [{**dataclasses.asdict(row), "holds": row.holds} for row in rows]}
+        options.json.write_text(json.dumps(data, indent=2))
+    return 1 if any(row.holds is False for row in rows) else 0
+
+
+def show(title: str, rows: list[Row]) -> None:
+    print(title)
+    print(f"{'what':58} {'against':22} {'ratio':>7}  {'range':>15}  {'bound':>8}")
+    for row in rows:
+        measured = row.measured
+        bound = "" if row.bound is None else f"{'≥' if row.at_least else '≤'} {row.bound:.2f}"
+        verdict = {True: "holds", False: "BROKEN", None: ""}[row.holds]
+        spread = f"{measured.low:.3f}–{measured.high:.3f}"
+        print(f"{row.what:58} {row.against:22} {measured.middle:7.3f}  {spread:>15}  {bound:>8} {verdict} {row.note}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

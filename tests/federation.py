@@ -1,0 +1,99 @@
+"""Small federations for tests: a few hundred digits, a small model, and ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedveil import data, models
+from fedveil.config import RunConfig
+from fedveil.data import Dataset
+from fedveil.engines import ClientPool, LocalEngine
+from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState
+from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
+from fedveil.runs.training import fresh_state
+
+Reorder = Callable[[list[Any]], list[Any]]
+
+
+@cache
+def digits() -> tuple[Dataset, Dataset]:
+    split = data.load("digits", seed=7)
+    return split.train.subset(torch.arange(300)), split.test
+
+
+def job(
+    *,
+    model: str = "mlp",
+    options: dict[str, Any] | None = None,
+    clients: int = 5,
+    how: str = "iid",
+    ratio: float = 2.0,
+    reshape: tuple[int, ...] | None = None,
+    **settings: Any,
+) -> Job:
+    """A run on 300 digits; float64, square loss and seed 1 unless the settings say otherwise."""
+    given = {"scheme": "lossless", "dtype": "float64", "loss": "square", "seed": 1, "rounds": 5, **settings}
+    config = settled(RunConfig.from_mapping({**given, "clients": clients}, where="test"))
+    train, test = digits()
+    if reshape is not None:
+        train, test = (
+            Dataset(one.name, one.task, one.x.reshape(-1, *reshape), one.y, one.outputs) for one in (train, test)
+        )
+    if options is None:
+        options = {"depth": 2, "width": 16} if model == "mlp" else {}
+    assert config.seed is not None
+    net = models.build(model, input_shape=train.input_shape, outputs=10, seed=config.seed, **options)
+    parts = data.partition(train, clients=clients, how=how, seed=config.seed, ratio=ratio)
+    placed = train.to(dtype=getattr(torch, config.dtype))
+    facts = ModelFacts(model, options, train.input_shape, 10, "classification")
+    return assemble_job(config, net, ClientPool.shared(placed.x, placed.y, parts), test, facts)
+
+
+def server_of(one: Job, state: ServerState | None = None) -> ServerRole:
+    return ServerRole(
+        one.scheme,
+        one.blueprint,
+        fresh_state(one) if state is None else state,
+        secrets=one.secrets,
+        cohort=one.cohort,
+        optimiser=one.optimiser,
+        rounds=one.config.rounds,
+    )
+
+
+def trained(
+    one: Job, *, reorder: Reorder | None = None, role: object | None = None
+) -> tuple[ServerState, list[RoundDone]]:
+    """Run a job to its end with the local engine; `role` stands in for the clients."""
+    server = server_of(one)
+    chosen: Any = ClientRole(one.scheme, one.blueprint) if role is None else role
+    boundaries: list[RoundDone] = []
+    LocalEngine(chosen, one.pool, reorder=reorder).drive(server.run(), on_round=boundaries.append)
+    return server.state, boundaries
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference relative to the largest number."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def accuracy(one: Job, state: ServerState) -> float:
+    from fedveil.runs.evaluate import score_weights
+
+    assert one.test is not None
+    found = score_weights(one.blueprint, state.weights, one.test, one.loss).accuracy
+    assert found is not None
+    return found
+
+
+def sizes(parts: Sequence[Any]) -> list[int]:
+    return [len(one) for one in parts]

@@ -1,0 +1,91 @@
+"""The run folder: taken once, files whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError
+from fedveil.runs import session
+from fedveil.runs.files import write_atomically
+from fedveil.runs.folder import RunFolder
+
+Small = Callable[..., RunConfig]
+
+
+def test_a_folder_that_holds_another_run_is_refused_and_left_alone(tmp_path: Path, small: Small) -> None:
+    session.run(small(rounds=2), tmp_path / "run", quiet=True)
+    before = {one.name: one.read_bytes() for one in (tmp_path / "run").iterdir() if one.is_file()}
+    with pytest.raises(CheckpointError, match=r"holds another run. Continue it with --resume, or give another --out"):
+        session.run(small(rounds=3), tmp_path / "run", quiet=True)
+    assert {one.name: one.read_bytes() for one in (tmp_path / "run").iterdir() if one.is_file()} == before
+
+
+def test_a_folder_with_other_files_is_refused_without_mention_of_a_run(tmp_path: Path, small: Small) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(CheckpointError, match="holds other files") as caught:
+        RunFolder(tmp_path).start(small())
+    assert "--resume" not in str(caught.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_where_a_folder_belongs_is_refused(tmp_path: Path, small: Small) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="is a file"):
+        RunFolder(tmp_path / "file").start(small())
+
+
+def test_an_empty_or_new_folder_is_taken(tmp_path: Path, small: Small) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "a" / "b" / "new"):
+        RunFolder(place).start(small())
+        assert RunConfig.from_mapping(RunFolder(place).stored_settings()) == small()
+
+
+def test_a_bad_run_leaves_no_folder_behind(tmp_path: Path, small: Small) -> None:
+    with pytest.raises(Exception, match="Unknown scheme"):
+        session.run(small(scheme="nosuch"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_keep_their_order_and_can_be_rewound(tmp_path: Path, small: Small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(small())
+    assert folder.metrics() == []
+    for number in range(1, 6):
+        folder.append_metrics({"round": number, "loss": 1 / number})
+    assert [row["round"] for row in folder.metrics()] == [1, 2, 3, 4, 5]
+    assert [row["round"] for row in folder.rewind_metrics(3)] == [1, 2, 3]
+    assert folder.metrics()[-1] == {"round": 3, "loss": 1 / 3}
+
+
+def test_attempts_are_counted(tmp_path: Path, small: Small) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.start(small())
+    assert [folder.resume(small()) for _ in range(3)] == [1, 2, 3]
+    (tmp_path / "run" / "attempts.json").write_text("{")
+    assert folder.resume(small()) == 1
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "file"
+    write_atomically(target, "old")
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(target, "new and longer")
+    assert target.read_text() == "old"
+    monkeypatch.undo()
+    write_atomically(target, b"bytes")
+    assert target.read_bytes() == b"bytes"
+
+
+def test_the_folder_holds_what_the_documentation_says(straight: Path) -> None:
+    names = {one.name for one in straight.iterdir()}
+    expected = {"config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints", "attempts.json"}
+    assert names == expected
+    assert all(json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines())

@@ -1,0 +1,206 @@
+"""Resuming: from good checkpoints only, to the same bits, with a clear word about everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.runs import session
+from fedveil.runs.folder import RunFolder
+
+Interrupted = Callable[..., Path]
+Small = Callable[..., RunConfig]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("round-*.safetensors"))
+
+
+def check_equal(folder: Path, reference: Path, *, rounds: int = 10) -> None:
+    ours, theirs = (load_file(one / "model.safetensors") for one in (folder, reference))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8)) for n in ours)
+    assert [row["round"] for row in RunFolder(folder).metrics()] == list(range(1, rounds + 1))
+
+
+def resume(folder: Path, **changes: object) -> list[str]:
+    said: list[str] = []
+    session.resume(folder, changes=dict(changes), quiet=True, say=said.append)
+    return said
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 6, 7, 9, 10])
+def test_a_run_stopped_after_any_round_resumes_to_the_same_bits(
+    tmp_path: Path, interrupted: Interrupted, straight: Path, after: int
+) -> None:
+    folder = interrupted(tmp_path / "run", after=after)
+    assert resume(folder) == (["No checkpoint yet: starting from the first round."] if after <= 3 else [])
+    check_equal(folder, straight)
+
+
+def flip_middle(raw: bytes) -> bytes:
+    middle = len(raw) // 2
+    return raw[:middle] + bytes(byte ^ 0xFF for byte in raw[middle : middle + 8]) + raw[middle + 8 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "flipped bytes": flip_middle,
+    "one flipped bit at the end": lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
+    "one flipped bit in the header": lambda raw: raw[:60] + bytes([raw[60] ^ 1]) + raw[61:],
+    "cut in half": lambda raw: raw[: len(raw) // 2],
+    "one byte short": lambda raw: raw[:-1],
+    "empty": lambda raw: b"",
+    "zeros": lambda raw: bytes(len(raw)),
+    "not a checkpoint": lambda raw: b"hello, world",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_used(
+    tmp_path: Path, interrupted: Interrupted, straight: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    earlier, newest = checkpoints(folder)
+    assert (earlier.name, newest.name) == ("round-00000003.safetensors", "round-00000006.safetensors")
+    newest.write_bytes(damage(newest.read_bytes()))
+    (complaint,) = resume(folder)
+    assert complaint.startswith("Checkpoint round-00000006.safetensors is damaged")
+    assert complaint.endswith("Using the previous one.")
+    check_equal(folder, straight)
+
+
+def test_two_damaged_checkpoints_stop_the_resume(tmp_path: Path, interrupted: Interrupted) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    for one in checkpoints(folder):
+        one.write_bytes(flip_middle(one.read_bytes()))
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="No usable checkpoint is left") as caught:
+        resume(folder)
+    assert "round-00000003" in str(caught.value)
+    assert "round-00000006" in str(caught.value)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, interrupted: Interrupted, straight: Path) -> None:
+    """Same model, other seed: the file is whole, but it is not ours."""
+    ours = interrupted(tmp_path / "ours", after=8)
+    theirs = interrupted(tmp_path / "theirs", after=8, seed=6)
+    newest, foreign = checkpoints(ours)[-1], checkpoints(theirs)[-1]
+    newest.write_bytes(foreign.read_bytes())
+    (complaint,) = resume(ours)
+    assert "belongs to a run with other settings" in complaint
+    check_equal(ours, straight)
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"lr": 0.06}, {"scheme": "fedavg", "loss": "square"}, {"clients": 5}])
+def test_resuming_with_other_settings_is_refused(
+    tmp_path: Path, interrupted: Interrupted, change: dict[str, object]
+) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    config = (folder / "config.toml").read_bytes()
+    with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
+        resume(folder, **change)
+    assert (folder / "config.toml").read_bytes() == config
+
+
+def test_more_rounds_extend_a_run(tmp_path: Path, small: Small, straight: Path) -> None:
+    session.run(small(rounds=7), tmp_path / "run", quiet=True)
+    summary = session.resume(tmp_path / "run", changes={"rounds": 10}, quiet=True)
+    assert summary["rounds"] == 10
+    check_equal(tmp_path / "run", straight)
+    assert RunConfig.from_mapping(RunConfig.read(tmp_path / "run" / "config.toml")).rounds == 10
+
+
+def test_a_cosine_schedule_is_bound_to_its_rounds(tmp_path: Path, small: Small) -> None:
+    session.run(small(rounds=4, lr_schedule="cosine"), tmp_path / "run", quiet=True)
+    with pytest.raises(CheckpointError, match="other settings"):
+        resume(tmp_path / "run", rounds=8)
+
+
+def test_how_often_to_write_and_to_judge_may_change(tmp_path: Path, interrupted: Interrupted, straight: Path) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    assert resume(folder, checkpoint_every=1, evaluate_every=1) == []
+    check_equal(folder, straight)
+
+
+def test_a_finished_run_resumes_to_itself(tmp_path: Path, small: Small, straight: Path) -> None:
+    first = session.run(small(), tmp_path / "run", quiet=True)
+    again = session.resume(tmp_path / "run", quiet=True)
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    check_equal(tmp_path / "run", straight)
+
+
+def test_the_summary_of_a_resumed_run_counts_all_rounds(
+    tmp_path: Path, interrupted: Interrupted, straight: Path
+) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    summary = session.resume(folder, quiet=True)
+    reference = json.loads((straight / "summary.json").read_text())
+    rows = RunFolder(folder).metrics()
+    assert summary["seconds"] == pytest.approx(sum(row["seconds"] for row in rows), abs=1e-3)
+    same = ("rounds", "train_loss", "test_accuracy", "test_loss", "bytes_up", "bytes_down", "client_view_accuracy")
+    assert {key: summary[key] for key in same} == {key: reference[key] for key in same}
+
+
+def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match="holds no run to resume"):
+            resume(place)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_damaged_config_is_refused(tmp_path: Path, interrupted: Interrupted) -> None:
+    folder = interrupted(tmp_path / "run", after=4)
+    (folder / "config.toml").write_text("rounds = = 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        resume(folder)
+
+
+@pytest.mark.parametrize("tail", ['{"round": 9, "lo', "{", '{"round": 9, "loss": 0.1, "seconds"', "\x00\x00\x00"])
+def test_a_torn_last_line_of_metrics_is_left_out(
+    tmp_path: Path, interrupted: Interrupted, straight: Path, tail: str
+) -> None:
+    folder = interrupted(tmp_path / "run", after=8)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    assert [row["round"] for row in RunFolder(folder).metrics()] == list(range(1, 9))
+    assert resume(folder) == []
+    check_equal(folder, straight)
+
+
+def test_two_checkpoints_are_kept(straight: Path) -> None:
+    assert [one.name for one in checkpoints(straight)] == ["round-00000009.safetensors", "round-00000010.safetensors"]
+
+
+def test_without_checkpoints_a_run_starts_again(tmp_path: Path, interrupted: Interrupted, straight: Path) -> None:
+    folder = interrupted(tmp_path / "run", after=8, checkpoint_every=0)
+    assert checkpoints(folder) == []
+    assert resume(folder) == ["No checkpoint yet: starting from the first round."]
+    check_equal(folder, straight)
+
+
+def test_secrets_of_the_operating_system_are_drawn_anew_but_a_models_own_epsilon_stays(
+    tmp_path: Path, interrupted: Interrupted
+) -> None:
+    folder = interrupted(tmp_path / "run", after=8, secrets="os")
+    epsilon = load_file(checkpoints(folder)[-1])["epsilon"]
+    resume(folder)
+    assert torch.equal(load_file(folder / "model.safetensors")["norm1.epsilon"], epsilon)
+    other = interrupted(tmp_path / "other", after=8, secrets="os")
+    assert not torch.equal(load_file(checkpoints(other)[-1])["epsilon"], epsilon)
+
+
+def test_a_failed_round_leaves_the_checkpoints(tmp_path: Path, small: Small) -> None:
+    from fedveil.errors import NumericError
+
+    with pytest.raises(NumericError, match="client 0 is not finite in round"):
+        session.run(small(lr=1e20, checkpoint_every=1), tmp_path / "run", quiet=True)
+    assert checkpoints(tmp_path / "run")
+    assert not (tmp_path / "run" / "summary.json").exists()

@@ -1,0 +1,117 @@
+"""Named schemes: found by name, options checked, contradictions explained."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedveil.downlink import Plain, Rescaling
+from fedveil.errors import ConfigError
+from fedveil.protocol import Scheme
+from fedveil.schemes import Setting, assemble, find, schemes
+from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
+
+SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))
+ENTROPY = Setting(CrossEntropy(), Batches(0, 1), Schedule(0.1))
+VEILED = ("pbpfl", "lossless")
+
+
+def head(scheme: Scheme) -> tuple[int | None, float] | None:
+    assert isinstance(scheme.downlink, Rescaling)
+    return None if scheme.downlink.head is None else (scheme.downlink.head.groups, scheme.downlink.head.strength)
+
+
+def test_every_scheme_says_what_it_is_and_what_it_protects() -> None:
+    assert [one.name for one in schemes()] == ["fedavg", "pbpfl", "lossless"]
+    for one in schemes():
+        assert one.paper
+        assert one.summary
+        assert one.protects
+        assert assemble(one.name, SQUARE, {}).name == one.name
+
+
+def test_no_scheme_promises_to_protect_client_data_yet() -> None:
+    for one in schemes():
+        assert "not at all" in one.protects or "nothing" in one.protects
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("losless", "lossless"), ("pbfl", "pbpfl"), ("fedavgg", "fedavg")])
+def test_an_unknown_scheme_suggests_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown scheme '{wrong}'. Did you mean '{near}'"):
+        find(wrong)
+
+
+def test_an_option_the_scheme_does_not_have_is_refused_and_its_own_are_listed() -> None:
+    with pytest.raises(ConfigError, match="Scheme 'pbpfl' has no option 'head_groups'. It takes: head_strength"):
+        assemble("pbpfl", SQUARE, {"head_groups": 3})
+    with pytest.raises(ConfigError, match="'fedavg' has no option 'spread'"):
+        assemble("fedavg", SQUARE, {"spread": 2.0})
+
+
+def test_an_option_that_is_none_takes_the_schemes_default() -> None:
+    scheme = assemble("fedavg", SQUARE, {"spread": None, "head_groups": None, "local_steps": None})
+    assert scheme == assemble("fedavg", SQUARE, {})
+
+
+def test_pbpfl_has_one_secret_and_lossless_one_per_output() -> None:
+    assert head(assemble("pbpfl", SQUARE, {})) == (1, 1.0)
+    assert head(assemble("lossless", SQUARE, {})) == (None, 1.0)
+    assert head(assemble("lossless", SQUARE, {"head_groups": 4, "head_strength": 2.0})) == (4, 2.0)
+    assert head(assemble("lossless", SQUARE, {"head_noise": False})) is None
+
+
+@pytest.mark.parametrize("name", VEILED)
+@pytest.mark.parametrize("options", [{"local_steps": 2}, {"local_epochs": 1}, {"local_steps": 5}])
+def test_local_training_under_a_veil_is_refused_with_the_reason(name: str, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="exactly one gradient per round") as caught:
+        assemble(name, SQUARE, options)
+    assert "--scheme fedavg" in str(caught.value)
+    assert "more rounds" in str(caught.value).replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", VEILED)
+def test_one_local_step_under_a_veil_is_what_happens_anyway(name: str) -> None:
+    assert assemble(name, SQUARE, {"local_steps": 1}) == assemble(name, SQUARE, {})
+
+
+@pytest.mark.parametrize("name", VEILED)
+def test_cross_entropy_with_head_noise_is_refused_with_the_reason_and_two_ways_out(name: str) -> None:
+    with pytest.raises(ConfigError, match="cross-entropy loss cannot be undone") as caught:
+        assemble(name, ENTROPY, {})
+    message = str(caught.value)
+    assert "quadratic" in message
+    assert "--loss square" in message
+    assert "--no-head-noise" in message
+    assert head(assemble(name, ENTROPY, {"head_noise": False})) is None
+
+
+@pytest.mark.parametrize("strength", [0.0, -1.0, float("nan")])
+def test_a_strength_that_is_not_positive_is_refused(strength: float) -> None:
+    with pytest.raises(ConfigError, match="head_strength must be positive"):
+        assemble("lossless", SQUARE, {"head_strength": strength})
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.5, 0.0, -4.0, float("inf"), float("nan")])
+def test_a_spread_that_hides_nothing_is_refused(spread: float) -> None:
+    with pytest.raises(ConfigError, match="spread must be a number above 1"):
+        assemble("lossless", SQUARE, {"spread": spread})
+
+
+def test_plain_averaging_takes_one_gradient_or_local_steps() -> None:
+    assert isinstance(assemble("fedavg", ENTROPY, {}).work, Gradients)
+    assert isinstance(assemble("fedavg", ENTROPY, {"local_steps": 1}).work, Gradients)
+    assert isinstance(assemble("fedavg", ENTROPY, {"local_steps": 3}).work, LocalSteps)
+    assert isinstance(assemble("fedavg", ENTROPY, {"local_epochs": 1}).work, LocalSteps)
+    assert isinstance(assemble("fedavg", ENTROPY, {}).downlink, Plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"local_steps": 2, "local_epochs": 2}, "not both"),
+        ({"local_steps": 0}, "local_steps must be at least 1"),
+        ({"local_epochs": -1}, "local_epochs must be at least 1"),
+    ],
+)
+def test_local_steps_that_make_no_sense_are_refused(options: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        assemble("fedavg", SQUARE, options)

@@ -1,0 +1,213 @@
+"""What a run is: validated, and the same after a trip through TOML."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedveil.config import RunConfig, parse_model_options
+from fedveil.errors import ConfigError
+
+TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+POSITIVE = st.floats(1e-12, 1e6)
+CONFIGS = st.builds(
+    RunConfig,
+    scheme=TEXT,
+    dataset=TEXT,
+    model=TEXT,
+    model_options=st.dictionaries(
+        st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True),
+        st.integers(-(2**40), 2**40) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | TEXT,
+        max_size=4,
+    ),
+    clients=st.integers(1, 10**6),
+    rounds=st.integers(1, 10**6),
+    seed=st.integers(0, 2**63 - 1),
+    secrets=st.sampled_from([None, "os", "seeded"]),
+    target=st.none() | TEXT,
+    test_fraction=POSITIVE,
+    cohort=st.none() | st.integers(1, 100) | st.floats(0.01, 1.0),
+    lr=POSITIVE,
+    momentum=st.floats(0, 0.999),
+    weight_decay=st.floats(0, 10),
+    head_noise=st.none() | st.booleans(),
+    head_groups=st.none() | st.integers(1, 10),
+    spread=st.none() | POSITIVE,
+    loss=st.sampled_from([None, "square", "cross-entropy"]),
+    dtype=st.sampled_from(["float32", "float64"]),
+    vectorise=st.none() | st.booleans(),
+)
+
+
+def through_toml(config: RunConfig, folder: Path) -> RunConfig:
+    (folder / "config.toml").write_text(config.to_toml(), encoding="utf-8")
+    return RunConfig.from_mapping(RunConfig.read(folder / "config.toml"))
+
+
+@given(config=CONFIGS)
+def test_a_configuration_survives_toml(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> None:
+    again = through_toml(config, tmp_path_factory.getbasetemp())
+    assert again == config
+    assert again.fingerprint() == config.fingerprint()
+    assert type(again.cohort) is type(config.cohort)
+
+
+def test_the_defaults_survive_toml(tmp_path: Path) -> None:
+    assert through_toml(RunConfig(), tmp_path) == RunConfig()
+
+
+@pytest.mark.parametrize("text", ['quo"te', "back\\slash", "new\nline", "tab\t", "ümläut ε", "# no comment", "'''"])
+def test_awkward_texts_survive_toml(tmp_path: Path, text: str) -> None:
+    assert through_toml(RunConfig(dataset=text), tmp_path).dataset == text
+
+
+def test_an_unknown_setting_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown setting in my\.toml: 'momentun'\. Did you mean 'momentum'\?"):
+        RunConfig.from_mapping({"momentun": 0.9}, where="my.toml")
+
+
+def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
+    assert RunConfig.from_mapping({"batch-size": 8}).batch_size == 8
+    (tmp_path / "a.toml").write_text("batch-size = 8\nlr_decay = 0.5\n")
+    assert RunConfig.read(tmp_path / "a.toml") == {"batch_size": 8, "lr_decay": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"rounds": "many"}, "rounds must be int"),
+        ({"rounds": 2.5}, "rounds must be int"),
+        ({"rounds": True}, "rounds must be int"),
+        ({"lr": "fast"}, "lr must be float"),
+        ({"head_noise": 1}, "head_noise must be bool"),
+        ({"scheme": 3}, "scheme must be str"),
+        ({"model_options": "depth=3"}, "model_options must be dict"),
+        ({"rounds": None}, "rounds must be int"),
+        ({"rounds": [1]}, "rounds must be int"),
+    ],
+)
+def test_a_wrong_type_is_named(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        RunConfig.from_mapping(settings)
+
+
+def test_a_whole_number_does_for_a_float_but_a_cohort_keeps_the_difference() -> None:
+    config = RunConfig.from_mapping({"lr": 1, "cohort": 1})
+    assert type(config.lr) is float
+    assert type(config.cohort) is int
+    assert type(RunConfig.from_mapping({"cohort": 1.0}).cohort) is float
+
+
+def test_none_means_the_default() -> None:
+    assert RunConfig.from_mapping({"seed": None, "loss": None, "head_groups": None}) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"clients": 0}, "clients must be positive"),
+        ({"rounds": -1}, "rounds must be positive"),
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr_decay": -0.5}, "lr_decay must be positive"),
+        ({"batch_size": -1}, "batch_size must not be negative"),
+        ({"weight_decay": -0.1}, "weight_decay must not be negative"),
+        ({"checkpoint_every": -1}, "checkpoint_every must not be negative"),
+        ({"evaluate_every": -1}, "evaluate_every must not be negative"),
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\)"),
+        ({"momentum": -0.1}, "momentum must lie"),
+        ({"min_coverage": 1.5}, "min_coverage must lie"),
+        ({"seed": -1}, "seed must lie between 0 and"),
+        ({"seed": 2**63}, "seed must lie between 0 and"),
+        ({"secrets": "seeded"}, "needs a seed"),
+        ({"dtype": "float16"}, "Unknown dtype 'float16'. Did you mean 'float64'"),
+        ({"lr_schedule": "cosin"}, "Did you mean 'cosine'"),
+        ({"bn_eps": "hidden"}, "Unknown bn_eps"),
+        ({"secrets": "so"}, "Unknown secrets"),
+        ({"task": "regresion"}, "Did you mean 'regression'"),
+        ({"loss": "crossentropy"}, "Did you mean 'cross-entropy'"),
+    ],
+)
+def test_a_value_out_of_range_is_named(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        RunConfig(**settings)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", ["lr", "lr_decay", "momentum", "weight_decay", "alpha", "cohort", "spread", "target_scale", "min_coverage"]
+)
+def test_no_setting_may_be_nan_or_infinite(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a finite number"):
+        RunConfig(**{name: value})
+
+
+def test_secrets_are_simulated_only_with_a_seed() -> None:
+    assert not RunConfig().simulated_secrets
+    assert RunConfig(seed=1).simulated_secrets
+    assert RunConfig(seed=1, secrets="seeded").simulated_secrets
+    assert not RunConfig(seed=1, secrets="os").simulated_secrets
+
+
+def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
+    config = RunConfig(seed=1, loss="square")
+    free = {"rounds": 51, "checkpoint_every": 1, "evaluate_every": 3}
+    for name, value in free.items():
+        assert config.with_changes(**{name: value}).fingerprint() == config.fingerprint()
+    other: dict[str, Any] = {
+        "seed": 2,
+        "secrets": "os",
+        "loss": "cross-entropy",
+        "lr_schedule": "cosine",
+        "bn_eps": "public",
+        "dtype": "float64",
+        "task": "regression",
+        "model_options": {"depth": 4},
+        "vectorise": True,
+        "head_noise": False,
+        "cohort": 0.5,
+        "momentum": 0.5,
+        "min_coverage": 0.5,
+    }
+    for one in dataclasses.fields(config):
+        if one.name in free:
+            continue
+        now = getattr(config, one.name)
+        plus_one = now + 1 if isinstance(now, int | float) else 3 if "int" in str(one.type) else "else"
+        value = other.get(one.name, 0.25 if "float" in str(one.type) and now is None else plus_one)
+        assert config.with_changes(**{one.name: value}).fingerprint() != config.fingerprint(), one.name
+    cosine = config.with_changes(lr_schedule="cosine")
+    assert cosine.with_changes(rounds=51).fingerprint() != cosine.fingerprint()
+
+
+def test_every_setting_is_explained() -> None:
+    assert all(one.metadata["help"] for one in dataclasses.fields(RunConfig))
+
+
+def test_model_options_are_read_as_values() -> None:
+    pairs = ["depth=3", "rate=0.5", "norm=batch", "flag=true", "name='x'", "text=a=b"]
+    assert parse_model_options(pairs) == {
+        "depth": 3,
+        "rate": 0.5,
+        "norm": "batch",
+        "flag": True,
+        "name": "x",
+        "text": "a=b",
+    }
+    for bad in ("depth", "=3", ""):
+        with pytest.raises(ConfigError, match="key=value"):
+            parse_model_options([bad])
+
+
+def test_a_file_that_is_no_toml_or_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot read the configuration .*absent\.toml"):
+        RunConfig.read(tmp_path / "absent.toml")
+    for content in (b"rounds = = 3", b"\xff\xfe"):
+        (tmp_path / "bad.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML"):
+            RunConfig.read(tmp_path / "bad.toml")

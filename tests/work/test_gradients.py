@@ -1,0 +1,144 @@
+"""Contributions: many clients at once equal the loop, and what arrives is finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedveil.downlink import Blueprint, Broadcast, HeadNoise, Rescaling, draw
+from fedveil.errors import NumericError
+from fedveil.secrets import SeededSecrets
+from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, SquareLoss
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.head = (nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
+        self.c.weight = self.b.weight
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.c(F.relu(self.norm(self.b(F.relu(self.a(x)))))))))  # type: ignore[no-any-return]
+
+
+MODELS = {
+    "batch norms": lambda: nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)
+    ),
+    "other norms": lambda: nn.Sequential(
+        nn.Linear(6, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)
+    ),
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    ),
+    "tied weights and a norm called twice": Tied,
+}
+
+
+def setting(
+    model: nn.Module, *, groups: int = 0, weighted: bool = False, example: Tensor | None = None
+) -> tuple[Blueprint, Broadcast, int]:
+    example = torch.randn(2, 6, dtype=torch.float64) if example is None else example
+    blueprint, weights = draw(model.double(), example, traced=True)
+    downlink = Rescaling(head=HeadNoise(groups, weighted_outputs=weighted) if groups else None)
+    veil = downlink.veil(blueprint, weights, stream=SeededSecrets(1).stream("veil"), head_level=None)
+    return blueprint, veil.broadcast(), downlink.head_tensors(blueprint)
+
+
+def clients(sizes: tuple[int, ...] = (9, 9, 5, 9, 14)) -> list[ClientData]:
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number, size in enumerate(sizes):
+        x = torch.randn(size, 6, dtype=torch.float64, generator=generator)
+        made.append(ClientData(number, x, torch.randint(0, 3, (size,), generator=generator)))
+    return made
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("groups", "weight"), [(0, 1.0), (0, 3.0), (1, 1.0), (3, 1.0), (2, 3.0)])
+@pytest.mark.parametrize("name", MODELS)
+def test_many_at_once_equal_one_by_one(name: str, groups: int, weight: float, frozen: bool) -> None:
+    model = MODELS[name]().train(not frozen)
+    blueprint, sent, tensors = setting(model, groups=groups, weighted=weight != 1.0)
+    loss = SquareLoss(true_weight=weight)
+    batches = Batches(6, 2)
+    layout = Gradients(loss, batches).layout(blueprint, tensors=tensors)
+    bench = Bench(blueprint, layout)
+    together = dict(Gradients(loss, batches, vectorise=True).run_many(bench, sent, clients(), round=3))
+    assert bench.vectorisable, "vmap was given up"
+    loop = dict(Gradients(loss, batches, vectorise=False).run_many(Bench(blueprint, layout), sent, clients(), round=3))
+    assert sorted(together) == sorted(loop) == list(range(5))
+    for position, data in enumerate(clients()):
+        one = Gradients(loss, batches).run(Bench(blueprint, layout), sent, data, round=3)
+        assert torch.equal(loop[position], one)
+        scale = float(one.abs().max())
+        assert float((together[position] - one).abs().max()) < 1e-12 * scale
+        assert float(layout.split(one)["weight"]) == len(data)
+
+
+def test_what_vmap_cannot_do_is_done_one_by_one() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(2, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.gru(x.reshape(-1, 3, 2))[0][:, -1])  # type: ignore[no-any-return]
+
+    blueprint, sent, tensors = setting(Recurrent())
+    work = Gradients(CrossEntropy(), Batches(0, 0))
+    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
+    for _ in range(2):
+        together = dict(work.run_many(bench, sent, clients(), round=0))
+        for position, data in enumerate(clients()):
+            assert torch.equal(together[position], work.run(bench, sent, data, round=0))
+
+
+def test_a_client_that_selects_rows_of_a_shared_tensor_is_the_same_client() -> None:
+    blueprint, sent, tensors = setting(MODELS["batch norms"]())
+    pool = clients((30,))[0]
+    rows = torch.tensor([3, 8, 1, 29, 14, 6, 7])
+    work = Gradients(SquareLoss(), Batches(4, 0))
+    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
+    shared = work.run(bench, sent, ClientData(5, pool.x, pool.y, rows), round=2)
+    own = work.run(bench, sent, ClientData(5, pool.x[rows], pool.y[rows]), round=2)
+    assert torch.equal(shared, own)
+
+
+def test_a_model_that_changes_its_input_in_place_does_not_change_the_data() -> None:
+    blueprint, sent, tensors = setting(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)))
+    data = clients((8,))[0]
+    before = data.x.clone()
+    work = Gradients(SquareLoss(), Batches(0, 0))
+    work.run(Bench(blueprint, work.layout(blueprint, tensors=tensors)), sent, data, round=0)
+    assert torch.equal(data.x, before)
+
+
+def test_an_interrupted_step_leaves_no_statistics_behind() -> None:
+    blueprint, sent, tensors = setting(MODELS["batch norms"]())
+    work = Gradients(SquareLoss(), Batches(0, 0))
+    layout = work.layout(blueprint, tensors=tensors)
+    bench = Bench(blueprint, layout)
+    data = clients((8,))[0]
+    bench.module(data.x + 1.0)  # a forward pass that never got to its end
+    assert torch.equal(work.run(bench, sent, data, round=0), work.run(Bench(blueprint, layout), sent, data, round=0))
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_a_client_whose_numbers_are_not_finite_is_named(groups: int) -> None:
+    blueprint, sent, tensors = setting(MODELS["batch norms"](), groups=groups)
+    work = Gradients(SquareLoss(), Batches(0, 0))
+    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
+    data = clients((9, 9))
+    data[1].x[3, 2] = float("nan")
+    with pytest.raises(NumericError, match=r"client 1 .* round 8 .*local numbers 0, 1, 2, 3, 4, …"):
+        list(work.run_many(bench, sent, data, round=7))

@@ -1,0 +1,125 @@
+"""Local steps are plain SGD, written out by hand beside them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink import Plain, draw
+from fedveil.errors import NumericError
+from fedveil.secrets import SeededSecrets
+from fedveil.work import Batches, Bench, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss
+
+
+def data(samples: int = 14, client: int = 3) -> ClientData:
+    generator = torch.Generator().manual_seed(client)
+    x = torch.randn(samples, 6, dtype=torch.float64, generator=generator)
+    return ClientData(client, x, torch.randint(0, 3, (samples,), generator=generator))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def run(model: nn.Module, work: LocalSteps, client: ClientData, round: int) -> dict[str, Tensor]:
+    blueprint, weights = draw(model, client.x[:2], traced=False)
+    layout = work.layout(blueprint, tensors=1)
+    veil = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    vector = work.run(Bench(blueprint, layout), veil.broadcast(), client, round=round)
+    return {name: part / len(client) for name, part in layout.split(vector).items()}
+
+
+def by_hand(
+    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], client: ClientData, batches: list[Tensor], lr: float
+) -> tuple[Tensor, float]:
+    trained = copy.deepcopy(model)
+    optimiser = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=lr)
+    losses = []
+    for chosen in batches:
+        optimiser.zero_grad()
+        value = loss(trained(client.x[chosen]), client.y[chosen])
+        value.backward()
+        optimiser.step()
+        losses.append(float(value.detach()))
+    before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    after = torch.cat([p.detach().reshape(-1) for p in trained.parameters()])
+    return before - after, sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("loss", [SquareLoss(), CrossEntropy()])
+@pytest.mark.parametrize(("steps", "epochs", "expected"), [(1, None, 1), (5, None, 5), (None, 1, 3), (None, 2, 6)])
+def test_local_training_is_sgd(loss: Loss, steps: int | None, epochs: int | None, expected: int) -> None:
+    model, client, batches, round = network(), data(), Batches(4, 9), 2
+    work = LocalSteps(loss, batches, Schedule(0.1, decay=0.5), steps=steps, epochs=epochs)
+    assert work.count(len(client)) == expected
+    chosen = [batches.indices(client=3, samples=14, step=round * expected + step) for step in range(expected)]
+    moved, value = by_hand(model, loss.mean, client, chosen, lr=0.1 * 0.5**round)
+    found = run(model, work, client, round)
+    assert torch.allclose(found["gradients"][0], moved, rtol=1e-11, atol=1e-13)
+    assert float(found["values"]) == pytest.approx(value, rel=1e-12)
+    assert float(found["weight"]) == 1.0
+
+
+def test_an_epoch_sees_every_whole_batch_once() -> None:
+    batches = Batches(4, 9)
+    work = LocalSteps(SquareLoss(), batches, Schedule(0.1), epochs=1)
+    count = work.count(14)
+    for round in range(3):
+        taken = torch.cat([batches.indices(client=0, samples=14, step=round * count + step) for step in range(count)])
+        assert len(taken.unique()) == 12
+
+
+def test_frozen_parameters_do_not_move_locally() -> None:
+    model, client = network(), data()
+    model[0].weight.requires_grad_(False)
+    batches = Batches(4, 9)
+    chosen = [batches.indices(client=3, samples=14, step=step) for step in range(4)]
+    moved, _ = by_hand(model, SquareLoss().mean, client, chosen, lr=0.1)
+    found = run(model, LocalSteps(SquareLoss(), batches, Schedule(0.1), steps=4), client, 0)
+    assert not found["gradients"][0][:30].any()
+    assert torch.allclose(found["gradients"][0], moved, rtol=1e-11, atol=1e-13)
+
+
+def test_batch_statistics_are_the_mean_over_the_steps() -> None:
+    model, client, batches = network(), data(), Batches(4, 9)
+    trained = copy.deepcopy(model)
+    means = []
+    for step in range(3):
+        x, y = client.take(batches.indices(client=3, samples=14, step=step))
+        means.append(trained[0](x).mean(0).detach())
+        grads = torch.autograd.grad(SquareLoss().mean(trained(x), y), list(trained.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(trained.parameters(), grads, strict=True):
+                parameter -= 0.1 * grad
+    found = run(model, LocalSteps(SquareLoss(), batches, Schedule(0.1), steps=3), client, 0)
+    assert torch.allclose(found["statistics"][:5], torch.stack(means).mean(0), rtol=1e-11)
+
+
+def test_an_exploding_client_is_named() -> None:
+    work = LocalSteps(SquareLoss(), Batches(4, 9), Schedule(1e200), steps=6)
+    with pytest.raises(NumericError, match=r"client 3 .* round 1 "):
+        run(network(), work, data(), 0)
+
+
+def test_many_clients_are_the_single_ones_in_turn() -> None:
+    model = network()
+    clients = [data(14, 0), data(9, 1)]
+    work = LocalSteps(SquareLoss(), Batches(4, 9), Schedule(0.1), steps=2)
+    blueprint, weights = draw(model, clients[0].x[:2], traced=False)
+    layout = work.layout(blueprint, tensors=1)
+    sent = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    bench = Bench(blueprint, layout)
+    together = dict(work.run_many(bench, sent, clients, round=1))
+    for position, client in enumerate(clients):
+        assert torch.equal(together[position], work.run(Bench(blueprint, layout), sent, client, round=1))
+
+
+def test_schedules() -> None:
+    assert Schedule(0.1, decay=0.5).at(3) == pytest.approx(0.0125)
+    cosine = Schedule(0.2, cosine=True, rounds=10)
+    assert [cosine.at(0), cosine.at(5), cosine.at(10)] == pytest.approx([0.2, 0.1, 0.0])
