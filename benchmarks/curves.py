@@ -35,11 +35,11 @@ def main() -> int:
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tf32", action="store_true", help="let the GPU round products to 10 bits, as PyTorch does")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    # The comparison is about exactness: no TF32 on either side.
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = options.tf32
+    torch.backends.cuda.matmul.allow_tf32 = options.tf32
     torch.backends.cudnn.benchmark = True
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     runs: list[dict[str, object]] = []

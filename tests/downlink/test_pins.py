@@ -192,6 +192,7 @@ def test_a_layer_with_a_forward_hook_is_pinned() -> None:
     assert free_sides(table)["2.weight"] == "out"
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_backward_hooks_pin_everything_and_refuse_head_noise() -> None:
     class Clipping(nn.Sequential):
         pass

@@ -24,7 +24,7 @@ def objective(kind: str) -> Loss:
     return SquareLoss(target_scale=2.0, true_weight=4.0) if kind == "weighted" else SquareLoss()
 
 
-@settings(PROFILE, max_examples=260)
+@settings(PROFILE, max_examples=320)
 @given(plan=plans, head=st.integers(0, 4), kind=LOSSES, samples=st.integers(3, 6))
 def test_random_networks_are_exact_in_float64(plan: Plan, head: int, kind: str, samples: int) -> None:
     model, example = build(plan)

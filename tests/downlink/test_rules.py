@@ -46,6 +46,8 @@ CONVOLUTIONS = {
     "same padding": lambda: nn.Conv2d(6, 8, 3, padding="same"),
     "circular padding": lambda: nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"),
     "transposed": lambda: nn.ConvTranspose2d(6, 8, 3),
+    "transposed, square": lambda: nn.ConvTranspose2d(6, 6, 3),
+    "transposed, square, grouped": lambda: nn.ConvTranspose2d(6, 6, 3, groups=2),
     "transposed, strided": lambda: nn.ConvTranspose2d(6, 8, 3, stride=2, output_padding=1),
     "transposed, grouped": lambda: nn.ConvTranspose2d(6, 8, 3, groups=2),
     "transposed, depthwise": lambda: nn.ConvTranspose2d(6, 6, 2, groups=6),

@@ -46,7 +46,9 @@ def test_a_run_on_the_gpu_ends_in_the_model_of_a_run_on_the_cpu(tmp_path: Path, 
         for device in ("cpu", "cuda")
     }
     assert max(losses.values()) - min(losses.values()) < 1e-6 * max(losses.values())
-    accuracies = {predict_dataset(tmp_path / f"lossless-{d}", dataset=None, part="test").accuracy for d in ("cpu", "cuda")}
+    accuracies = {
+        predict_dataset(tmp_path / f"lossless-{d}", dataset=None, part="test").accuracy for d in ("cpu", "cuda")
+    }
     assert len(accuracies) == 1
 
 

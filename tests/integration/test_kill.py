@@ -65,8 +65,11 @@ def check_equal(folder: Path, reference: Path) -> None:
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
 
 
-# Before the first checkpoint, just after one, between two, and late.
-@pytest.mark.parametrize("after", [0, 1, 3, 14, 40])
+# Before the first round, before the first checkpoint, just after one, between two, and late.
+LONGER = [pytest.param(after, marks=pytest.mark.slow) for after in (0, 3, 50)]
+
+
+@pytest.mark.parametrize("after", [1, 14, 40, *LONGER])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, uninterrupted: Path, after: int) -> None:
     folder = tmp_path / "run"
     delay = random.Random(after).uniform(0, 0.01)

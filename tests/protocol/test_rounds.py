@@ -189,7 +189,7 @@ def test_a_round_without_any_upload_fails_and_leaves_the_model_as_it_was() -> No
     steps = server.run()
     ask = next(steps)
     assert isinstance(ask, Ask)
-    refused = {client: "no" for client in ask.to}
+    refused = dict.fromkeys(ask.to, "no")
     done = steps.send(Gathered((), refused, (), 0, 0))
     assert isinstance(done, RoundDone)
     assert done.failed == "no upload arrived"

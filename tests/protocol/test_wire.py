@@ -36,9 +36,7 @@ HEADS = st.builds(
     count=st.integers(1, 9),
     per_group=st.booleans(),
 )
-BROADCASTS = st.builds(
-    Broadcast, parameters=tensors(), epsilon=tensors(), statistics=tensors(), head=st.none() | HEADS
-)
+BROADCASTS = st.builds(Broadcast, parameters=tensors(), epsilon=tensors(), statistics=tensors(), head=st.none() | HEADS)
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     PublicHead: HEADS,
     Broadcast: BROADCASTS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from safetensors.torch import load_file
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.runs import session
+from fedveil.protocol import ClientRole
+from fedveil.runs import session, training
 from fedveil.runs.folder import RunFolder
 
 Interrupted = Callable[..., Path]
@@ -108,6 +110,23 @@ def test_resuming_with_other_settings_is_refused(
     with pytest.raises(CheckpointError, match="belongs to a run with other settings"):
         resume(folder, **change)
     assert (folder / "config.toml").read_bytes() == config
+
+
+def test_repeated_rounds_are_a_new_attempt(
+    tmp_path: Path, interrupted: Interrupted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = interrupted(tmp_path / "run", after=5)
+    asked: list[tuple[int, int]] = []
+
+    class Listening(ClientRole):
+        def handle_many(self, states: Any, request: Any, clients: Any) -> Any:
+            asked.append((request.round, request.attempt))
+            return super().handle_many(states, request, clients)
+
+    monkeypatch.setattr(training, "ClientRole", Listening)
+    resume(folder, rounds=6)
+    resume(folder, rounds=8)
+    assert asked == [(3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]
 
 
 def test_more_rounds_extend_a_run(tmp_path: Path, small: Small, straight: Path) -> None:

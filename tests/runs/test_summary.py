@@ -72,7 +72,9 @@ def test_what_a_client_sees_is_no_better_than_guessing_and_the_servers_model_is(
     summary = session.run(config, tmp_path / "run", quiet=True)
     assert summary["test_accuracy"] > 0.85
     assert summary["client_view_accuracy"] < 0.5
-    plain = session.run(config.with_changes(scheme="fedavg", head_strength=None, loss="square"), tmp_path / "b", quiet=True)
+    plain = session.run(
+        config.with_changes(scheme="fedavg", head_strength=None, loss="square"), tmp_path / "b", quiet=True
+    )
     assert plain["client_view_accuracy"] == plain["test_accuracy"]
     assert "coverage" not in plain
 
@@ -93,9 +95,7 @@ def test_a_run_without_a_seed_draws_one_and_real_secrets(tmp_path: Path, small: 
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4])])
-def test_the_model_is_judged_as_often_as_asked(
-    tmp_path: Path, small: Small, every: int, expected: list[int]
-) -> None:
+def test_the_model_is_judged_as_often_as_asked(tmp_path: Path, small: Small, every: int, expected: list[int]) -> None:
     session.run(small(rounds=5, evaluate_every=every), tmp_path / "run", quiet=True)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows if "test_accuracy" in row] == expected

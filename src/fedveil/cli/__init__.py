@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+_STOPPED = 130
+
 
 def main() -> None:
     """Entry point: runs a command; errors of ours become one clear line and a documented exit code."""
@@ -19,9 +21,10 @@ def main() -> None:
         place = f"{reason.filename}: " if reason.filename else ""
         _complain(f"{place}{reason.strerror or reason}.")
         sys.exit(FedVeilError.exit_code)
-    except KeyboardInterrupt:
-        print("stopped; checkpoints written so far are kept (continue with --resume)", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == _STOPPED:  # what Typer makes of Ctrl-C, without a word
+            print("stopped; checkpoints written so far are kept (continue with --resume)", file=sys.stderr)
+        raise
 
 
 def _complain(text: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fedveil.cli.tables import console, percent
+from fedveil.cli.tables import percent, plainly
 
 
 def export(
@@ -21,7 +21,7 @@ def export(
     from fedveil.runs.exporting import export_run
 
     found = export_run(run, out, spread=spread)
-    console.print(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the server's")
+    plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the server's")
     if found.visible:
         names = ", ".join(one.name for one in found.visible)
-        console.print(f"visible, as in any usable model (the output is not rescaled): {names}")
+        plainly(f"visible, as in any usable model (the output is not rescaled): {names}")

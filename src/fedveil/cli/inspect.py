@@ -6,7 +6,7 @@ import json as json_module
 
 import typer
 
-from fedveil.cli.tables import console, percent, table
+from fedveil.cli.tables import console, percent, plainly, table
 
 _WORDS = {
     "both": "hidden on both sides",
@@ -73,9 +73,9 @@ def inspect(
         f"{found.secrets} secret scales per round"
     )
     if found.visible:
-        console.print("visible: " + ", ".join(one.name for one in found.visible))
+        plainly("visible: " + ", ".join(one.name for one in found.visible))
     if head_noise and found.head_refusal:
-        console.print(f"head noise cannot be used: {found.head_refusal}")
+        plainly(f"head noise cannot be used: {found.head_refusal}")
     if found.pins:
         table(
             "Operations that pin", ("operation", "where", "why"), [(p.operation, p.where, p.reason) for p in found.pins]

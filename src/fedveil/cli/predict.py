@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from fedveil.cli.tables import console, percent
+from fedveil.cli.tables import percent, plainly
 
 
 def predict(
@@ -31,10 +31,10 @@ def predict(
     result = predict_dataset(model, dataset=dataset, part=part) if inputs is None else predict_file(model, inputs)
     if out is not None:
         write_predictions(out, result)
-        console.print(f"wrote {len(result.outputs)} predictions to {out}")
+        plainly(f"wrote {len(result.outputs)} predictions to {out}")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")
     if result.mse is not None:
         figures.append(f"MSE {result.mse:.6f}")
-    console.print(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {one}" for one in figures))
+    plainly(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {one}" for one in figures))

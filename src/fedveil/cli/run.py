@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from fedveil.cli.tables import complaints, console, percent, size, table
+from fedveil.cli.tables import aside, console, percent, size, table
 
 _DATA, _TRAIN, _VEIL, _MACHINE = "Data", "Training", "Veil", "Machine"
 
@@ -135,7 +135,7 @@ def run(
         stored = settings.get("model_options", {})
         flags["model_options"] = {**(stored if isinstance(stored, dict) else {}), **parse_model_options(model_option)}
     if resume:
-        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=complaints.print)
+        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside)
     else:
         settled = RunConfig.from_mapping(settings, where=str(config)).with_changes(**flags)
         summary = session.run(settled, out, quiet=quiet)

@@ -36,7 +36,8 @@ def models(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
     from fedveil.models import describe
 
     if json:
-        typer.echo(json_module.dumps([dataclasses.asdict(one) for one in describe()], indent=2, ensure_ascii=False))
+        data = [{**vars(one), "options": dict(one.options), "choices": dict(one.choices)} for one in describe()]
+        typer.echo(json_module.dumps(data, indent=2, ensure_ascii=False))
         return
     table(
         "Models",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 console = Console()
@@ -13,7 +14,7 @@ complaints = Console(stderr=True)
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print a table; `right` names the columns that hold numbers."""
-    made = Table(title=title, title_justify="left")
+    made = Table(title=escape(title), title_justify="left")
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
@@ -33,3 +34,13 @@ def size(count: float) -> str:
 def percent(value: float | None) -> str:
     """A share in percent, or a dash."""
     return "–" if value is None else f"{value:.1%}"
+
+
+def plainly(text: str) -> None:
+    """A line of text as it is: names of the user's may hold square brackets."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def aside(text: str) -> None:
+    """The same on standard error."""
+    complaints.print(text, markup=False, soft_wrap=True)

@@ -61,9 +61,11 @@ def custom_functions_seen() -> Iterator[list[str]]:
 def own_randomness(device: torch.device) -> Iterator[None]:
     """Whatever runs inside leaves the global random states as they were."""
     state = random.getstate()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(state)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def seeded(run: Callable[[], _Result], device: torch.device) -> _Result:

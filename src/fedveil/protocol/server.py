@@ -116,7 +116,7 @@ class ServerRole:
 
 def _statistics_momenta(blueprint: Blueprint) -> Tensor:
     parts = [
-        torch.full((2 * len(norm.running_mean),), norm.momentum, dtype=torch.float64)
+        torch.full((2 * len(norm.running_mean),), norm.momentum if norm.training else 0.0, dtype=torch.float64)
         for _, norm in batch_norms(blueprint.skeleton)
     ]
     device = blueprint.trainable.device

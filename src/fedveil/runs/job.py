@@ -127,7 +127,9 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
     example = _example(pool, facts)
     _check_output(model, example, facts)
-    blueprint, weights = draw(model.train().to(dtype).cpu(), example, traced=scheme.downlink.traced)
+    if not model.training:
+        model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
+    blueprint, weights = draw(model.to(dtype).cpu(), example, traced=scheme.downlink.traced)
     source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
@@ -184,7 +186,7 @@ def _example(pool: ClientPool, facts: ModelFacts) -> Tensor:
 
 def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
     model = model.to(example.dtype) if example.is_floating_point() else model
-    training = model.training
+    modes = [(one, one.training) for one in model.modules()]
     try:
         with torch.no_grad():
             output = model.eval()(example)
@@ -193,7 +195,8 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
             f"The model does not take inputs of shape {facts.input_shape}: {type(reason).__name__}: {reason}"
         ) from reason
     finally:
-        model.train(training)
+        for one, training in modes:
+            one.training = training
     if not isinstance(output, Tensor) or tuple(output.shape) != (2, facts.outputs):
         found = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(

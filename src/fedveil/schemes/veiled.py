@@ -26,7 +26,7 @@ def _veiled(
     local_steps: int | None,
     local_epochs: int | None,
 ) -> Scheme:
-    if (local_steps or 1) > 1 or local_epochs is not None:
+    if local_steps not in (None, 1) or local_epochs is not None:
         raise ConfigError(
             f"Scheme {name!r} takes exactly one gradient per round: the recovery identity holds at the broadcast "
             "point, and a second local step would start from parameters the server cannot undo. Use more "

@@ -1,0 +1,381 @@
+"""fedveil.train: the user's own network on the user's own clients."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+import fedveil
+from fedveil.errors import CheckpointError, ConfigError, DataError, NumericError, TraceError
+
+QUICK: dict[str, Any] = {"rounds": 3, "seed": 1, "progress": False}
+
+
+class Own(nn.Module):
+    """A network of somebody else's making."""
+
+    def __init__(self, inputs: int = 6, outputs: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(inputs, 12)
+        self.norm = nn.BatchNorm1d(12)
+        self.last = nn.Linear(12, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
+
+
+def separable(clients: int = 4, samples: int = 30, *, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Three classes that a linear map tells apart."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(6, 3, generator=torch.Generator().manual_seed(99))
+    inputs = [torch.randn(samples + k, 6, generator=generator) for k in range(clients)]
+    return [(x, (x @ teacher).argmax(1)) for x in inputs]
+
+
+def test_a_users_model_learns_from_clients_tensors() -> None:
+    test = separable(1, 200, seed=5)[0]
+    result = fedveil.train(Own(), separable(), test=test, rounds=80, lr=0.2, momentum=0.5, seed=1, progress=False)
+    assert len(result.metrics) == 80
+    assert result.summary["test_accuracy"] > 0.8
+    assert result.summary["scheme"] == "lossless"
+    with torch.no_grad():
+        judged = float((result.model(test[0]).argmax(1) == test[1]).double().mean())
+    assert judged == pytest.approx(result.summary["test_accuracy"])
+    assert not result.model.training
+
+
+def test_the_given_model_stays_as_it_was() -> None:
+    net = Own().train()
+    before = copy.deepcopy(net.state_dict())
+    fedveil.train(net, separable(), **QUICK)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert net.training
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert type(net.norm) is nn.BatchNorm1d
+
+
+def test_the_veil_gives_the_model_of_plain_averaging() -> None:
+    net = Own()
+    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square", "lr": 0.1}
+    plain, veiled = (
+        dict(fedveil.train(net, separable(), scheme=scheme, **settings).model.named_parameters())
+        for scheme in ("fedavg", "pbpfl")
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(veiled[name], value, rtol=1e-9, atol=1e-10)
+
+
+class Squares(Dataset[tuple[Tensor, int]]):
+    """A torch Dataset that is no tensor."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+def test_torch_datasets_give_the_same_model_as_tensors() -> None:
+    net, pairs = Own(), separable()
+    given = {
+        "tensors": pairs,
+        "TensorDatasets": [TensorDataset(*one) for one in pairs],
+        "Datasets": [Squares(*one) for one in pairs],
+        "numpy arrays": [(x.numpy(), y.numpy()) for x, y in pairs],
+        "a mixture": [pairs[0], TensorDataset(*pairs[1]), Squares(*pairs[2]), pairs[3]],
+    }
+    models = {what: fedveil.train(net, data, **QUICK).model for what, data in given.items()}
+    for what, model in models.items():
+        for ours, theirs in zip(model.parameters(), models["tensors"].parameters(), strict=True):
+            assert torch.equal(ours, theirs), what
+
+
+def test_regression_with_vector_and_single_targets() -> None:
+    generator = torch.Generator().manual_seed(1)
+    map_ = torch.randn(6, 2, generator=generator)
+    inputs = [torch.randn(40, 6, generator=generator) for _ in range(3)]
+    settings = {"rounds": 100, "lr": 0.05, "momentum": 0.8, "seed": 1, "progress": False}
+    x = torch.randn(50, 6, generator=generator)
+    vector = fedveil.train(Own(outputs=2), [(x, x @ map_) for x in inputs], test=(x, x @ map_), **settings)
+    assert vector.summary["test_mse"] < 0.2 * float((x @ map_).square().mean())
+    assert "test_accuracy" not in vector.summary
+    flat = fedveil.train(
+        Own(outputs=1), [(x, (x @ map_)[:, 0]) for x in inputs], test=(x, (x @ map_)[:, 0]), **settings
+    )
+    assert flat.summary["test_mse"] < 0.2 * float((x @ map_)[:, 0].square().mean())
+
+
+def test_metrics_have_a_row_per_round_with_the_training_loss() -> None:
+    result = fedveil.train(Own(), separable(), **{**QUICK, "rounds": 5})
+    assert [row["round"] for row in result.metrics] == [1, 2, 3, 4, 5]
+    assert all(row["loss"] > 0 and row["clients"] == 4 for row in result.metrics)
+
+
+def test_unequal_clients_and_cohorts_are_fine() -> None:
+    pairs = [(x[: 3 + 7 * k], y[: 3 + 7 * k]) for k, (x, y) in enumerate(separable())]
+    result = fedveil.train(Own(), pairs, cohort=2, batch_size=8, **QUICK)
+    assert [row["clients"] for row in result.metrics] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("value", "where"), [(float("nan"), 3), (float("inf"), 0), (float("-inf"), 17)])
+def test_nan_and_infinity_in_a_clients_inputs_name_client_and_sample(value: float, where: int) -> None:
+    pairs = separable()
+    pairs[2][0][where, 4] = value
+    with pytest.raises(DataError, match=f"Client 2, sample {where}: the input holds NaN or infinity"):
+        fedveil.train(Own(), pairs, **QUICK)
+
+
+def test_nan_in_a_regression_target_names_client_and_sample() -> None:
+    pairs = [(x, x[:, :1].clone()) for x, _ in separable()]
+    pairs[1][1][5] = float("nan")
+    with pytest.raises(DataError, match="Client 1, sample 5: the target holds NaN or infinity"):
+        fedveil.train(Own(outputs=1), pairs, **QUICK)
+
+
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless"])
+@pytest.mark.parametrize("vectorise", [True, False])
+def test_a_loss_that_explodes_names_the_client_and_the_batch(scheme: str, vectorise: bool) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    settings = {**QUICK, "rounds": 40, "lr": 1e12, "batch_size": 8, "loss": "square", "vectorise": vectorise}
+    with pytest.raises(NumericError, match=r"of client \d+ is not finite in round \d+ \(batch of 8 samples: local"):
+        fedveil.train(net, separable(), scheme=scheme, **settings)
+
+
+def bad_inputs() -> dict[str, tuple[Any, Any, str]]:
+    pairs = separable()
+    x, y = pairs[0]
+    return {
+        "no clients": ([], ConfigError, "no clients"),
+        "an empty client": ([pairs[0], (x[:0], y[:0])], DataError, "Client 1 has no samples"),
+        "an empty dataset": ([pairs[0], TensorDataset(x[:0], y[:0])], DataError, "Client 1 has no samples"),
+        "an empty client of a regression": (
+            [(x, x[:, :3]), (x[:0], x[:0, :3])],
+            DataError,
+            "Client 1 has no samples",
+        ),
+        "an empty client with single targets": (
+            [(x, x[:, 0]), (x[:0], x[:0, 0])],
+            DataError,
+            "Client 1 has no samples",
+        ),
+        "clients of different shapes": ([pairs[0], (x[:, :5], y)], DataError, r"different shapes: \(5,\), \(6,\)"),
+        "more inputs than targets": ([(x, y[:-1])], DataError, "Client 0 has 30 inputs but 29 targets"),
+        "a class too many": (
+            [pairs[0], (x, y + 1)],
+            DataError,
+            r"Client 1 has class 3, .* 3 outputs \(classes 0 to 2\)",
+        ),
+        "a negative class": ([(x, y - 1)], DataError, "Client 0 has class -1"),
+        "classes and numbers": ([pairs[0], (x, y.double())], DataError, "Some clients have integer targets"),
+        "too many target columns": ([(x, x)], DataError, r"gives 3 outputs, the targets have \[6\] columns"),
+        "inputs the model does not take": (
+            [(x[:, :4], y)],
+            ConfigError,
+            r"does not take the clients' inputs of shape \(4,\)",
+        ),
+        "class numbers in a column": ([(x, y[:, None])], DataError, r"class numbers must have shape \(samples,\)"),
+        "inputs without rows": ([(x[:, 0], y)], DataError, "both need one row per sample"),
+        "a target without rows": ([(x, y[0])], DataError, "both need one row per sample"),
+    }
+
+
+@pytest.mark.parametrize("case", bad_inputs())
+def test_bad_clients_are_refused_by_name(case: str) -> None:
+    clients, error, complaint = bad_inputs()[case]
+    with pytest.raises(error, match=complaint):
+        fedveil.train(Own(), clients, **QUICK)
+
+
+def test_a_test_set_that_does_not_fit_is_refused() -> None:
+    x, y = separable()[0]
+    for test, complaint in (
+        ((x[:, :4], y), r"test set's inputs have shape \(4,\), the clients' \(6,\)"),
+        ((x, y + 1), "classes run from 0 to 2"),
+        ((x[:0], y[:0]), "no samples"),
+        ((x * float("nan"), y), "nan"),
+        ((x, y[:-1]), "29 targets"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            fedveil.train(Own(), separable(), test=test, **QUICK)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), x
+
+
+class Shouting(Pair):
+    def forward(self, x: Tensor) -> Any:
+        raise ValueError("I only take six-packs")
+
+
+@pytest.mark.parametrize(
+    ("net", "complaint"),
+    [
+        (Pair(), "gives tuple per sample"),
+        (Shouting(), "ValueError: I only take six-packs"),
+        (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 3)), r"gives \(2, 3\) per sample"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_reason(net: nn.Module, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        fedveil.train(net, separable(), **QUICK)
+
+
+def test_a_model_that_a_veil_hardly_covers_is_refused_and_says_why() -> None:
+    net = nn.Sequential(nn.Linear(6, 12), nn.Sigmoid(), nn.Linear(12, 3))
+    with pytest.raises(TraceError, match="Operations that pin: Sigmoid"):
+        fedveil.train(net, separable(), **QUICK)
+    assert fedveil.train(net, separable(), min_coverage=0.1, **QUICK).summary["coverage"] < 0.5
+    assert fedveil.train(net, separable(), scheme="fedavg", **QUICK).metrics
+
+
+@pytest.mark.parametrize("name", ["dataset", "partition", "target", "task", "model_options", "test_fraction"])
+def test_settings_that_arguments_replace_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' is not a setting of train"):
+        fedveil.train(Own(), separable(), **{name: "x"}, **QUICK)
+
+
+def test_an_unknown_setting_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown setting in train\(\): 'round'. Did you mean 'rounds'"):
+        fedveil.train(Own(), separable(), round=3)
+
+
+def test_out_leaves_a_folder_and_resume_continues_it(tmp_path: Path) -> None:
+    net = Own()
+    straight = fedveil.train(net, separable(), **{**QUICK, "rounds": 8})
+    fedveil.train(net, separable(), out=tmp_path / "run", checkpoint_every=2, **{**QUICK, "rounds": 5})
+    again = fedveil.train(net, separable(), out=tmp_path / "run", resume=True, **{**QUICK, "rounds": 8})
+    assert [row["round"] for row in again.metrics] == list(range(1, 9))
+    for ours, theirs in zip(again.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_run_without_a_seed_can_be_resumed(tmp_path: Path) -> None:
+    net, settings = Own(), {"progress": False, "out": tmp_path / "run", "checkpoint_every": 1}
+    first = fedveil.train(net, separable(), rounds=2, **settings)
+    again = fedveil.train(net, separable(), rounds=4, resume=True, **settings)
+    assert again.summary["seed"] == first.summary["seed"]
+    assert again.summary["simulation"] is False
+    assert len(again.metrics) == 4
+
+
+def test_resume_without_a_run_starts_one(tmp_path: Path) -> None:
+    result = fedveil.train(Own(), separable(), out=tmp_path / "run", resume=True, **QUICK)
+    assert len(result.metrics) == 3
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    fedveil.train(Own(), separable(), out=tmp_path / "run", **QUICK)
+    with pytest.raises(CheckpointError, match="holds another run"):
+        fedveil.train(Own(), separable(), out=tmp_path / "run", **QUICK)
+
+
+def test_frozen_parameters_stay_where_they_are() -> None:
+    net = Own()
+    net.first.weight.requires_grad_(False)
+    for scheme in ("fedavg", "lossless"):
+        after = fedveil.train(net, separable(), scheme=scheme, momentum=0.9, weight_decay=0.1, **QUICK).model
+        assert torch.equal(after.first.weight, net.first.weight)  # type: ignore[arg-type, union-attr]
+        assert not torch.equal(after.last.weight, net.last.weight)  # type: ignore[arg-type, union-attr]
+
+
+def deep() -> nn.Sequential:
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.Linear(8, 3))
+    for norm in (net[1], net[4]):
+        norm.running_mean.uniform_(-0.5, 0.5)
+        norm.running_var.uniform_(0.5, 2.0)
+    return net
+
+
+@pytest.mark.parametrize("frozen", [(1,), (1, 4)], ids=["one", "all"])
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless"])
+def test_batch_norms_in_evaluation_mode_stay_frozen(scheme: str, frozen: tuple[int, ...]) -> None:
+    net = deep()
+    for place in frozen:
+        net[place].eval()
+    after = fedveil.train(net, separable(), scheme=scheme, **QUICK).model
+    for place in (1, 4):
+        same = torch.equal(after[place].running_mean, net[place].running_mean)  # type: ignore[index, union-attr]
+        assert same == (place in frozen)
+        assert net[place].training == (place not in frozen)
+
+
+def test_frozen_batch_norms_train_to_the_model_of_plain_averaging() -> None:
+    net = deep()
+    net[1].eval()
+    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square"}
+    plain, veiled = (fedveil.train(net, separable(), scheme=s, **settings).model for s in ("fedavg", "pbpfl"))
+    for (name, ours), theirs in zip(veiled.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=name)
+
+
+def test_a_model_that_is_given_in_evaluation_mode_is_trained_as_a_whole() -> None:
+    net = deep()
+    after = [fedveil.train(one, separable(), **QUICK).model for one in (net, copy.deepcopy(net).eval())]
+    for ours, theirs in zip(after[0].parameters(), after[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def tokens() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    net = nn.Sequential(nn.Embedding(20, 8), nn.Flatten(), nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 2))
+    return net, [(torch.randint(0, 20, (12, 5)), torch.randint(0, 2, (12,))) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "fedavg"},
+        {"scheme": "lossless", "head_noise": False, "loss": "cross-entropy"},
+        pytest.param(
+            {"scheme": "lossless"},
+            marks=pytest.mark.xfail(
+                strict=True, reason="ScaledVeil.probe_level feeds floating-point numbers to an embedding"
+            ),
+        ),
+    ],
+)
+def test_whole_numbers_reach_an_embedding(settings: dict[str, Any]) -> None:
+    net, data = tokens()
+    result = fedveil.train(net, data, min_coverage=0.0, **settings, **QUICK)
+    assert len(result.metrics) == 3
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    fedveil.train(net, separable(), **QUICK)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_public_names_are_there_and_nothing_else() -> None:
+    assert set(fedveil.__all__) == {"FedVeilError", "Trained", "__version__", "train"}
+    for name in fedveil.__all__:
+        assert getattr(fedveil, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        fedveil.nonsense  # noqa: B018
+
+
+def test_the_example_in_the_documentation_runs() -> None:
+    import doctest
+
+    from fedveil import api
+
+    assert doctest.testmod(api).failed == 0
