@@ -1,6 +1,6 @@
 """Draw curves of `benchmarks.curves` and compare their ends.
 
-    python -m benchmarks.plot_curves --out cifar10.png k5.json k100.json
+python -m benchmarks.plot_curves --out cifar10.png k5.json k100.json
 """
 
 from __future__ import annotations

@@ -342,12 +342,7 @@ def tokens() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     [
         {"scheme": "fedavg"},
         {"scheme": "lossless", "head_noise": False, "loss": "cross-entropy"},
-        pytest.param(
-            {"scheme": "lossless"},
-            marks=pytest.mark.xfail(
-                strict=True, reason="ScaledVeil.probe_level feeds floating-point numbers to an embedding"
-            ),
-        ),
+        {"scheme": "lossless"},
     ],
 )
 def test_whole_numbers_reach_an_embedding(settings: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def test_secrets_are_not_pickled_or_copied(which: int) -> None:
 
 def test_a_stream_does_not_print_its_key() -> None:
     stream = SecretStream(b"k" * 32)
-    assert repr(stream) == str(stream) == f"{stream}" == "<SecretStream>"
+    assert repr(stream) == str(stream) == f"{stream}" == "<SecretStream: hidden>"
 
 
 @PROFILE

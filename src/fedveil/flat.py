@@ -31,7 +31,7 @@ class Layout:
         parts, start = {}, 0
         for name, shape in self.sections:
             size = math.prod(shape)
-            parts[name] = vector[..., start : start + size].reshape(*vector.shape[:-1], *shape)
+            parts[name] = vector[..., start : start + size].reshape((*vector.shape[:-1], *shape))
             start += size
         return parts
 

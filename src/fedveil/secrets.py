@@ -8,6 +8,7 @@ and says so through `simulation`.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from typing import NoReturn, Protocol
 
@@ -17,15 +18,36 @@ from torch import Tensor
 _UNIFORM_BITS = 53
 
 
-class SecretStream:
+class Guarded:
+    """Base of objects that hold secrets: not printable, not copyable, not picklable."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: hidden>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} holds secrets: it is neither copied, pickled nor logged")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse()
+
+    def __copy__(self) -> NoReturn:
+        self._refuse()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse()
+
+
+class SecretStream(Guarded):
     """A one-way stream of secret numbers for one purpose; reading it twice gives different numbers."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
         self._calls = 0
-
-    def __repr__(self) -> str:
-        return "<SecretStream>"
 
     def bytes(self, count: int) -> bytes:
         """The next `count` secret bytes."""
@@ -60,7 +82,7 @@ class SecretSource(Protocol):
         ...
 
 
-class OsSecrets:
+class OsSecrets(Guarded):
     """Secrets from the operating system's generator."""
 
     simulation = False
@@ -70,7 +92,7 @@ class OsSecrets:
         return SecretStream(None)
 
 
-class SeededSecrets:
+class SeededSecrets(Guarded):
     """Secrets derived from a seed: reproducible, and therefore a simulation."""
 
     simulation = True
@@ -80,29 +102,6 @@ class SeededSecrets:
 
     def stream(self, *label: str | int) -> SecretStream:
         """The stream of SHAKE-256(seed, label); equal labels give equal streams."""
-        text = "\x1f".join(f"{type(part).__name__}:{part}" for part in label)
-        return SecretStream(hashlib.sha256(f"fedveil secrets {self._seed}\x1e{text}".encode()).digest())
-
-
-class Guarded:
-    """Base of objects that hold secrets: not printable, not copyable, not picklable."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: hidden>"
-
-    def __format__(self, spec: str) -> str:
-        return repr(self)
-
-    def _refuse(self) -> NoReturn:
-        raise TypeError(f"{type(self).__name__} holds secrets: it is neither copied, pickled nor logged")
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse()
-
-    def __copy__(self) -> NoReturn:
-        self._refuse()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse()
+        # JSON quotes, so that no two labels read alike.
+        text = json.dumps(["fedveil secrets", self._seed, *label])
+        return SecretStream(hashlib.sha256(text.encode()).digest())

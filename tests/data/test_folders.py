@@ -98,9 +98,7 @@ def test_a_cut_picture_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_without_pillow_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pillow_the_command_that_installs_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a" / "0.png")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingExtraError, match=r"fedveil\[images\]"):

@@ -13,21 +13,15 @@ from fedveil.errors import DataError
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    return (
-        struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("u1").tobytes()
-    )
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.astype("u1").tobytes()
 
 
-def write_part(
-    folder: Path, part: str, count: int, *, spelling: str = "-", packed: bool = False
-) -> np.ndarray:
+def write_part(folder: Path, part: str, count: int, *, spelling: str = "-", packed: bool = False) -> np.ndarray:
     images = np.random.default_rng(count).integers(0, 256, (count, 5, 4))
     for kind, array, dims in (("images", images, 3), ("labels", np.arange(count) % 3, 1)):
         name = f"{part}-{kind}{spelling}idx{dims}-ubyte"
         content = idx_bytes(array)
-        (folder / (name + (".gz" if packed else ""))).write_bytes(
-            gzip.compress(content) if packed else content
-        )
+        (folder / (name + (".gz" if packed else ""))).write_bytes(gzip.compress(content) if packed else content)
     return images
 
 
@@ -103,9 +97,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, messa
         load(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda packed: packed[:-12], lambda packed: b"plain text", lambda packed: b""]
-)
+@pytest.mark.parametrize("damage", [lambda packed: packed[:-12], lambda packed: b"plain text", lambda packed: b""])
 def test_a_damaged_gzip_is_refused_by_name(tmp_path: Path, damage: object) -> None:
     write_part(tmp_path, "train", 12, packed=True)
     path = tmp_path / "train-images-idx3-ubyte.gz"

@@ -27,9 +27,7 @@ def test_one_file_is_split(tmp_path: Path, x: str, y: str) -> None:
     assert split.train.name == "toy"
 
 
-@pytest.mark.parametrize(
-    "names", ["x_train y_train x_test y_test", "train_images train_labels val_images val_labels"]
-)
+@pytest.mark.parametrize("names", ["x_train y_train x_test y_test", "train_images train_labels val_images val_labels"])
 def test_one_file_may_hold_both_parts(tmp_path: Path, names: str) -> None:
     np.savez(tmp_path / "toy.npz", **dict(zip(names.split(), (X, Y, X[:3], Y[:3]), strict=True)))
     split = load(tmp_path / "toy.npz")
@@ -154,9 +152,7 @@ def test_a_column_of_labels_is_a_list_of_labels(tmp_path: Path) -> None:
         ({"x": X, "y": Y, "vocabulary": 5}, "token ids must be whole numbers"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused_by_file(
-    tmp_path: Path, arrays: dict[str, Any], message: str
-) -> None:
+def test_arrays_that_do_not_fit_are_refused_by_file(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     np.savez(tmp_path / "toy.npz", **arrays)
     with pytest.raises(DataError, match=rf"toy\.npz.*{message}"):
         load(tmp_path)

@@ -214,7 +214,6 @@ def test_the_next_rounds_level_is_the_size_of_alpha() -> None:
         assert torch.allclose(gamma.abs(), torch.full_like(gamma, 1.0 / level))
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="probe_level feeds normal numbers to an embedding")
 def test_embeddings_take_head_noise_in_the_first_round() -> None:
     model = Net(lambda n, x: n.head(n.table(x).mean(1)), table=nn.Embedding(7, 5), head=nn.Linear(5, 3))
     assert_exact(model, torch.tensor([[0, 1, 2], [6, 4, 5]]), groups=2)

@@ -69,7 +69,7 @@ def test_an_operation_without_a_rule_pins_and_is_named(case: str) -> None:
 def test_every_pin_says_where_it_stands_and_why() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.Sigmoid(), nn.Linear(4, 3))
     (pin,) = assert_exact(model, VECTOR).pins
-    assert (pin.operation, pin.where, pin.reason) == ("Sigmoid", "_1", "there is no rule for it")
+    assert (pin.operation, pin.where, pin.reason) == ("Sigmoid", "1", "there is no rule for it")
 
 
 def test_a_pin_that_takes_nothing_away_is_not_listed() -> None:

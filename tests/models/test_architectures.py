@@ -108,8 +108,6 @@ def test_shortcut_a_thins_the_image_and_pads_zero_channels_on_both_sides() -> No
     assert not out[:, 6:].any()
 
 
-@pytest.mark.parametrize(
-    ("channels", "groups"), [(64, 8), (32, 8), (16, 4), (24, 6), (13, 1), (3, 1), (1, 1)]
-)
+@pytest.mark.parametrize(("channels", "groups"), [(64, 8), (32, 8), (16, 4), (24, 6), (13, 1), (3, 1), (1, 1)])
 def test_group_norm_keeps_at_least_four_channels_per_group(channels: int, groups: int) -> None:
     assert groups_for(channels) == groups

@@ -42,12 +42,8 @@ def test_the_traced_network_computes_the_same_in_float64(name: str, options: dic
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_each_layer_is_called_once_so_that_its_edges_are_its_own(
-    name: str, options: dict[str, int | str]
-) -> None:
-    calls = [
-        n.target for n in torch.fx.symbolic_trace(sample(name, options)).graph.nodes if n.op == "call_module"
-    ]
+def test_each_layer_is_called_once_so_that_its_edges_are_its_own(name: str, options: dict[str, int | str]) -> None:
+    calls = [n.target for n in torch.fx.symbolic_trace(sample(name, options)).graph.nodes if n.op == "call_module"]
     assert len(calls) == len(set(calls))
 
 

@@ -62,7 +62,7 @@ def partition(
         raise ConfigError(f"ratio is {ratio}; the largest client cannot be smaller than the smallest: use 1 or more.")
     if how != "replacement" and clients > len(dataset):
         raise ConfigError(
-            f"{clients} clients but only {len(dataset)} samples. Use fewer clients, or how='replacement', "
+            f"{clients} clients but only {len(dataset)} samples. Use fewer clients, or partition 'replacement', "
             "under which clients may share samples."
         )
     deal = _Deal(dataset, clients, alpha, ratio, generator(seed, purpose=Purpose.PARTITION))
@@ -76,7 +76,7 @@ def _iid(deal: _Deal) -> list[Indices]:
 def _dirichlet(deal: _Deal) -> list[Indices]:
     if deal.dataset.task != "classification":
         raise ConfigError(
-            f"how='dirichlet' skews class labels, but {deal.dataset.name!r} is a regression task. "
+            f"partition 'dirichlet' skews class labels, but {deal.dataset.name!r} is a regression task. "
             "Use 'iid', 'size' or 'group'."
         )
     labels = deal.dataset.y.cpu().numpy()
@@ -116,7 +116,7 @@ def _size(deal: _Deal) -> list[Indices]:
 def _group(deal: _Deal) -> list[Indices]:
     if deal.dataset.groups is None:
         raise ConfigError(
-            f"how='group' needs to know the group of each sample, and {deal.dataset.name!r} has none. "
+            f"partition 'group' needs to know the group of each sample, and {deal.dataset.name!r} has none. "
             "Name a column with group=... when loading, or use 'iid', 'dirichlet' or 'size'."
         )
     groups = deal.dataset.groups.cpu().numpy()

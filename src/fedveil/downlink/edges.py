@@ -96,14 +96,14 @@ class Tracing:
             lost |= bool((self.classes.find(edge.ids) != PINNED).any())
             self.classes.pin(edge.ids)
         if lost:
-            self.pins.append(Pin(operation, self.where, reason))
+            self.pins.append(Pin(operation, self.inside or self.where, reason))
 
     def pin_parameter(self, ref: ParameterRef, operation: str, reason: str) -> None:
         """Leave a parameter as it is: every class of its other uses becomes 1."""
         self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
         if ref.name not in self.pinned_parameters:
             self.pinned_parameters.add(ref.name)
-            self.pins.append(Pin(operation, self.where, f"parameter {ref.name}: {reason}"))
+            self.pins.append(Pin(operation, self.inside or self.where, f"parameter {ref.name}: {reason}"))
         if use := self.uses.get(ref.name):
             self.classes.pin(use.out)
             if use.into is not None:

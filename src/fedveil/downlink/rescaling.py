@@ -90,6 +90,8 @@ class Rescaling:
             *sent,
             Release("train.head.vector", "server", ("clients",), "the vector a of the head noise"),
             Release("train.head.groups", "server", ("clients",), "which outputs share a γ"),
+            Release("train.head.count", "server", ("clients",), "how many γ there are"),
+            Release("train.head.per_group", "server", ("clients",), "whether φ_β is split by group"),
         )
 
     def veil(
@@ -215,9 +217,12 @@ class ScaledVeil(Guarded):
         model = assemble(self._blueprint, self._weights).eval()
         generator = torch.Generator().manual_seed(0)
         shape = (_PROBE_SAMPLES, *self._blueprint.input_shape)
-        probe = torch.randn(shape, generator=generator)
+        if self._blueprint.input_dtype.is_floating_point:
+            probe = torch.randn(shape, generator=generator).to(self._weights.parameters)
+        else:  # token ids: the two smallest exist in every vocabulary
+            probe = torch.randint(0, 2, shape, generator=generator).to(self._weights.parameters.device)
         with torch.no_grad():
-            model(probe.to(self._weights.parameters))
+            model(probe)
         layer = model.get_submodule(site.path)
         assert isinstance(layer, TappedLinear)
         entry = next(one for one in table.parameters if one.name == site.weight)

@@ -170,7 +170,7 @@ class Walker:
         except _UNFIT:
             return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
         if tracing.classes.lost > lost and len(tracing.pins) == pins:
-            tracing.pins.append(Pin(label, tracing.where, "it ties channels to others of scale 1"))
+            tracing.pins.append(Pin(label, tracing.inside or tracing.where, "it ties channels to others of scale 1"))
         return pytree.tree_map(Edge, out, ids)
 
     def _function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:

@@ -113,5 +113,6 @@ class LocalEngine:
                     arrived.append(reply.client)
                 except ProtocolError as reason:
                     refused[reply.client] = str(reason)
-        missing = tuple(client for client in ask.to if client not in {*arrived, *refused})
+        answered = {*arrived, *refused}
+        missing = tuple(client for client in ask.to if client not in answered)
         return Gathered(tuple(arrived), refused, missing, down, up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,6 +24,24 @@ class Reply:
     """Anything a client sends back; `client` is its number."""
 
     client: int
+
+
+def released_fields(sent: Request) -> list[str]:
+    """The name of every field a request carries, as releases name them (train.parameters, train.head.vector)."""
+
+    def walk(value: object, prefix: str) -> list[str]:
+        if value is None:
+            return []
+        if not dataclasses.is_dataclass(value):
+            return [prefix]
+        found = []
+        for field in dataclasses.fields(value):
+            inner = getattr(value, field.name)
+            name = prefix if isinstance(inner, Broadcast) else f"{prefix}.{field.name}"
+            found += walk(inner, name)
+        return found
+
+    return walk(sent, type(sent).__name__.lower())
 
 
 @message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from fedveil.downlink.norms import batch_norms
 from fedveil.ledger.releases import check_declared
 from fedveil.protocol.asking import Ask, RoundDone, Steps
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.messages import Train
+from fedveil.protocol.messages import Train, released_fields
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme
 from fedveil.secrets import SecretSource
@@ -58,8 +59,8 @@ class ServerRole:
         self._layout = scheme.layout(blueprint)
         self._momenta = _statistics_momenta(blueprint)
         self.state = state
-        declared = scheme.releases(blueprint)
-        check_declared((f"upload.{name}" for name in self._layout.names), declared)
+        self._declared = scheme.releases(blueprint)
+        check_declared((f"upload.{name}" for name in self._layout.names), self._declared)
 
     def run(self) -> Steps:
         """Train until the last round; every boundary yields a `RoundDone`."""
@@ -77,27 +78,33 @@ class ServerRole:
         )
         device = state.weights.parameters.device
         total = self._scheme.uplink.accumulator(self._layout, context, device=device)
-        gathered = yield Ask(context.cohort, Train(context.round, context.attempt, veil.broadcast()), total)
+        request = Train(context.round, context.attempt, veil.broadcast())
+        check_declared(released_fields(request), self._declared)
+        ask = Ask(context.cohort, request, total)
+        gathered = yield ask
         assert gathered is not None
         first = gathered
         while (phase := self._scheme.uplink.open(total, gathered, context)) is not None:
             answer = yield phase
             assert answer is not None
             gathered = answer
-        if not first.arrived:
+        failed = ""
+        if len(first.arrived) < ask.quorum:
+            failed = (
+                f"{len(first.arrived)} of {ask.quorum} needed uploads arrived" if first.arrived else "no upload arrived"
+            )
+        sums = self._layout.split(total.total())
+        if not failed and not float(sums["weight"]) > 0:
+            failed = "the uploads' weights do not add up to a positive number"
+        if failed:
             state.round += 1
-            yield RoundDone(context.round, None, context.cohort, first, failed="no upload arrived")
+            yield RoundDone(context.round, None, context.cohort, first, failed=failed)
             return
-        recovered = veil.recover(self._mean(total.total()))
+        recovered = veil.recover(_mean(sums))
         del veil
         self._move(recovered)
         state.round += 1
         yield RoundDone(context.round, recovered.loss, context.cohort, first)
-
-    def _mean(self, total: Tensor) -> Mean:
-        sums = self._layout.split(total)
-        weight = sums["weight"]
-        return Mean(sums["gradients"] / weight, sums["values"] / weight, sums["statistics"] / weight)
 
     def _move(self, recovered: Recovered) -> None:
         state = self.state
@@ -112,6 +119,11 @@ class ServerRole:
             running += self._momenta * (recovered.statistics - running)
             state.weights.statistics.copy_(running)
         state.head_level = recovered.head_level
+
+
+def _mean(sums: Mapping[str, Tensor]) -> Mean:
+    weight = sums["weight"]
+    return Mean(sums["gradients"] / weight, sums["values"] / weight, sums["statistics"] / weight)
 
 
 def _statistics_momenta(blueprint: Blueprint) -> Tensor:

@@ -59,7 +59,12 @@ class ExactSum:
 
     def total(self) -> Tensor:
         """The sum, in float64."""
-        result = self._limbs[_LIMBS - 1].clone()
+        limbs = self._limbs.clone()
+        for place in range(_LIMBS - 1, 0, -1):  # carry, so that large limbs of opposite sign cancel exactly
+            carried = torch.round(limbs[place] / _RANGE)
+            limbs[place] -= carried * _RANGE
+            limbs[place - 1] += carried
+        result = limbs[_LIMBS - 1]
         for place in range(_LIMBS - 2, -1, -1):
-            result = result / _RANGE + self._limbs[place]
+            result = result / _RANGE + limbs[place]
         return result

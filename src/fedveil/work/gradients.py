@@ -78,7 +78,7 @@ class Gradients:
     def _step(self, bench: Bench, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
         if x.device.type != "cuda" or has_random_layers(bench.module):
             return step(bench.blueprint, bench.module, self.loss, x, y, head)
-        key = (tuple(x.shape), tuple(y.shape), None if head is None else head.tensors)
+        key = (self.loss, tuple(x.shape), tuple(y.shape), None if head is None else (head.count, head.per_group))
         captured = bench.captured.get(key)
         if captured is None:
             captured = CapturedStep(bench.blueprint, bench.module, self.loss, x, y, head)
