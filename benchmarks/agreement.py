@@ -10,7 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fedveil.config import RunConfig
@@ -97,5 +96,4 @@ def reversed_batches(job: Job) -> Job:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(2)
     sys.exit(main())

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LARGEST = 2.0**36
+"""Numbers of this size and above are taken for a training that has run away: clients refuse to send
+them, and exact sums to add them."""
+
 
 @dataclass(frozen=True)
 class Layout:

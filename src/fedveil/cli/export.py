@@ -19,8 +19,10 @@ def export(
     [bold]Example[/bold]  fedveil export runs/a --out usable.safetensors
     """
     from fedveil.runs.exporting import export_run
+    from fedveil.runs.progress import working
 
-    found = export_run(run, out, spread=spread)
+    with working("exporting"):
+        found = export_run(run, out, spread=spread)
     plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the server's")
     if found.visible:
         names = ", ".join(one.name for one in found.visible)

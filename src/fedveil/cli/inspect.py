@@ -42,22 +42,19 @@ def inspect(
     from fedveil.downlink.verify import verify
     from fedveil.errors import unknown_name
     from fedveil.models import build
+    from fedveil.runs.progress import working
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
     shape, tokens = _shape(model, input_shape)
-    net = build(
-        model,
-        input_shape=shape,
-        outputs=outputs,
-        seed=0,
-        vocabulary=vocabulary if tokens else None,
-        **parse_model_options(model_option),
-    )
-    example = torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
-    blueprint, weights = draw(net.train(), example, traced=True)
-    assert blueprint.table is not None
-    verify(blueprint, weights, example)
+    options = parse_model_options(model_option)
+    words = vocabulary if tokens else None
+    with working(f"tracing {model}"):
+        net = build(model, input_shape=shape, outputs=outputs, seed=0, vocabulary=words, **options)
+        example = torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
+        blueprint, weights = draw(net.train(), example, traced=True)
+        assert blueprint.table is not None
+        verify(blueprint, weights, example)
     found = coverage(
         blueprint.table,
         head_noise=head_noise and blueprint.table.head is not None,

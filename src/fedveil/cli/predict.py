@@ -27,8 +27,10 @@ def predict(
       fedveil predict usable.safetensors --dataset digits --out predictions.csv
     """
     from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
+    from fedveil.runs.progress import working
 
-    result = predict_dataset(model, dataset=dataset, part=part) if inputs is None else predict_file(model, inputs)
+    with working("predicting"):
+        result = predict_dataset(model, dataset=dataset, part=part) if inputs is None else predict_file(model, inputs)
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result.outputs)} predictions to {out}")

@@ -14,7 +14,7 @@ complaints = Console(stderr=True)
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print a table; `right` names the columns that hold numbers."""
-    made = Table(title=escape(title), title_justify="left")
+    made = Table(title=escape(title), title_justify="left", show_header=any(columns))
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number in right else "left", overflow="fold")
     for row in rows:

@@ -24,8 +24,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self._attempts = self.path / "attempts.json"
 
-    def start(self, config: RunConfig) -> None:
-        """Take an empty or new folder for a run."""
+    def require_free(self) -> None:
+        """Refuse a folder that holds anything."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: give a folder with --out.")
         if self.path.exists() and any(self.path.iterdir()):
@@ -34,6 +34,10 @@ class RunFolder:
                     f"The folder {self.path} holds another run. Continue it with --resume, or give another --out."
                 )
             raise CheckpointError(f"The folder {self.path} holds other files: give another --out.")
+
+    def start(self, config: RunConfig) -> None:
+        """Take an empty or new folder for a run."""
+        self.require_free()
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config_file, config.to_toml())
         write_atomically(self._attempts, json.dumps({"attempts": 1}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -85,3 +87,18 @@ def progress_for(label: str, *, total: int, done: int = 0, quiet: bool = False) 
         return Bar(label, total=total, done=done)
     except ImportError:
         return Quiet()
+
+
+@contextmanager
+def working(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """A turning sign beside `what` while something takes time; silence where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        yield
+        return
+    with Console(stderr=True).status(what):
+        yield

@@ -14,18 +14,20 @@ from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, settled
 from fedveil.runs.model_file import save_model
-from fedveil.runs.progress import progress_for
+from fedveil.runs.progress import progress_for, working
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 
 
-def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
+def run(config: RunConfig, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
     """Train a new run into the folder `out`; returns the summary."""
     config = settled(config)
     folder = RunFolder(out)
-    job = job_from_config(config)
+    folder.require_free()
+    with working("loading the data and tracing the model", quiet=quiet):
+        job = job_from_config(config)
     folder.start(config)
     return train_into(job, folder, fresh_state(job), quiet=quiet)
 
@@ -43,7 +45,9 @@ def resume(
     """
     folder = RunFolder(out)
     config = RunConfig.from_mapping({**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file))
-    return continue_in(job_from_config(config), folder, quiet=quiet, say=say)[0]
+    with working("loading the data and tracing the model", quiet=quiet):
+        job = job_from_config(config)
+    return continue_in(job, folder, quiet=quiet, say=say)[0]
 
 
 def continue_in(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.flat import LARGEST
 
-_SPACING = 36
 _LIMBS = 3
-_RANGE = 2.0**_SPACING
-_MOST_ADDENDS = 1 << (52 - _SPACING)
+_RANGE = LARGEST
+_MOST_ADDENDS = int(2.0**52 / LARGEST)
 _BLOCK = 1 << 17
 
 

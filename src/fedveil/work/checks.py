@@ -1,4 +1,4 @@
-"""Refusing what is not a number, by name."""
+"""Refusing what is not a usable number, by name."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import NumericError
+from fedveil.flat import LARGEST
 
 
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
-    """Refuse NaN and infinity in a contribution, naming the client and the batch."""
-    if torch.isfinite(vector.sum()) or torch.isfinite(vector).all():
+    """Refuse NaN, infinity and runaway numbers in a contribution, naming the client and the batch."""
+    low, high = vector.aminmax()
+    if bool((low > -LARGEST) & (high < LARGEST)):  # false for NaN too
         return
     sort = "gradient" if torch.isfinite(values).all() else "loss"
+    what = "has grown beyond 2^36" if torch.isfinite(vector).all() else "is not finite"
     first = ", ".join(str(int(one)) for one in chosen[:5])
     more = ", …" if len(chosen) > 5 else ""
     raise NumericError(
-        f"The {sort} of client {client} is not finite in round {round + 1} "
+        f"The {sort} of client {client} {what} in round {round + 1} "
         f"(batch of {len(chosen)} samples: local numbers {first}{more}). Lower the learning rate, check the "
         "client's data, or train with --dtype float64. Checkpoints written so far are untouched."
     )
