@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work
+from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
 
 
 def main() -> int:
@@ -27,6 +27,7 @@ def main() -> int:
         *client_steps(device, repeats=options.repeats),
         *server_work(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
+        *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.timing import Ratio, interleaved, ratio
+from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Broadcast, HeadNoise, Mean, Plain, Rescaling, Weights, draw
 from fedveil.downlink.blueprint import Blueprint
@@ -221,3 +221,27 @@ def bytes_on_the_wire() -> list[Row]:
                 Row(f"bytes of one {what}, m = {groups}", f"{factor} × model", Ratio(exact, exact, exact), 1.01)
             )
     return rows
+
+
+def streams(*, repeats: int) -> list[Row]:
+    """Keyed streams: nanoseconds per number on one core."""
+    # Not at the top: GPU hosts without `cryptography` run the other rows.
+    import numpy as np
+
+    from fedveil.crypto.stream import add_gaussian, add_mask
+
+    count = 1_000_000
+    words, noise = np.zeros(count, np.uint64), np.zeros(count, np.float32)
+    seed = bytes(range(32))
+    timed = interleaved(
+        {"mask": lambda: add_mask(words, seed), "noise": lambda: add_gaussian(noise, seed, scale=1.0)}, repeats=repeats
+    )
+
+    def per_number(one: Timed) -> Ratio:
+        each = [1e9 * value / count for value in one.seconds]
+        return Ratio(1e9 * one.median / count, min(each), max(each))
+
+    return [
+        Row("mask stream, one 64-bit word", "nanoseconds", per_number(timed["mask"]), 3.0),
+        Row("noise stream, one float32 Gaussian", "nanoseconds", per_number(timed["noise"]), 12.0),
+    ]

@@ -1,0 +1,107 @@
+"""Keys: a signing key per client that the roster knows, a fresh agreement key per run, a secret per pair.
+
+A pair's secret is X25519(own, peer), extracted with the run's name; everything used in a round is
+expanded from it for that round, attempt, purpose and pair alone, so that revealing one round's seed
+reveals nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hmac import HMAC
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from fedveil.errors import ProtocolError
+from fedveil.secrets import Guarded, SecretStream
+
+SEED_BYTES = 32
+_CONTEXT = b"fedveil agreement 1"
+
+
+def _raw(public: X25519PublicKey | Ed25519PublicKey) -> bytes:
+    return public.public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def _announcement(*, run: str, client: int, public: bytes) -> bytes:
+    name = run.encode()
+    return _CONTEXT + struct.pack("<IQ", len(name), client) + name + public
+
+
+class Identity(Guarded):
+    """A client's long-term signing key; its public half stands in the roster."""
+
+    def __init__(self, stream: SecretStream) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(stream.bytes(32))
+
+    @property
+    def public(self) -> bytes:
+        """The 32 bytes that belong into a roster."""
+        return _raw(self._key.public_key())
+
+    def sign_key(self, *, run: str, client: int, public: bytes) -> bytes:
+        """Vouch for an agreement key, for this run and client only."""
+        return self._key.sign(_announcement(run=run, client=client, public=public))
+
+
+def check_key_signature(identity: bytes, signature: bytes, *, run: str, client: int, public: bytes) -> None:
+    """Refuse an agreement key that `identity` did not vouch for, naming the client."""
+    try:
+        Ed25519PublicKey.from_public_bytes(identity).verify(
+            signature, _announcement(run=run, client=client, public=public)
+        )
+    except (InvalidSignature, ValueError) as reason:
+        raise ProtocolError(
+            f"the key presented for client {client} is not signed by the key the roster pins for it: "
+            "somebody on the way has replaced it, or the roster is out of date"
+        ) from reason
+
+
+class PairSecret(Guarded):
+    """What two clients share for one run; only they can expand it."""
+
+    def __init__(self, extracted: bytes, *, run: str, pair: tuple[int, int]) -> None:
+        self._extracted = extracted
+        self._run = run.encode()
+        self._pair = pair
+
+    def seed(self, *, round: int, attempt: int, purpose: str) -> bytes:
+        """32 bytes for one round, attempt and purpose (HKDF-Expand)."""
+        low, high = self._pair
+        label = purpose.encode()
+        info = struct.pack("<IQQQQ", len(self._run), round, attempt, low, high) + self._run + label
+        return HKDFExpand(hashes.SHA256(), SEED_BYTES, info).derive(self._extracted)
+
+
+class RunKey(Guarded):
+    """A client's agreement key for one run."""
+
+    def __init__(self, stream: SecretStream) -> None:
+        self._key = X25519PrivateKey.from_private_bytes(stream.bytes(32))
+
+    @property
+    def public(self) -> bytes:
+        """The 32 bytes to announce."""
+        return _raw(self._key.public_key())
+
+    def agree(self, peer_public: bytes, *, run: str, own: int, peer: int) -> PairSecret:
+        """The secret shared with `peer`; both sides get the same (HKDF-Extract of X25519)."""
+        if own == peer:
+            raise ProtocolError(f"client {own} was asked to agree on a key with itself")
+        try:
+            shared = self._key.exchange(X25519PublicKey.from_public_bytes(peer_public))
+        except ValueError as reason:  # wrong length, or a point of small order
+            raise ProtocolError(f"client {peer} presented a key that is not a usable X25519 key") from reason
+        return PairSecret(extract(shared, salt=run.encode()), run=run, pair=(min(own, peer), max(own, peer)))
+
+
+def extract(shared: bytes, *, salt: bytes) -> bytes:
+    """HKDF-Extract with SHA-256 (RFC 5869): HMAC(salt, input key)."""
+    mac = HMAC(salt or bytes(32), hashes.SHA256())
+    mac.update(shared)
+    return mac.finalize()

@@ -1,0 +1,70 @@
+"""Keyed streams: mask words and Gaussian noise that both ends of a pair can make again.
+
+AES-128 in counter mode over zeros, written straight into the array it is for. The 32-byte seed
+gives the key (first half) and the first counter block (second half).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+
+from fedveil.crypto.keys import SEED_BYTES
+
+Words = NDArray[np.uint64]
+
+_BLOCK = 16
+_CHUNK = 1 << 14
+_LOG_BITS = 40
+_ANGLE_BITS = 64 - _LOG_BITS
+
+
+class WordStream:
+    """The 64-bit words of one seed, in order; reading goes on where the last read ended."""
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != SEED_BYTES:
+            raise ValueError(f"a stream's seed has {SEED_BYTES} bytes, not {len(seed)}")
+        self._cipher = Cipher(algorithms.AES128(seed[:16]), modes.CTR(seed[16:])).encryptor()
+        self._zeros = bytes(8 * _CHUNK)
+        # update_into wants room for one more block than it writes.
+        self._room = np.empty(8 * _CHUNK + _BLOCK, dtype=np.uint8)
+
+    def take(self, count: int) -> Words:
+        """The next `count` (at most 2¹⁴) words; valid until the next call."""
+        written = self._cipher.update_into(memoryview(self._zeros)[: 8 * count], memoryview(self._room))
+        return self._room[:written].view(np.uint64)
+
+
+def add_mask(total: Words, seed: bytes, *, subtract: bool = False) -> None:
+    """total ± the seed's words, modulo 2⁶⁴, in place."""
+    stream = WordStream(seed)
+    operation = np.subtract if subtract else np.add
+    for start in range(0, len(total), _CHUNK):
+        part = total[start : start + _CHUNK]
+        operation(part, stream.take(len(part)), out=part)
+
+
+def add_gaussian(total: NDArray[np.float32] | NDArray[np.float64], seed: bytes, *, scale: float) -> None:
+    """total + scale × standard normal numbers of the seed, in place (Box–Muller).
+
+    Each word gives two numbers: 40 bits for the radius, so that tails reach 7.5 σ, and 24 for the
+    angle. They are computed in the type of `total`.
+    """
+    stream = WordStream(seed)
+    for start in range(0, len(total), 2 * _CHUNK):
+        part = total[start : start + 2 * _CHUNK]
+        half = (len(part) + 1) // 2
+        words = stream.take(half)
+        radius = (words >> np.uint64(_ANGLE_BITS)).astype(total.dtype)
+        angle = (words & np.uint64((1 << _ANGLE_BITS) - 1)).astype(total.dtype)
+        np.add(radius, 0.5, out=radius)
+        np.multiply(radius, 2.0**-_LOG_BITS, out=radius)
+        np.log(radius, out=radius)
+        np.multiply(radius, -2.0 * scale**2, out=radius)
+        np.maximum(radius, 0.0, out=radius)  # rounding may lift the uniform to 1
+        np.sqrt(radius, out=radius)
+        np.multiply(angle, 2.0 * np.pi * 2.0**-_ANGLE_BITS, out=angle)
+        part[:half] += radius * np.cos(angle)
+        part[half:] += (radius * np.sin(angle))[: len(part) - half]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from sympy import isprime
+
+from fedveil.crypto.shamir import PRIME, SHARE_BYTES, join, split
+from fedveil.errors import ProtocolError
+from fedveil.secrets import OsSecrets, SeededSecrets
+
+SECRET = bytes(range(32))
+
+
+def test_the_field_is_the_smallest_prime_that_holds_32_bytes() -> None:
+    assert isprime(PRIME)
+    assert not any(isprime(2**256 + k) for k in range(297))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(some.data())
+def test_any_threshold_many_shares_give_the_secret(data: some.DataObject) -> None:
+    holders = data.draw(some.lists(some.integers(0, 10_000), min_size=1, max_size=12, unique=True))
+    threshold = data.draw(some.integers(1, len(holders)))
+    secret = data.draw(some.binary(min_size=32, max_size=32))
+    shares = split(secret, holders=holders, threshold=threshold, stream=OsSecrets().stream())
+    chosen = data.draw(some.permutations(holders))[: data.draw(some.integers(threshold, len(holders)))]
+    assert join({one: shares[one] for one in chosen}, threshold=threshold) == secret
+
+
+def test_one_share_too_few_is_refused_and_says_nothing() -> None:
+    shares = split(SECRET, holders=range(5), threshold=3, stream=SeededSecrets(1).stream("a"))
+    with pytest.raises(ProtocolError, match="too few"):
+        join({0: shares[0], 1: shares[1]}, threshold=3)
+    # Two shares fit every secret: some third share completes them to any other one.
+    other = bytes(32)
+    for guess in (SECRET, other):
+        points = {
+            0: int.from_bytes(guess, "big"),
+            1: int.from_bytes(shares[0], "big"),
+            2: int.from_bytes(shares[1], "big"),
+        }
+        third = (points[0] - 3 * points[1] + 3 * points[2]) % PRIME  # value at 3 of the parabola through 0, 1, 2
+        made = {0: shares[0], 1: shares[1], 2: third.to_bytes(SHARE_BYTES, "big")}
+        assert join(made, threshold=3) == guess
+
+
+def test_a_wrong_share_is_noticed_when_there_is_one_to_spare() -> None:
+    shares = split(SECRET, holders=range(5), threshold=3, stream=SeededSecrets(2).stream("a"))
+    shares[4] = bytes(SHARE_BYTES)
+    with pytest.raises(ProtocolError, match="one polynomial"):
+        join(shares, threshold=3)
+
+
+@pytest.mark.parametrize("share", [b"", bytes(32), b"\xff" * SHARE_BYTES])
+def test_a_malformed_share_is_refused_with_its_holder(share: bytes) -> None:
+    shares = split(SECRET, holders=range(3), threshold=2, stream=SeededSecrets(3).stream("a"))
+    with pytest.raises(ProtocolError, match="held by 1"):
+        join({0: shares[0], 1: share}, threshold=2)
+
+
+@pytest.mark.parametrize(("holders", "threshold"), [([0, 1], 3), ([0, 1], 0), ([0, 0], 1), ([-1, 0], 1)])
+def test_impossible_sharings_are_refused(holders: list[int], threshold: int) -> None:
+    with pytest.raises(ProtocolError):
+        split(SECRET, holders=holders, threshold=threshold, stream=OsSecrets().stream())
