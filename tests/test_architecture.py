@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors"},
     "data": {"errors"},
     "models": {"errors"},
-    "crypto": {"errors"},
+    "crypto": {"errors", "secrets"},
     "ledger": {"errors"},
     "downlink": {"errors", "flat", "secrets", "ledger", "crypto"},
     "work": {"errors", "flat", "secrets", "ledger", "crypto", "downlink"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from fedveil.crypto.keys import check_key_signature
 from fedveil.errors import ConfigError, ProtocolError
@@ -34,29 +33,23 @@ class Roster:
         return "[clients]\n" + "".join(f'{number} = "{key.hex()}"\n' for number, key in sorted(self.keys.items()))
 
     @staticmethod
-    def read(path: str | Path) -> Roster:
-        """Read a roster file; every mistake is named."""
-        path = Path(path)
+    def parse(text: str, *, where: str = "the roster") -> Roster:
+        """A roster from its file's text; every mistake is named, with `where` it stands."""
         try:
-            stored = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as reason:
-            raise ConfigError(f"Cannot read the roster {path}: {reason.strerror}.") from reason
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
-            raise ConfigError(f"The roster {path} is not valid TOML: {reason}.") from reason
-        clients = stored.get("clients")
+            clients = tomllib.loads(text).get("clients")
+        except tomllib.TOMLDecodeError as reason:
+            raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
         if not isinstance(clients, dict) or not clients:
-            raise ConfigError(f"The roster {path} has no [clients] table with keys in it.")
+            raise ConfigError(f"{where} has no [clients] table with keys in it.")
         keys: dict[int, bytes] = {}
-        for number, text in clients.items():
+        for number, digits in clients.items():
             try:
-                key = bytes.fromhex(text)
+                key = bytes.fromhex(digits)
             except (TypeError, ValueError):
                 key = b""
             if not str(number).isdecimal() or len(key) != 32:
-                raise ConfigError(
-                    f"The roster {path}: client {number!r} must be a number with a key of 64 hexadecimal digits."
-                )
+                raise ConfigError(f"{where}: client {number!r} must be a number with a key of 64 hexadecimal digits.")
             keys[int(number)] = key
         if len(set(keys.values())) < len(keys):
-            raise ConfigError(f"The roster {path} gives two clients the same key.")
+            raise ConfigError(f"{where} gives two clients the same key.")
         return Roster(keys)

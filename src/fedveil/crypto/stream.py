@@ -33,7 +33,7 @@ class WordStream:
 
     def take(self, count: int) -> Words:
         """The next `count` (at most 2¹⁴) words; valid until the next call."""
-        written = self._cipher.update_into(memoryview(self._zeros)[: 8 * count], memoryview(self._room))
+        written = self._cipher.update_into(memoryview(self._zeros)[: 8 * count], self._room.data)
         return self._room[:written].view(np.uint64)
 
 
