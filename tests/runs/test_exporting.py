@@ -195,3 +195,14 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, straight: Path) -> N
         predict_dataset(straight, dataset="breast-cancer", part="test")
     with pytest.raises(ConfigError, match="part must be test or train"):
         predict_dataset(straight, dataset=None, part="validation")
+
+
+def test_an_export_tells_the_seed_of_a_simulation_only(tmp_path: Path, small: Small) -> None:
+    for name, changes in (("simulated", {"seed": 3}), ("real", {"seed": 3, "secrets": "os"})):
+        session.run(small(rounds=1, **changes), tmp_path / name, quiet=True)
+        export_run(tmp_path / name, tmp_path / f"{name}.safetensors")
+    simulated, real = (load_model(tmp_path / f"{name}.safetensors").config for name in ("simulated", "real"))
+    assert simulated["seed"] == 3
+    assert "seed" not in real
+    assert set(real) == {"dataset", "target", "task", "text", "group", "test_fraction"}
+    assert not predict_dataset(tmp_path / "real.safetensors", dataset=None, part="test").split_known

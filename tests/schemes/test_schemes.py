@@ -21,7 +21,7 @@ def head(scheme: Scheme) -> tuple[int | None, float] | None:
 
 
 def test_every_scheme_says_what_it_is_and_what_it_protects() -> None:
-    assert [one.name for one in schemes()] == ["fedavg", "pbpfl", "lossless"]
+    assert [one.name for one in schemes()] == ["fedavg", "lossless", "pbpfl"]
     for one in schemes():
         assert one.paper
         assert one.summary

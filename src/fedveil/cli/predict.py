@@ -40,3 +40,8 @@ def predict(
     if result.mse is not None:
         figures.append(f"MSE {result.mse:.6f}")
     plainly(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {one}" for one in figures))
+    if not result.split_known:
+        plainly(
+            "note: an export does not tell how the run split its data; if the data has no test part of its own, this "
+            "split is a new one and may hold samples the model was trained on"
+        )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from fedveil import models
+from fedveil.config import RunConfig
 from fedveil.downlink import draw
 from fedveil.downlink.blueprint import weights_of
 from fedveil.downlink.export import export
 from fedveil.downlink.report import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.runs.model_file import load_model, save_model
+from fedveil.runs.model_file import bare_model, load_model, save_model
 from fedveil.secrets import OsSecrets
 
 
@@ -27,21 +29,23 @@ def export_run(run: Path, out: Path, *, spread: float = 4.0) -> Coverage:
     if out.exists():
         raise CheckpointError(f"{out} exists already: give another --out.")
     facts = loaded.facts
-    assert facts.name is not None
-    bare = models.build(
-        facts.name,
-        input_shape=facts.input_shape,
-        outputs=facts.outputs,
-        seed=0,
-        vocabulary=facts.vocabulary,
-        **facts.options,
-    )
     tokens = facts.vocabulary is not None
     example = torch.zeros(2, *facts.input_shape, dtype=torch.int64 if tokens else torch.float32)
-    blueprint, _ = draw(bare.train(), example, traced=True)
+    blueprint, _ = draw(bare_model(facts).train(), example, traced=True)
     assert blueprint.table is not None
     weights = weights_of(loaded.module, blueprint)
     module, shape = export(blueprint, weights, stream=OsSecrets().stream("export"), spread=spread)
     out.parent.mkdir(parents=True, exist_ok=True)
-    save_model(out, module, facts, kind="export", config=loaded.config, shape=shape)
+    save_model(out, module, facts, kind="export", config=_public(loaded.config), shape=shape)
     return coverage(blueprint.table, head_noise=False)
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a client may know of a run: where its data came from, and the seed of a simulation only.
+
+    The seed decides the model's first values, and in a simulation the secrets too.
+    """
+    kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
+    if RunConfig.from_mapping(config).simulated_secrets:
+        kept["seed"] = config["seed"]
+    return kept

@@ -28,6 +28,7 @@ class Predictions:
     labels: tuple[str, ...]
     accuracy: float | None = None
     mse: float | None = None
+    split_known: bool = True
 
 
 def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Predictions:
@@ -49,9 +50,11 @@ def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Prediction
     outputs = _outputs(loaded, chosen.x)
     if chosen.task == "classification":
         accuracy = float((outputs.argmax(1) == chosen.y).double().mean())
-        return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy=accuracy)
+        return Predictions(
+            loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy=accuracy, split_known="seed" in config
+        )
     mse = float((outputs - chosen.y).double().square().mean())
-    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, mse=mse)
+    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, mse=mse, split_known="seed" in config)
 
 
 def predict_file(path: Path, inputs: Path) -> Predictions:

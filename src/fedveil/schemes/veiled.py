@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
 from fedveil.errors import ConfigError
 from fedveil.protocol.parts import Bare, Scheme
@@ -15,32 +17,39 @@ _PROTECTS = (
 )
 
 
-def _veiled(
-    name: str,
+@scheme(
+    "lossless",
+    paper="Accuracy-lossless perturbation (Yang et al. 2022)",
+    summary="rescaled model and head noise with m secrets γ_1…γ_m (default: one per output)",
+    protects=_PROTECTS,
+    default_loss="square",
+)
+def lossless(
     setting: Setting,
     *,
-    groups: int | None,
-    strength: float,
-    spread: float,
-    head_noise: bool,
-    local_steps: int | None,
-    local_epochs: int | None,
+    head_groups: int | None = None,
+    head_strength: float = 1.0,
+    spread: float = 4.0,
+    head_noise: bool = True,
+    local_steps: int | None = None,
+    local_epochs: int | None = None,
 ) -> Scheme:
+    """Rescaling + head noise, m groups; m = the number of outputs unless given."""
     if local_steps not in (None, 1) or local_epochs is not None:
         raise ConfigError(
-            f"Scheme {name!r} takes exactly one gradient per round: the recovery identity holds at the broadcast "
-            "point, and a second local step would start from parameters the server cannot undo. Use more "
+            "Training under a veil takes exactly one gradient per round: the recovery identity holds at the "
+            "broadcast point, and a second local step would start from parameters the server cannot undo. Use more "
             "rounds instead, or --scheme fedavg for local training without a veil."
         )
     head = None
     if head_noise:
         refuse_head_noise(setting.loss)
         weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
-        if not strength > 0:
-            raise ConfigError(f"head_strength must be positive (got {strength}); 1 is the default.")
-        head = HeadNoise(groups, strength, weighted)
+        if not head_strength > 0:
+            raise ConfigError(f"head_strength must be positive (got {head_strength}); 1 is the default.")
+        head = HeadNoise(head_groups, head_strength, weighted)
     return Scheme(
-        name=name,
+        name="lossless",
         downlink=Rescaling(spread, head),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(),
@@ -63,44 +72,7 @@ def pbpfl(
     local_steps: int | None = None,
     local_epochs: int | None = None,
 ) -> Scheme:
-    """Rescaling + head noise, m = 1."""
-    return _veiled(
-        "pbpfl",
-        setting,
-        groups=1,
-        strength=head_strength,
-        spread=spread,
-        head_noise=head_noise,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-    )
-
-
-@scheme(
-    "lossless",
-    paper="Accuracy-lossless perturbation (Yang et al. 2022)",
-    summary="rescaled model and head noise with m secrets γ_1…γ_m (default: one per output)",
-    protects=_PROTECTS,
-    default_loss="square",
-)
-def lossless(
-    setting: Setting,
-    *,
-    head_groups: int | None = None,
-    head_strength: float = 1.0,
-    spread: float = 4.0,
-    head_noise: bool = True,
-    local_steps: int | None = None,
-    local_epochs: int | None = None,
-) -> Scheme:
-    """Rescaling + head noise, m groups; m = the number of outputs unless given."""
-    return _veiled(
-        "lossless",
-        setting,
-        groups=head_groups,
-        strength=head_strength,
-        spread=spread,
-        head_noise=head_noise,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-    )
+    """`lossless` with m = 1."""
+    own = {"head_strength": head_strength, "spread": spread, "head_noise": head_noise}
+    same = lossless(setting, head_groups=1, local_steps=local_steps, local_epochs=local_epochs, **own)
+    return replace(same, name="pbpfl")
