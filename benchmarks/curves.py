@@ -101,7 +101,7 @@ def one(options: argparse.Namespace, scheme: str, seed: int, keep: Callable[[dic
             **run,
             "curve": curve,
             "seconds": outcome.seconds,
-            "client_view_accuracy": outcome.client_view.accuracy,
+            "client_view_accuracy": outcome.client_view.received.accuracy,
             "bytes_down": outcome.bytes_down,
             "bytes_up": outcome.bytes_up,
         }

@@ -147,7 +147,7 @@ def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Modul
     with torch.no_grad():
         twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
         try:
-            output = twin(x[:1])
+            output = twin(torch.cat([x[:1], x[:1]]))
         except Exception as reason:
             raise ConfigError(
                 f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "

@@ -211,7 +211,19 @@ def test_the_next_rounds_level_is_the_size_of_alpha() -> None:
         public = veil.broadcast().head
         assert public is not None
         gamma = last[:, 0] / public.vector
-        assert torch.allclose(gamma.abs(), torch.full_like(gamma, 1.0 / level))
+        sizes = gamma.abs() * level
+        assert bool(((sizes >= 0.5) & (sizes < 1.5)).all())
+
+
+def test_the_size_of_every_secret_is_its_own() -> None:
+    model = network().double()
+    blueprint, weights = draw(model, VECTOR.double(), traced=True)
+    veil = Rescaling(head=HeadNoise(groups=None)).veil(
+        blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=1.0
+    )
+    assert veil._head is not None
+    gamma = veil._head.gamma
+    assert len(torch.unique(gamma.abs())) == len(gamma) > 1
 
 
 def test_embeddings_take_head_noise_in_the_first_round() -> None:

@@ -56,7 +56,7 @@ def test_the_ends_are_hidden_on_one_side_and_the_middle_on_both() -> None:
         "linear1.bias": "one",
         "linear2.weight": "both",
         "linear2.bias": "one",
-        "head.weight": "both",
+        "head.weight": "one",
         "head.bias": "one",
     }
     assert found.fraction == 1.0
@@ -129,3 +129,14 @@ def test_the_report_as_data_holds_every_parameter() -> None:
     assert names == ["first.weight", "first.bias", "second.weight", "second.bias", "last.weight", "last.bias"]
     assert data["pins"]
     assert 0 < data["coverage"] < 1  # type: ignore[operator]
+
+
+def test_head_noise_hides_one_number_per_output_and_no_more() -> None:
+    # r·1ᵀ is the same in every column: differences inside a row of an unscaled head are the server's.
+    with_bias = report(nn.Linear(8, 3), 8)
+    assert [(one.name, one.hidden, one.sides) for one in with_bias.parameters] == [
+        ("weight", 0, "visible"),
+        ("bias", 3, "one"),
+    ]
+    (weight,) = report(nn.Linear(8, 3, bias=False), 8).parameters
+    assert (weight.hidden, weight.sides) == (3, "partly")

@@ -191,7 +191,7 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, straight: Path) -> N
     for bad in ("scalar.npy", "text.npy", "absent.npy"):
         with pytest.raises(FedVeilError):
             predict_file(straight, tmp_path / bad)
-    with pytest.raises(DataError, match="the model takes"):
+    with pytest.raises(ConfigError, match="not the data this model was trained on"):
         predict_dataset(straight, dataset="breast-cancer", part="test")
     with pytest.raises(ConfigError, match="part must be test or train"):
         predict_dataset(straight, dataset=None, part="validation")

@@ -33,6 +33,7 @@ def demo(
             percent(one["test_accuracy"]),
             f"{one['train_loss']:.5f}",
             percent(one["client_view_accuracy"]),
+            percent(one.get("client_view_uncovered_accuracy")),
             size(one["bytes_down"]),
             size(one["bytes_up"]),
             f"{one['seconds']:.1f} s",
@@ -40,12 +41,12 @@ def demo(
         for one in summaries
     ]
     title = f"digits, mlp, {clients} clients, {rounds} rounds, seed {seed}"
-    columns = ("scheme", "server's model", "train loss", "what a client saw", "down", "up", "time")
+    columns = ("scheme", "server's model", "train loss", "what a client saw", "noise off", "down", "up", "time")
     table(title, columns, rows, right=range(1, len(columns)))
     console.print(
-        "Same model on the server; under [bold]lossless[/bold] clients trained on a veiled one. Bytes are per client "
-        "and round.\nNot protected: the server sees every client's gradients, and a client with a few labelled "
-        "samples can undo the noise on the last layer."
+        "Same model on the server; under [bold]lossless[/bold] clients trained on a veiled one and saw none of its "
+        "parameters as they are. Bytes are per client and round.\nNot protected: the server sees every client's "
+        "gradients; and the noise on the last layer can be estimated from a few inputs, without labels, and taken off."
     )
 
 

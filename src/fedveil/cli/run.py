@@ -60,7 +60,9 @@ def run(
     momentum: float | None = typer.Option(None, help="Server momentum. (default: 0)", rich_help_panel=_TRAIN),
     weight_decay: float | None = typer.Option(None, help="Server weight decay. (default: 0)", rich_help_panel=_TRAIN),
     loss: str | None = typer.Option(
-        None, help="square or cross-entropy. (default: the scheme's)", rich_help_panel=_TRAIN
+        None,
+        help="square or cross-entropy. (default: square under a veil, cross-entropy for classes under fedavg)",
+        rich_help_panel=_TRAIN,
     ),
     target_scale: float | None = typer.Option(
         None, help="Square loss: the true class's target M. (default: 1)", rich_help_panel=_TRAIN
@@ -154,10 +156,12 @@ def _cohort(text: str) -> float | int:
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
     """The run in a few lines."""
-    rows = [("scheme", summary["scheme"]), ("rounds", str(summary["rounds"]))]
+    rows = [("scheme", summary["scheme"]), ("loss", summary["loss"]), ("rounds", str(summary["rounds"]))]
     if "test_accuracy" in summary:
         rows.append(("test accuracy", percent(summary["test_accuracy"])))
         rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
+        if "client_view_uncovered_accuracy" in summary:
+            rows.append(("… with the noise taken off", percent(summary["client_view_uncovered_accuracy"])))
     if "test_mse" in summary:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
         rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
@@ -166,5 +170,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     if "coverage" in summary:
         rows.append(("parameters hidden", f"{percent(summary['coverage'])} on at least one side"))
     table(f"Run in {out}", ("", ""), rows)
-    if summary["simulation"]:
+    if "warning" in summary:
+        aside(f"warning: {summary['warning']}")
+    if summary["simulation"] and "coverage" in summary:
         console.print("[dim]simulation: the secrets follow from the seed; leave --seed out for real ones[/dim]")

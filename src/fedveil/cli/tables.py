@@ -33,7 +33,10 @@ def size(count: float) -> str:
 
 def percent(value: float | None) -> str:
     """A share in percent, or a dash."""
-    return "–" if value is None else f"{value:.1%}"
+    if value is None:
+        return "–"
+    # Never round up to all: 99.96 % hidden leaves something visible.
+    return f"{min(value, 0.999):.1%}" if value < 1.0 else f"{value:.1%}"
 
 
 def plainly(text: str) -> None:

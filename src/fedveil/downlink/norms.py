@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.walk import NORM_KINDS, norm_paths
-from fedveil.errors import TraceError
+from fedveil.errors import DataError, TraceError
 
 
 class _FusedTrainingNorm(torch.autograd.Function):
@@ -82,6 +82,11 @@ class VectorBatchNorm(VectorNorm):
         if not self.training and self.track:
             return self._plain(x, self.running_mean, self.running_var)
         dims = [0, *range(2, x.dim())]
+        if x.numel() == x.shape[1]:
+            raise DataError(
+                "A batch normalisation was given a single value per channel, which has no variance: give every "
+                "client at least two samples and batches of two or more, or use GroupNorm."
+            )
         if self.fused and self.weight is not None and self.bias is not None and torch.is_grad_enabled():
             with torch.no_grad():
                 # Three times faster than torch.var_mean on a CPU, and the same bits.

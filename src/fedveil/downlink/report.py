@@ -78,30 +78,33 @@ def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True
             for norm in table.norms:
                 logs[norm.read] = 0.0
         draws.append(table.classes.scales(logs))
-    noised = {table.head.weight, table.head.bias} if head_noise and table.head is not None else set()
-    covers = tuple(_cover(entry, draws, noised=entry.name in noised) for entry in table.parameters)
-    return Coverage(covers, table.pins, bool(noised), table.head_refusal, table.free())
+    noised = table.head if head_noise else None
+    # The noise adds one number per output to the weight's whole row and to the bias: differences inside a
+    # row stay, so it hides one number per output and no more.
+    covered = None if noised is None else noised.bias or noised.weight
+    covers = tuple(
+        _cover(entry, draws, noise=noised.outputs if noised is not None and entry.name == covered else 0)
+        for entry in table.parameters
+    )
+    return Coverage(covers, table.pins, noised is not None, table.head_refusal, table.free())
 
 
-def _cover(entry: Scaled, draws: list[Tensor], *, noised: bool) -> ParameterCover:
+def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
     size = math.prod(entry.shape)
     if entry.out is None:
-        return ParameterCover(entry.name, entry.shape, size, size if noised else 0, "one" if noised else "visible")
+        return _judged(entry, size, noise, both=False)
     out = torch.stack([draw[entry.out] for draw in draws])
     into = None if entry.into is None else torch.stack([draw[entry.into] for draw in draws])
     # An element is visible if its factor is 1 under every draw: both sides pinned, or equal classes.
     factor = out if into is None else out / into
     hidden = ((factor - 1.0).abs() > 1e-9).any(0).expand(entry.view)
-    on_out = bool((out != 1.0).all()) or noised
-    on_in = into is not None and bool((into != 1.0).all())
-    count = size if noised else int(hidden.sum())
-    if count == 0:
-        sides = "visible"
-    elif count < size:
-        sides = "partly"
-    else:
-        sides = "both" if on_out and on_in else "one"
-    return ParameterCover(entry.name, entry.shape, size, count, sides)
+    on_both = into is not None and bool((out != 1.0).all()) and bool((into != 1.0).all())
+    return _judged(entry, size, max(int(hidden.sum()), noise), both=on_both)
+
+
+def _judged(entry: Scaled, size: int, hidden: int, *, both: bool) -> ParameterCover:
+    sides = "visible" if hidden == 0 else "partly" if hidden < size else "both" if both else "one"
+    return ParameterCover(entry.name, entry.shape, size, hidden, sides)
 
 
 def require_coverage(found: Coverage, *, minimum: float) -> None:

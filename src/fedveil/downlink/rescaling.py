@@ -32,7 +32,7 @@ class HeadNoise:
     """Additive noise on the last layer.
 
     `groups` is m, from 1 to the number of outputs (None: one group per output); `strength` s sets
-    γ_s = ± s/√(2φ_β), so that α·r is s times the order of the outputs.
+    γ_s = ± s·u_s/√(2φ_β) with u_s uniform on [½, 3/2), so that α·r is s times the order of the outputs.
     """
 
     groups: int | None = 1
@@ -70,7 +70,7 @@ class Rescaling:
         if site is None:
             raise TraceError(
                 f"Head noise cannot be used: {_table(blueprint).head_refusal}. Use a model that ends in an "
-                "nn.Linear layer, or a downlink without head noise."
+                "nn.Linear layer, or drop the head noise (--no-head-noise)."
             )
         groups = self.head.count(site.outputs)
         return 1 + 2 * groups if self.head.weighted_outputs else 2 + groups
@@ -148,7 +148,9 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
     group_of = torch.empty(outputs, dtype=torch.int64)
     group_of[order] = torch.arange(outputs) % groups
     public = PublicHead(vector.to(device), group_of.to(device), groups, settings.weighted_outputs)
-    return HeadSecret(public, stream.signs(groups).to(device))
+    # Sign and size are both secret: with a public, a known size would leave one bit per group.
+    gamma = stream.signs(groups) * (0.5 + stream.uniform(groups))
+    return HeadSecret(public, gamma.to(device))
 
 
 class ScaledVeil(Guarded):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets as system_random
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from fedveil import data, models, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
-from fedveil.downlink import Blueprint, Weights, draw
+from fedveil.data.embedded import EMBEDDED
+from fedveil.downlink import Blueprint, Weights, assemble, draw
 from fedveil.downlink.epsilon import draw_secret_epsilon
 from fedveil.downlink.report import Coverage, coverage, require_coverage
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.verify import verify
 from fedveil.engines import ClientPool
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError, DataError, TraceError
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
@@ -55,6 +57,17 @@ class Job:
     secrets: SecretSource
     cohort: Cohort
     optimiser: Optimiser
+
+
+def located(config: RunConfig) -> RunConfig:
+    """The same configuration with paths that hold from any folder."""
+    changes = {}
+    if config.dataset not in EMBEDDED and Path(config.dataset).exists():
+        changes["dataset"] = str(Path(config.dataset).resolve())
+    file, colon, factory = config.model.partition(":")
+    if colon and file.endswith(".py") and Path(file).exists():
+        changes["model"] = f"{Path(file).resolve()}:{factory}"
+    return config.with_changes(**changes) if changes else config
 
 
 def settled(config: RunConfig) -> RunConfig:
@@ -130,6 +143,7 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     blueprint, weights = draw(model.to(dtype).cpu(), example, traced=scheme.downlink.traced)
+    _refuse_moving_buffers(blueprint, weights, example)
     source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
@@ -163,6 +177,19 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
         cohort=Cohort.of(len(pool), cohort=config.cohort, seed=seed),
         optimiser=Optimiser(server, config.momentum, config.weight_decay),
     )
+
+
+def _refuse_moving_buffers(blueprint: Blueprint, weights: Weights, example: Tensor) -> None:
+    """A buffer that training moves would be a hidden state of one machine: neither sent, summed nor saved."""
+    module = assemble(blueprint, weights).train()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        module(example.to(weights.parameters.dtype) if example.is_floating_point() else example)
+    moved = [name for name, value in weights.buffers.items() if not torch.equal(module.get_buffer(name), value)]
+    if moved:
+        raise TraceError(
+            f"The model changes its buffer {moved[0]!r} while it trains, and buffers other than BatchNorm's running "
+            "statistics are not sent or averaged. Use BatchNorm or GroupNorm, or keep the buffer constant."
+        )
 
 
 def _loss(config: RunConfig, task: str) -> Loss:

@@ -37,8 +37,14 @@ def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Prediction
         raise ConfigError(f"part must be test or train (got {part!r}).")
     loaded = load_model(path)
     config = loaded.config
+    if dataset is not None and not _same_source(dataset, config["dataset"]):
+        raise ConfigError(
+            f"{dataset} is not the data this model was trained on ({config['dataset']}). Standardisation and "
+            "categories come from a run's own training data and are not stored with the model, so other data would be "
+            "read on another scale. Give inputs as the model takes them with --inputs FILE.npy."
+        )
     split = data.load(
-        dataset or config["dataset"],
+        config["dataset"],
         target=config.get("target"),
         task=config.get("task"),
         test_fraction=config.get("test_fraction", 0.2),
@@ -55,6 +61,10 @@ def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Prediction
         )
     mse = float((outputs - chosen.y).double().square().mean())
     return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, mse=mse, split_known="seed" in config)
+
+
+def _same_source(given: str, trained: str) -> bool:
+    return given == trained or Path(given).resolve() == Path(trained).resolve()
 
 
 def predict_file(path: Path, inputs: Path) -> Predictions:

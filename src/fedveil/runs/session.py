@@ -9,10 +9,11 @@ from typing import Any
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
+from fedveil.errors import ConfigError
 from fedveil.protocol import ServerState
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.job import Job, job_from_config, settled
+from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.model_file import save_model
 from fedveil.runs.progress import progress_for, working
 from fedveil.runs.summary import summarise
@@ -23,7 +24,7 @@ Say = Callable[[str], None]
 
 def run(config: RunConfig, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
     """Train a new run into the folder `out`; returns the summary."""
-    config = settled(config)
+    config = located(settled(config))
     folder = RunFolder(out)
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
@@ -58,6 +59,11 @@ def continue_in(
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
     for reason in refused:
         say(f"{reason} Using the previous one.")
+    if state is not None and state.round > config.rounds:
+        raise ConfigError(
+            f"The run in {folder.path} has done {state.round} rounds already: resume it with --rounds {state.round} or "
+            "more."
+        )
     if state is None:
         state = fresh_state(job)
         say("No checkpoint yet: starting from the first round.")

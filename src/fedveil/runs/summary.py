@@ -40,7 +40,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if outcome.scores is not None:
         summary |= outcome.scores.as_data()
     if outcome.client_view is not None:
-        summary |= {f"client_view_{k.removeprefix('test_')}": v for k, v in outcome.client_view.as_data().items()}
+        summary |= outcome.client_view.as_data()
+    if rows and rows[0]["loss"] and not rows[-1]["loss"] < 10 * rows[0]["loss"]:
+        summary["warning"] = "the training loss has grown more than tenfold: lower the learning rate"
     if job.coverage is not None:
         summary["coverage"] = job.coverage.fraction
         summary["visible"] = [one.name for one in job.coverage.visible]

@@ -10,7 +10,7 @@ from typing import Any
 from fedveil.engines import LocalEngine
 from fedveil.errors import NumericError
 from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState
-from fedveil.runs.evaluate import Scores, score_client_view, score_weights
+from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 
 Row = dict[str, Any]
@@ -24,7 +24,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
-    client_view: Scores | None = None
+    client_view: ClientView | None = None
     bytes_down: float = 0.0
     bytes_up: float = 0.0
 
@@ -99,7 +99,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     return row
 
 
-def _client_view(job: Job, state: ServerState) -> Scores:
+def _client_view(job: Job, state: ServerState) -> ClientView:
     assert job.test is not None
     veil = job.scheme.downlink.veil(
         job.blueprint,

@@ -12,8 +12,8 @@ from fedveil.work.gradients import Gradients
 from fedveil.work.losses import SquareLoss, refuse_head_noise
 
 _PROTECTS = (
-    "the server's parameters from clients up to secret scales (measured, not proven: a client with ten "
-    "labelled samples can undo the head noise); client data from the server: not at all"
+    "the server's parameters from clients up to secret scales (measured, not proven; the head noise falls to a "
+    "client with ten inputs, labelled or not); client data from the server: not at all"
 )
 
 
