@@ -211,3 +211,8 @@ def test_a_file_that_is_no_toml_or_absent_is_named(tmp_path: Path) -> None:
         (tmp_path / "bad.toml").write_bytes(content)
         with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML"):
             RunConfig.read(tmp_path / "bad.toml")
+
+
+def test_one_setting_under_two_spellings_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch_size is given twice"):
+        RunConfig.from_mapping({"batch-size": 8, "batch_size": 16})

@@ -155,6 +155,8 @@ class RunConfig:
                 raise unknown_name(f"setting in {where}:", key, known)
             if value is None and str(known[name].type).endswith("| None"):
                 continue
+            if name in cleaned:
+                raise ConfigError(f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
             cleaned[name] = _checked(name, value, str(known[name].type), where)
         return RunConfig(**cleaned)
 
