@@ -1,6 +1,6 @@
 """The papers' Table 1: test MSE on the bank data, MLPs of 3, 5 and 7 layers, 1, 5 and 10 clients.
 
-python -m benchmarks.bank --data ../shared/data/bank --out docs/results/bank.json
+python -m benchmarks.bank --data $DATA/bank --out docs/results/bank.json
 """
 
 from __future__ import annotations
