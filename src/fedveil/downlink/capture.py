@@ -7,10 +7,11 @@ code asks `isinstance(x, Tensor)`.
 
 from __future__ import annotations
 
+import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,13 @@ from torch.utils import _pytree as pytree
 
 _TOLERANCE = 1e-3
 _Result = TypeVar("_Result")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """torch.export prints the graph it gave up on; our error says what a user needs."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
 
 
 class CaptureError(Exception):
@@ -96,7 +104,7 @@ def captured_by_fx(model: nn.Module) -> fx.Graph:
 def captured_by_export(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     """The graph by running the code on tensors without values."""
     state = random.getstate()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _silence():
         warnings.simplefilter("ignore")
         exported = torch.export.export(model, (example,), strict=False)
     if random.getstate() != state:
