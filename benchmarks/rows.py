@@ -62,7 +62,7 @@ class Bed:
         x = torch.randn(batch, 3, 32, 32, generator=generator)
         y = torch.randint(0, 10, (batch,), generator=generator)
         blueprint, weights = draw(net, x[:2], traced=True)
-        placed = Weights(weights.parameters.to(device), weights.epsilon.to(device), weights.statistics.to(device), {})
+        placed = weights.to(device=device)
         return Bed(net.to(device), blueprint.to(device=device), placed, x.to(device), y.to(device))
 
     def veil(self, downlink: Downlink) -> Veil:

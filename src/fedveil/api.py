@@ -18,7 +18,7 @@ from fedveil.data.dataset import Task
 from fedveil.downlink import assemble
 from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError
-from fedveil.runs.job import ModelFacts, assemble_job, device_of, settled
+from fedveil.runs.job import ModelFacts, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.progress import progress_for
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
@@ -71,8 +71,7 @@ def train(
     settings["clients"] = max(len(clients), 1)
     config = settled(RunConfig.from_mapping(settings, where="train()"))
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    device = device_of(config)
+    device, dtype = device_of(config), dtype_of(config)
     pairs = [_pair(one, dtype=dtype, device=device, who=f"Client {k}") for k, one in enumerate(clients)]
     pool = ClientPool.separate(pairs)
     task = _task(pairs)

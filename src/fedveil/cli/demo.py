@@ -41,7 +41,7 @@ def demo(
         for one in summaries
     ]
     title = f"digits, mlp, {clients} clients, {rounds} rounds, seed {seed}"
-    columns = ("scheme", "server's model", "train loss", "what a client saw", "noise off", "down", "up", "time")
+    columns = ("scheme", "server", "loss", "client\nsaw", "noise\noff", "down", "up", "time")
     table(title, columns, rows, right=range(1, len(columns)))
     console.print(
         "Same model on the server; under [bold]lossless[/bold] clients trained on a veiled one and saw none of its "

@@ -48,6 +48,13 @@ class Weights:
             {name: value.clone() for name, value in self.buffers.items()},
         )
 
+    def to(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Weights:
+        """The same values elsewhere or in another type; other buffers keep their type."""
+        parts = (self.parameters, self.epsilon, self.statistics)
+        parameters, epsilon, statistics = (one.to(device=device, dtype=dtype) for one in parts)
+        buffers = {name: value.to(device=device) for name, value in self.buffers.items()}
+        return Weights(parameters, epsilon, statistics, buffers)
+
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:

@@ -64,7 +64,7 @@ def export(
     """A client-usable model in evaluation mode, and how its architecture differs."""
     if blueprint.table is None:
         raise TraceError("An export needs a traced model.")
-    exact = Weights(weights.parameters.double(), weights.epsilon.double(), weights.statistics.double(), weights.buffers)
+    exact = weights.to(dtype=torch.float64)
     veil = Rescaling(spread=spread).veil(blueprint, exact, stream=stream, head_level=None)
     sent = veil.broadcast()
     statistics = veil.veiled_statistics() if exact.statistics.numel() else exact.statistics

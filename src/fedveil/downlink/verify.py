@@ -32,12 +32,7 @@ def verify(blueprint: Blueprint, weights: Weights, example: Tensor) -> None:
     Runs in float64 on the CPU, with batch norms in evaluation and in training mode.
     """
     cpu = blueprint.to(device=torch.device("cpu"))
-    exact = Weights(
-        weights.parameters.double().cpu(),
-        weights.epsilon.double().cpu(),
-        weights.statistics.double().cpu(),
-        {name: value.cpu() for name, value in weights.buffers.items()},
-    )
+    exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
     veil = Rescaling(spread=4.0).veil(cpu, exact, stream=OsSecrets().stream("verify"), head_level=None)
     sent = veil.broadcast()
     true, veiled = assemble(cpu, exact), assemble(cpu, exact)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from fedveil.data import Dataset
 from fedveil.downlink import Blueprint, Broadcast, Weights, assemble
-from fedveil.downlink.blueprint import load_epsilon, load_parameters, load_statistics
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.work import Loss
-from fedveil.work.step import head_alpha
+from fedveil.work.step import head_alpha, prepare
 
 _CHUNK = 1024
 
@@ -73,10 +72,7 @@ class ClientView:
 def score_client_view(blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss) -> ClientView:
     """Scores of the model as a client receives it, batch norms on batch statistics as a client would run it."""
     module = assemble(blueprint, weights)
-    load_parameters(module, sent.parameters)
-    load_epsilon(blueprint, module, sent.epsilon)
-    if sent.statistics.numel():
-        load_statistics(module, sent.statistics)
+    prepare(blueprint, module, sent)
     module.eval()
     for one in module.modules():
         if isinstance(one, VectorBatchNorm) and not sent.statistics.numel():

@@ -88,6 +88,11 @@ def device_of(config: RunConfig) -> torch.device:
     return device
 
 
+def dtype_of(config: RunConfig) -> torch.dtype:
+    """The floating-point type."""
+    return _DTYPES[config.dtype]
+
+
 def job_from_config(config: RunConfig) -> Job:
     """Load the data, build the model, deal the data to clients."""
     schemes.find(config.scheme)
@@ -123,7 +128,7 @@ def job_from_config(config: RunConfig) -> Job:
         train.vocabulary,
         train.labels,
     )
-    device, dtype = device_of(config), _DTYPES[config.dtype]
+    device, dtype = device_of(config), dtype_of(config)
     placed = train.to(dtype=dtype, device=device)
     pool = ClientPool.shared(placed.x, placed.y, parts)
     return assemble_job(config, model, pool, split.test, facts)
@@ -131,7 +136,7 @@ def job_from_config(config: RunConfig) -> Job:
 
 def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Dataset | None, facts: ModelFacts) -> Job:
     """The scheme, its blueprint and roles for a model and clients that are already there."""
-    device, dtype = device_of(config), _DTYPES[config.dtype]
+    device, dtype = device_of(config), dtype_of(config)
     loss = _loss(config, facts.task)
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
@@ -155,12 +160,7 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
         require_coverage(found, minimum=config.min_coverage)
         verify(blueprint, weights, example)
     blueprint = blueprint.to(device=device)
-    weights = Weights(
-        weights.parameters.to(device),
-        weights.epsilon.to(device),
-        weights.statistics.to(device),
-        {name: value.to(device) for name, value in weights.buffers.items()},
-    )
+    weights = weights.to(device=device)
     # Updates are already multiplied by the local learning rate: the server takes them whole.
     server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
     return Job(

@@ -25,8 +25,16 @@ class Outcome:
     seconds: float = 0.0
     scores: Scores | None = None
     client_view: ClientView | None = None
-    bytes_down: float = 0.0
-    bytes_up: float = 0.0
+
+    @property
+    def bytes_down(self) -> float:
+        """Mean bytes a client receives in a round."""
+        return sum(row["bytes_down"] for row in self.rows) / max(len(self.rows), 1)
+
+    @property
+    def bytes_up(self) -> float:
+        """Mean bytes a client sends in a round."""
+        return sum(row["bytes_up"] for row in self.rows) / max(len(self.rows), 1)
 
 
 def fresh_state(job: Job) -> ServerState:
@@ -63,9 +71,6 @@ def train_job(
 
     engine.drive(server.run(), on_round=boundary)
     outcome.seconds = time.perf_counter() - started
-    if outcome.rows:
-        outcome.bytes_down = sum(row["bytes_down"] for row in outcome.rows) / len(outcome.rows)
-        outcome.bytes_up = sum(row["bytes_up"] for row in outcome.rows) / len(outcome.rows)
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
         outcome.client_view = _client_view(job, state)
