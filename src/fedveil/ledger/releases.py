@@ -13,6 +13,8 @@ from typing import Literal
 from fedveil.errors import ProtocolError
 
 Party = Literal["server", "client", "clients", "outsider"]
+Subject = Literal["data", "model", "public"]
+Protection = Literal["open", "masked", "noised"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Release:
     """One field that leaves a role.
 
     `sensitivity` is the largest L2 change one unit of data can cause (None: unbounded), `noise` and
-    `hiding` name what covers it ("none" where nothing does).
+    `hiding` name what covers it ("none" where nothing does). `about` says what the field depends on:
+    a client's data, the model, or only what everybody knows. `protection` is what a proof may rest on:
+    nothing, masks that leave the sum alone, or noise of a known law on a bounded change.
     """
 
     field: str
@@ -30,6 +34,12 @@ class Release:
     sensitivity: float | None = None
     noise: str = "none"
     hiding: str = "none"
+    about: Subject = "public"
+    protection: Protection = "open"
+
+
+class UndeclaredError(ProtocolError):
+    """A field was about to leave a role without a declaration: a mistake in a scheme, never of the other side."""
 
 
 def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
@@ -37,7 +47,7 @@ def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
     declared = {release.field for release in releases}
     missing = [field for field in fields if field not in declared]
     if missing:
-        raise ProtocolError(
+        raise UndeclaredError(
             f"undeclared release: {', '.join(missing)}. Every field that leaves a role needs a Release "
             "(to whom, sensitivity, noise, hiding), or the ledger would not count it."
         )

@@ -1,0 +1,343 @@
+"""What one round's correlated noise proves about each member: μ_i² = S_i²·(Σ⁻¹)_ii.
+
+Uploads are covered by residual noise of the member's own and by pair noise that cancels between two members.
+Per coordinate their covariance is Σ = diag(residual) + Laplacian(pairs). Changing one unit of member i's data
+moves upload i alone, by at most S_i, so the round is a Gaussian mechanism of strength μ_i towards whoever sees
+the uploads. Every number here is exact to the last digits or an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg.lapack import dpotrf, dpotri
+from scipy.sparse.csgraph import connected_components
+
+from fedveil.errors import ConfigError
+from fedveil.ledger.sparse import Floats, NoiseGraph, Positions, diagonal_bounds
+
+DENSE_UP_TO = 1500
+DENSE_UP_TO_IF_FULL = 4000
+EVERY_SET_UP_TO = 500
+
+
+@dataclass(frozen=True, eq=False)
+class Covering:
+    """The noise of one round.
+
+    Member i's upload has residual variance residual[i] per coordinate; pair noise of variance pairs[e] is added
+    by member first[e] and subtracted by member second[e] (positions into `members`, which holds client numbers).
+    `sensitivity[i]` is the largest L2 change that one unit of member i's data causes in its upload. `summed` says
+    that masks hide the single uploads, so that only their sum is ever seen.
+    """
+
+    members: tuple[int, ...]
+    sensitivity: Floats
+    residual: Floats
+    first: Positions
+    second: Positions
+    pairs: Floats
+    summed: bool = False
+
+    def __post_init__(self) -> None:
+        size, edges = (len(self.members),), self.pairs.shape
+        if len(set(self.members)) != len(self.members):
+            raise ConfigError("a covering names the same member twice: every client takes part once in a round.")
+        if self.sensitivity.shape != size or self.residual.shape != size:
+            raise ConfigError(
+                f"a covering of {len(self.members)} members has {self.sensitivity.shape} sensitivities and "
+                f"{self.residual.shape} residual variances: one of each per member is needed."
+            )
+        if len(edges) != 1 or self.first.shape != edges or self.second.shape != edges:
+            raise ConfigError(
+                f"a covering's pairs do not match: {self.first.shape} first ends, {self.second.shape} second ends, "
+                f"{edges} variances."
+            )
+        ends = np.concatenate([self.first, self.second])
+        if ends.size and not (ends.min() >= 0 and ends.max() < len(self.members)):
+            raise ConfigError(f"a pair's end lies outside the {len(self.members)} members of its covering.")
+        if bool(np.any(self.first == self.second)):
+            raise ConfigError("a member is paired with itself: its noise would cancel within its own upload.")
+        for name, values in (("residual variance", self.residual), ("pair variance", self.pairs)):
+            if not bool(np.all(np.isfinite(values) & (values >= 0))):
+                raise ConfigError(f"a covering's {name} is negative or not finite.")
+        if not bool(np.all(self.sensitivity >= 0)):
+            raise ConfigError("a covering's sensitivity is negative or not a number.")
+
+
+@dataclass(frozen=True, eq=False)
+class Collusion:
+    """μ_i² of every member against the worst colluders found; `certified` when no set of colluders is worse."""
+
+    mu2: Floats
+    certified: bool
+    how: str
+
+
+def charges(
+    covering: Covering,
+    *,
+    arrived: Collection[int] | None = None,
+    revealed: Collection[tuple[int, int]] = (),
+    colluding: Collection[int] = (),
+) -> Floats:
+    """μ_i² of every member, in the order of `members`, against one who sees all uploads that arrived (or their sum).
+
+    Colluders (client numbers; outsiders to the round change nothing) know their own noise and their pairs', and
+    a revealed pair's noise is known too: both drop out. An upload that did not arrive is not seen, so the pair
+    noise it would have cancelled stays with the others. Without `arrived` every upload counts as seen, also a
+    late one. Absent members and colluders are charged 0; a member that nothing covers is charged infinity.
+    """
+    if covering.summed:
+        return central(covering, arrived=arrived, known=colluding)
+    kept, graph = _seen(covering, arrived, revealed, colluding)
+    result: Floats = np.zeros(len(covering.members))
+    result[kept] = _times(covering.sensitivity[kept] ** 2, _diagonal(graph))
+    return result
+
+
+def central(covering: Covering, *, arrived: Collection[int] | None = None, known: Collection[int] = ()) -> Floats:
+    """S_i²/Σ residual: μ_i² against one who sees only the sum and the residual noise of the `known` members.
+
+    Pair noise that absent members leave in the sum is not counted on. Absent and known members are charged 0.
+    """
+    here = _present(covering, arrived) & ~_marked(covering, known)
+    noise = math.fsum(covering.residual[here])
+    share = np.full(int(here.sum()), math.nextafter(1 / noise, math.inf) if noise else math.inf)
+    result = np.zeros(len(covering.members))
+    result[here] = _times(covering.sensitivity[here] ** 2, share)
+    return result
+
+
+def by_peer(
+    covering: Covering, *, arrived: Collection[int] | None = None, revealed: Collection[tuple[int, int]] = ()
+) -> Floats:
+    """μ_i² against another member, who sees the sum of what arrived and takes out of it the noise it knows.
+
+    That is its own residual noise, if its upload is in the sum, and what its pairs have left there: pair noise
+    stays in the sum where one end arrived and the other did not. So μ_i² = S_i²/(all noise − the most that
+    another member knows of it).
+    """
+    here = _present(covering, arrived)
+    left = (here[covering.first] != here[covering.second]) & ~_are_revealed(covering, revealed)
+    first, second, pairs = covering.first[left], covering.second[left], covering.pairs[left]
+    known = np.where(here, covering.residual, 0.0)
+    np.add.at(known, first, pairs)
+    np.add.at(known, second, pairs)
+    total = math.fsum(covering.residual[here]) + math.fsum(pairs)
+    most = np.full(len(known), known.max())
+    if len(known) > 1:
+        most[known.argmax()] = np.partition(known, -2)[-2]
+    else:
+        most[:] = 0.0
+    rest = total - most - 8 * sys.float_info.epsilon * total
+    with np.errstate(divide="ignore"):
+        share = np.where(rest > 0, 1 / rest, math.inf)
+    result = np.zeros(len(known))
+    result[here] = _times(covering.sensitivity[here] ** 2, share[here])
+    return result
+
+
+def only(covering: Covering, arrived: Collection[int]) -> Covering:
+    """The noise among those whose upload arrived; what they shared with others is not counted on."""
+    _check_known(covering, arrived, "uploads arrived")
+    here = _marked(covering, arrived)
+    if bool(here.all()):
+        return covering
+    place = np.cumsum(here) - 1
+    kept = here[covering.first] & here[covering.second]
+    return replace(
+        covering,
+        members=tuple(one for one, present in zip(covering.members, here, strict=True) if present),
+        sensitivity=covering.sensitivity[here],
+        residual=covering.residual[here],
+        first=place[covering.first[kept]],
+        second=place[covering.second[kept]],
+        pairs=covering.pairs[kept],
+    )
+
+
+def without(covering: Covering, revealed: Collection[tuple[int, int]]) -> Covering:
+    """The same noise as seen by one who knows the revealed pairs' part of it."""
+    kept = ~_are_revealed(covering, revealed)
+    if bool(kept.all()):
+        return covering
+    return replace(covering, first=covering.first[kept], second=covering.second[kept], pairs=covering.pairs[kept])
+
+
+def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
+    """μ_i² of every member when `colluders` others side with the one who sees all uploads.
+
+    Few enough sets are all tried, and complete pair graphs have a bound over every set; both are certified.
+    Otherwise the colluders are drawn at random and the result is an estimate: on a sparse graph, colluders who
+    choose their place can surround a member with at most that many pairs and leave it its residual noise alone.
+    """
+    size = len(covering.members)
+    if not 0 <= colluders < size:
+        raise ConfigError(f"{colluders} colluders among {size} members: there must be at least one honest member.")
+    if math.comb(size, colluders) <= EVERY_SET_UP_TO:
+        every = combinations(covering.members, colluders)
+        return Collusion(_largest(covering, every), True, f"every set of {colluders} colluders was tried")
+    weakest = math.inf if covering.summed else _weakest_pair(covering)
+    if weakest > 0:
+        mu2 = _times(covering.sensitivity**2, _complete_bound(covering.residual, weakest, size - colluders))
+        return Collusion(mu2, True, f"bound over every set of {colluders} colluders")
+    random = np.random.default_rng(seed)
+    sets = (tuple(random.permutation(np.array(covering.members))[:colluders].tolist()) for _ in range(draws))
+    mu2 = _largest(covering, sets)
+    mu2[mu2 == 0] = mu2.max()  # drawn as a colluder every time
+    mu2[covering.sensitivity == 0] = 0
+    return Collusion(mu2, False, f"largest of {draws} random draws of {colluders} colluders; colluders may do better")
+
+
+def _largest(covering: Covering, sets: Iterator[tuple[int, ...]]) -> Floats:
+    result = np.zeros(len(covering.members))
+    for colluding in sets:
+        np.maximum(result, charges(covering, colluding=colluding), out=result)
+    return result
+
+
+def _complete_bound(residual: Floats, weakest: float, honest: int) -> Floats:
+    """(Σ⁻¹)_ii at most, over every set H of `honest` members that contains i, all pairs at least `weakest`.
+
+    With w the weakest pair, Σ_H ⪰ diag(x_j) + w·(h·I − 11ᵀ) = diag(d_j) − w·11ᵀ, d_j = x_j + w·h. By Sherman and
+    Morrison, and since 1 − w·Σ_H 1/d_j = Σ_H x_j/(h·d_j),
+
+        (Σ_H⁻¹)_ii ≤ 1/d_i + (w/d_i²)·h / Σ_{j∈H} x_j/d_j.
+
+    Only the last sum depends on H, and x/(x + w·h) grows with x: the worst H holds i and the h − 1 others with the
+    least residual noise (the colluders take the most away). Infinitely strong pairs leave 1/Σ_H x_j: only the sum
+    is seen.
+    """
+    # All terms in units of w·h, which may be infinite: d = w·h·(1 + relative).
+    relative = residual / (weakest * honest)
+    share = residual / (1 + relative)
+    rank = np.empty(len(residual), dtype=np.int64)
+    order = np.argsort(residual, kind="stable")
+    rank[order] = np.arange(len(residual))
+    least = np.sort(share)[:honest]
+    total = np.where(rank < honest, least.sum(), least[:-1].sum() + share)
+    with np.errstate(divide="ignore"):
+        bound = 1 / (residual + weakest * honest) + 1 / ((1 + relative) ** 2 * total)
+    return np.asarray(bound * (1 + (honest + 16) * sys.float_info.epsilon), dtype=np.float64)
+
+
+def _weakest_pair(covering: Covering) -> float:
+    """The smallest pair variance if every two members are paired, else 0."""
+    size = len(covering.members)
+    keys = np.minimum(covering.first, covering.second) * size + np.maximum(covering.first, covering.second)
+    distinct, which = np.unique(keys, return_inverse=True)
+    if not len(distinct) == size * (size - 1) // 2 > 0:
+        return 0.0
+    return float(np.bincount(which, weights=covering.pairs).min())
+
+
+def _seen(
+    covering: Covering,
+    arrived: Collection[int] | None,
+    revealed: Collection[tuple[int, int]],
+    colluding: Collection[int],
+) -> tuple[Positions, NoiseGraph]:
+    """The positions of the honest members whose upload is seen, and the noise on those uploads."""
+    honest = ~_marked(covering, colluding)
+    visible = honest & _present(covering, arrived)
+    first, second, pairs = covering.first, covering.second, covering.pairs
+    secret = honest[first] & honest[second] & ~_are_revealed(covering, revealed) & (pairs > 0)
+    first, second, pairs = first[secret], second[secret], pairs[secret]
+    residual = covering.residual.copy()
+    np.add.at(residual, first, np.where(visible[second], 0.0, pairs))
+    np.add.at(residual, second, np.where(visible[first], 0.0, pairs))
+    inside = visible[first] & visible[second]
+    place = np.cumsum(visible) - 1
+    graph = NoiseGraph(residual[visible], place[first[inside]], place[second[inside]], pairs[inside])
+    return np.flatnonzero(visible), graph
+
+
+def _diagonal(graph: NoiseGraph) -> Floats:
+    """(Σ⁻¹)_ii, component by component; infinite where a component has no residual noise at all."""
+    with np.errstate(divide="ignore"):
+        result = 1 / graph.residual
+    count, label = connected_components(graph.adjacency, directed=False)
+    by_label = np.argsort(label, kind="stable")
+    edges_by_label = np.argsort(label[graph.first], kind="stable")
+    ends = np.searchsorted(label[by_label], np.arange(count + 1))
+    edge_ends = np.searchsorted(label[graph.first][edges_by_label], np.arange(count + 1))
+    place = np.empty(graph.size, dtype=np.int64)
+    for part in np.flatnonzero(np.diff(ends) > 1):
+        inside = by_label[ends[part] : ends[part + 1]]
+        edges = edges_by_label[edge_ends[part] : edge_ends[part + 1]]
+        place[inside] = np.arange(len(inside))
+        piece = NoiseGraph(
+            graph.residual[inside], place[graph.first[edges]], place[graph.second[edges]], graph.pairs[edges]
+        )
+        result[inside] = np.minimum(result[inside], _connected(piece))
+    return result
+
+
+def _connected(graph: NoiseGraph) -> Floats:
+    if not graph.residual.any():
+        return np.full(graph.size, np.inf)
+    full = graph.size <= DENSE_UP_TO_IF_FULL and 16 * len(graph.pairs) >= graph.size**2
+    if graph.size <= DENSE_UP_TO or full:
+        value, margin = _dense(graph)
+        if margin <= 1e-6:
+            return value * (1 + margin)
+    return diagonal_bounds(graph, np.arange(graph.size))[1]
+
+
+def _dense(graph: NoiseGraph) -> tuple[Floats, float]:
+    """The diagonal of Σ⁻¹ and its relative error.
+
+    Σ is nearly singular along 1 when pair noise is strong, so A = Σ + c·11ᵀ is inverted, as well conditioned as
+    the graph. As Σ1 = x, Sherman and Morrison give (Σ⁻¹)_ii = (A⁻¹)_ii + k·u_i²/(uᵀx) with u = c·A⁻¹1.
+    """
+    size, shift = graph.size, float(graph.degree.mean()) / graph.size
+    shifted = graph.covariance.toarray() + shift
+    factor, failed = dpotrf(shifted, lower=1)
+    if failed:
+        return np.full(size, np.inf), math.inf
+    half, _ = dpotri(factor, lower=1)
+    inverse = np.tril(half) + np.tril(half, -1).T
+    u = shift * inverse.sum(axis=1)
+    condition = float(np.abs(shifted).sum(axis=0).max() * np.abs(inverse).sum(axis=0).max())
+    margin = 4 * size * sys.float_info.epsilon * condition
+    return np.diag(inverse) + size * u * u / float(u @ graph.residual), margin
+
+
+def _times(squares: Floats, diagonal: Floats) -> Floats:
+    """The product, where no sensitivity means no charge even without noise."""
+    return np.multiply(squares, diagonal, out=np.zeros_like(diagonal), where=squares > 0)
+
+
+def _present(covering: Covering, arrived: Collection[int] | None) -> NDArray[np.bool_]:
+    if arrived is None:
+        return np.ones(len(covering.members), dtype=np.bool_)
+    _check_known(covering, arrived, "uploads arrived")
+    return _marked(covering, arrived)
+
+
+def _marked(covering: Covering, clients: Collection[int]) -> NDArray[np.bool_]:
+    wanted = frozenset(clients)
+    return np.array([member in wanted for member in covering.members], dtype=np.bool_)
+
+
+def _are_revealed(covering: Covering, revealed: Collection[tuple[int, int]]) -> NDArray[np.bool_]:
+    if not revealed:
+        return np.zeros(len(covering.pairs), dtype=np.bool_)
+    _check_known(covering, {client for pair in revealed for client in pair}, "pair seeds were revealed")
+    size, position = len(covering.members), {member: at for at, member in enumerate(covering.members)}
+    ends = np.array([sorted((position[one], position[other])) for one, other in revealed], dtype=np.int64)
+    low, high = np.minimum(covering.first, covering.second), np.maximum(covering.first, covering.second)
+    return np.isin(low * size + high, ends[:, 0] * size + ends[:, 1])
+
+
+def _check_known(covering: Covering, clients: Collection[int], what: str) -> None:
+    strangers = sorted(set(clients) - set(covering.members))
+    if strangers:
+        raise ConfigError(f"{what} of clients that are not members of the round: {strangers[:8]}.")

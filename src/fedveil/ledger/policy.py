@@ -1,0 +1,107 @@
+"""A client's own limits: read from its own file, never from a message."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.gaussian import epsilon_of
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and largest clip it accepts."""
+
+    max_epsilon: float | None = None
+    delta: float = 1e-5
+    min_cohort: int | None = None
+    max_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.delta < 1:
+            raise ConfigError(f"policy: delta must lie strictly between 0 and 1 (got {self.delta}).")
+        for name in ("max_epsilon", "min_cohort", "max_clip"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"policy: {name} must be positive (got {value}).")
+
+    @staticmethod
+    def parse(text: str, *, where: str = "the policy") -> Policy:
+        """A policy from its file's text: max_epsilon, delta, min_cohort, max_clip."""
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as reason:
+            raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
+        known = {one.name for one in fields(Policy)}
+        for name, value in given.items():
+            if name not in known:
+                raise unknown_name(f"setting in {where}:", name, known)
+            if isinstance(value, bool) or not isinstance(value, int if name == "min_cohort" else (int, float)):
+                raise ConfigError(f"{where}: {name} must be a number (got {value!r}).")
+        return Policy(**given)
+
+    def check_scheme(self, *, noised: bool, clip: float | None, acquainted: bool = True) -> None:
+        """Refuse a scheme under which these limits could not be kept; `clip` is None where nothing is clipped."""
+        if self.max_epsilon is not None and not noised:
+            raise ConfigError(
+                f"The client's policy allows at most ε = {self.max_epsilon:g}, but under this scheme its uploads carry "
+                "no noise of its own that would bound ε. Use ldp, nadp or veil-dp, or drop max_epsilon from the policy."
+            )
+        if self.min_cohort is not None and not acquainted:
+            raise ConfigError(
+                f"The client's policy asks for rounds of at least {self.min_cohort} clients, but under this scheme "
+                "clients are not told who else takes part. Use another scheme, or drop min_cohort from the policy."
+            )
+        if self.max_clip is not None and clip is None:
+            raise ConfigError(
+                f"The client's policy asks for clipping (max_clip = {self.max_clip:g}), but this scheme clips nothing. "
+                "Use ldp, nadp or veil-dp, or drop max_clip from the policy."
+            )
+        if self.max_clip is not None and clip is not None and clip > self.max_clip:
+            raise ConfigError(
+                f"clip = {clip:g} exceeds the client's policy (max_clip = {self.max_clip:g}). Lower clip."
+            )
+
+    def check_cohort(self, client: int, size: int) -> None:
+        """Refuse a round with too few clients."""
+        if self.min_cohort is not None and size < self.min_cohort:
+            raise ProtocolError(
+                f"client {client} takes part in no round of {size} clients: its policy asks for {self.min_cohort}"
+            )
+
+    def charged(self, covering: Covering, *, client: int, spent: float) -> float:
+        """The μ² spent after this round; refused if that is more than the policy allows."""
+        price = float(_charges(covering)[covering.members.index(client)])
+        return self._allowed(spent + price, client=client, what="this round")
+
+    def surcharged(
+        self, covering: Covering, *, client: int, spent: float, revealed: Collection[tuple[int, int]]
+    ) -> float:
+        """The μ² spent once the noise of `revealed` pairs, counted on when the round was charged, is known."""
+        place = covering.members.index(client)
+        extra = float(_charges(covering, frozenset(revealed))[place]) - float(_charges(covering)[place])
+        return self._allowed(spent + max(extra, 0.0), client=client, what="giving away noise shared with others")
+
+    def _allowed(self, total: float, *, client: int, what: str) -> float:
+        if self.max_epsilon is not None:
+            reached = epsilon_of(math.sqrt(total), self.delta)
+            if reached > self.max_epsilon:
+                raise ProtocolError(
+                    f"client {client} takes no further part: {what} would bring it to ε = {reached:.3g}, its "
+                    f"policy allows {self.max_epsilon:g} (δ = {self.delta:g})"
+                )
+        return total
+
+
+@lru_cache(maxsize=8)
+def _charges(covering: Covering, revealed: frozenset[tuple[int, int]] = frozenset()) -> NDArray[np.float64]:
+    # Remembered, because in a simulation every client charges itself for the same covering.
+    return charges(covering, revealed=revealed)

@@ -1,0 +1,181 @@
+"""The ledger of a run: against whom what is proven, under which assumptions, and what is not.
+
+Computed from declared releases and from the account of what was spent. A field that carries data and
+reaches an adversary uncovered settles the matter, whatever else is protected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.releases import Release
+from fedveil.ledger.remarks import Remarks
+
+OUTSIDER = "outsider"
+Verdict = Literal["differential privacy", "aggregate only", "none"]
+_UNITS = {
+    "record": ("one record of one client", "replace one record; numbers of samples are public"),
+    "client": ("all data of one client", "replace one client's data; numbers of samples are public"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One adversary's line."""
+
+    adversary: str
+    verdict: Verdict
+    why: str
+    epsilon: float | None = None
+    delta: float | None = None
+    mu: float | None = None
+    worst_client: int | None = None
+    unit: str = ""
+    relation: str = ""
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def result(self) -> str:
+        """The verdict in a few characters."""
+        if self.epsilon is None or self.delta is None:
+            return self.verdict
+        return f"(ε = {self.epsilon:.4g}, δ = {self.delta:g})"
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """What the paper's formula says, beside what was used."""
+
+    formula: str
+    claimed_epsilon: float | None = None
+    noise_by_paper: float | None = None
+    noise_used: float | None = None
+
+    @property
+    def saving(self) -> float | None:
+        """How much less noise was used than the paper's formula asks for."""
+        if not self.noise_by_paper or self.noise_used is None:
+            return None
+        return 1.0 - self.noise_used / self.noise_by_paper
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Everything a run can say about privacy."""
+
+    scheme: str
+    rounds: int
+    lines: tuple[Line, ...]
+    unprotected: tuple[str, ...]
+    paper: PaperFigure | None
+    simulation: bool
+    releases: tuple[Release, ...]
+    notes: tuple[str, ...] = ()
+
+    def line(self, adversary: str) -> Line:
+        """One adversary's line."""
+        return next(one for one in self.lines if one.adversary == adversary)
+
+    def as_data(self) -> dict[str, Any]:
+        """As plain data; an infinite ε is written as null with the verdict "none"."""
+        data = dataclasses.asdict(self)
+        if self.paper is not None:
+            data["paper"]["saving"] = self.paper.saving
+        return data
+
+
+def state(
+    *,
+    scheme: str,
+    releases: Sequence[Release],
+    remarks: Remarks,
+    account: Account | None,
+    delta: float,
+    unit: str,
+    paper: PaperFigure | None,
+    simulation: bool,
+    notes: tuple[str, ...] = (),
+) -> Ledger:
+    """The ledger of a run."""
+    lines = [_server_line(releases, remarks, account, delta, unit)]
+    if account is not None and account.collusion > 0 and not account.trusted:
+        alone = dataclasses.replace(lines[0], adversary=COLLUSION)
+        with_them = _spent_line(COLLUSION, account, delta, unit, remarks, _collusion_why(account))
+        lines.append(alone if alone.verdict == "none" else with_them)
+    elif lines[0].verdict == "aggregate only":
+        why = "the sum over the honest clients of a round: masks between honest clients stay closed"
+        lines.append(Line("server and fewer than a third of each neighbourhood", "aggregate only", why))
+    lines.append(_client_line(releases, remarks, account, delta, unit))
+    lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))
+    spent = () if account is None else (account,)
+    return Ledger(
+        scheme=scheme,
+        rounds=sum(one.rounds for one in spent),
+        lines=tuple(lines),
+        unprotected=remarks.unprotected,
+        paper=paper,
+        simulation=simulation,
+        releases=tuple(releases),
+        notes=notes,
+    )
+
+
+def _server_line(
+    releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
+) -> Line:
+    carried = [one for one in releases if one.sender == "client" and "server" in one.to and one.about == "data"]
+    bare = [one.field for one in carried if one.protection == "open"]
+    if bare:
+        return Line(SERVER, "none", f"sees uncovered: {', '.join(bare)}")
+    if account is not None and all(one.protection == "noised" for one in carried if one.field != "upload.weight"):
+        return _spent_line(SERVER, account, delta, unit, remarks, "sees every upload under noise")
+    return Line(
+        SERVER,
+        "aggregate only",
+        "sees the sum over a round's clients and nothing else",
+        assumptions=remarks.assumptions,
+    )
+
+
+def _client_line(
+    releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
+) -> Line:
+    if account is not None:
+        own = "" if account.trusted else ", of which each knows its own part"
+        why = f"see the models of all rounds, which hold others' data only under the noise in the sums{own}"
+        return _spent_line(CLIENTS, account, delta, unit, remarks, why)
+    hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
+    how = "veiled models" if hidden else "the models"
+    return Line(CLIENTS, "none", f"see {how} of all rounds, and nothing bounds what those hold of others' data")
+
+
+def _spent_line(adversary: str, account: Account, delta: float, unit: str, remarks: Remarks, why: str) -> Line:
+    client, mu = account.worst(adversary)
+    what, relation = _UNITS[unit]
+    if not math.isfinite(mu):
+        return Line(adversary, "none", f"{why}, but nothing covers client {client}")
+    named = dataclasses.replace(
+        Line(adversary, "differential privacy", why),
+        epsilon=account.epsilon(adversary, delta),
+        delta=delta,
+        mu=mu,
+        worst_client=client,
+        unit=what,
+        relation=relation,
+        assumptions=remarks.assumptions,
+    )
+    if adversary == CLIENTS or not account.honest_arrivals:
+        return named
+    return dataclasses.replace(
+        named, assumptions=(*named.assumptions, "the server is honest about whose upload did not arrive")
+    )
+
+
+def _collusion_why(account: Account) -> str:
+    share = f"{account.collusion:.0%} of a round's clients side with the server"
+    return f"{share} ({account.how}{'' if account.certified else ': an estimate, not a proof'})"

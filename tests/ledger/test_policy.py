@@ -1,0 +1,313 @@
+"""A client's own limits: read from its file, kept whatever the server asks for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from federation import job, server_of
+from fedveil.engines import LocalEngine
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.policy import Policy
+from fedveil.protocol import ClientRole, ClientState, RoundDone, Train
+from fedveil.protocol.directory import Hello
+from fedveil.protocol.noised import Repair
+from fedveil.runs.job import Job
+from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.schemes import schemes
+
+KEY = bytes(range(32))
+File = Callable[[str], str]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    def write(text: str) -> str:
+        (tmp_path / "policy.toml").write_text(text)
+        return str(tmp_path / "policy.toml")
+
+    return write
+
+
+def test_a_file_is_read_and_what_it_leaves_out_is_not_limited() -> None:
+    assert Policy.parse("") == Policy()
+    text = "max_epsilon = 2\ndelta = 1e-6\nmin_cohort = 10\nmax_clip = 0.5\n"
+    assert Policy.parse(text) == Policy(2, 1e-6, 10, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("max_epsilo = 3", r"Unknown setting in a\.toml: 'max_epsilo'\. Did you mean 'max_epsilon'"),
+        ("[limits]\nmax_epsilon = 3", "Unknown setting in a.toml: 'limits'"),
+        ('max_epsilon = "3"', r"a\.toml: max_epsilon must be a number \(got '3'\)"),
+        ("max_epsilon = true", "max_epsilon must be a number"),
+        ("max_epsilon = [3]", "max_epsilon must be a number"),
+        ("min_cohort = 2.5", "min_cohort must be a"),
+        ("min_cohort = false", "min_cohort must be a"),
+        ("max_epsilon = nan", r"max_epsilon must be positive \(got nan\)"),
+        ("max_epsilon = inf", "max_epsilon must be positive"),
+        ("max_epsilon = 0", "max_epsilon must be positive"),
+        ("max_epsilon = -1.0", "max_epsilon must be positive"),
+        ("max_clip = nan", "max_clip must be positive"),
+        ("max_clip = 0.0", "max_clip must be positive"),
+        ("min_cohort = 0", "min_cohort must be positive"),
+        ("delta = nan", "delta must lie strictly between 0 and 1"),
+        ("delta = 0.0", "delta must lie"),
+        ("delta = 1", "delta must lie"),
+        ("max_epsilon = = 3", r"a\.toml is not valid TOML"),
+    ],
+)
+def test_whatever_is_wrong_in_the_file_is_named(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Policy.parse(text, where="a.toml")
+
+
+def test_a_file_that_is_wrong_or_missing_stops_the_run_before_it_starts(file: File, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.toml: max_epsilon must be a number"):
+        job(scheme="nadp", loss=None, policy=file('max_epsilon = "three"'))
+    with pytest.raises(ConfigError, match=r"Cannot read the policy .*absent\.toml"):
+        job(scheme="nadp", loss=None, policy=str(tmp_path / "absent.toml"))
+
+
+# --- schemes under which a limit could not be kept ----------------------------------------------------------------
+
+
+def of(scheme: str, **settings: Any) -> Job:
+    return job(scheme=scheme, loss="square", **settings)
+
+
+@pytest.mark.parametrize("scheme", [info.name for info in schemes()])
+def test_a_limit_on_epsilon_needs_noise_of_the_clients_own(scheme: str, file: File) -> None:
+    """cdp counts too: its noise is the server's, and a client cannot rely on it."""
+    one = of(scheme, rounds=1, policy=file("max_epsilon = 50.0"))
+    if scheme in ("ldp", "nadp", "veil-dp"):
+        assert len(train_job(one, state=fresh_state(one)).rows) == 1
+        return
+    with pytest.raises(ConfigError, match=r"at most ε = 50, but under this scheme its uploads carry no noise"):
+        train_job(one, state=fresh_state(one))
+
+
+def test_integer_noise_under_masks_counts_as_noise(file: File) -> None:
+    one = of("veil-dp", cover="masks", rounds=1, policy=file("max_epsilon = 3.0"))
+    assert len(train_job(one, state=fresh_state(one)).rows) == 1
+
+
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless", "pbpfl"])
+def test_a_smallest_cohort_needs_a_scheme_that_names_it(scheme: str, file: File) -> None:
+    one = of(scheme, rounds=1, policy=file("min_cohort = 2"))
+    with pytest.raises(ConfigError, match="clients are not told who else takes part"):
+        train_job(one, state=fresh_state(one))
+
+
+@pytest.mark.parametrize("scheme", ["ldp", "cdp", "nadp", "veil-dp"])
+def test_a_clip_beyond_the_policy_is_refused(scheme: str, file: File) -> None:
+    policy = file("max_clip = 0.5")
+    loose, tight = (of(scheme, rounds=1, clip=clip, policy=policy) for clip in (0.51, 0.5))
+    with pytest.raises(ConfigError, match=r"clip = 0\.51 exceeds the client's policy \(max_clip = 0\.5\)"):
+        train_job(loose, state=fresh_state(loose))
+    assert len(train_job(tight, state=fresh_state(tight)).rows) == 1
+
+
+def test_a_clipped_update_is_bound_by_the_policy_too(file: File) -> None:
+    one = of("ldp", rounds=1, clip=2.0, local_steps=3, policy=file("max_clip = 1.0"))
+    with pytest.raises(ConfigError, match="clip = 2 exceeds"):
+        train_job(one, state=fresh_state(one))
+
+
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless", "veil-secagg", "mpdp"])
+def test_a_largest_clip_needs_a_scheme_that_clips(scheme: str, file: File) -> None:
+    one = of(scheme, rounds=1, policy=file("max_clip = 0.5"))
+    with pytest.raises(ConfigError, match="this scheme clips nothing"):
+        train_job(one, state=fresh_state(one))
+
+
+# --- limits that are kept round by round ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["cdp", "nadp", "veil-secagg"])
+def test_a_round_with_too_few_clients_is_refused(scheme: str, file: File) -> None:
+    policy = file("min_cohort = 4")
+    small, large = (of(scheme, rounds=1, clients=6, cohort=size, policy=policy) for size in (3, 4))
+    with pytest.raises(ProtocolError, match="takes part in no round of 3 clients: its policy asks for 4") as caught:
+        train_job(small, state=fresh_state(small))
+    assert "learning rate" not in str(caught.value)
+    assert train_job(large, state=fresh_state(large)).rows[0]["clients"] == 4
+
+
+def test_a_server_that_does_not_name_the_cohort_is_refused() -> None:
+    one = of("cdp", rounds=1)
+    role = ClientRole(one.scheme, one.blueprint, policy=Policy(min_cohort=2))
+    veil = one.scheme.downlink.veil(one.blueprint, one.weights, stream=one.secrets.stream("veil"), head_level=None)
+    with pytest.raises(ProtocolError, match="takes part in no round of 0 clients"):
+        role.handle(ClientState(0), Train(0, 0, veil.broadcast(), None), one.pool.clients[0])
+
+
+def driven(one: Job, role: ClientRole, **how: Any) -> tuple[list[RoundDone], dict[int, ClientState]]:
+    """A server without an account of its own: only clients keep books."""
+    boundaries: list[RoundDone] = []
+    engine = LocalEngine(role, one.pool, **how)
+    engine.drive(server_of(one).run(), on_round=boundaries.append)
+    return boundaries, engine._states
+
+
+def affordable(one: Job, covering: Covering, policy: Policy) -> list[int]:
+    """How many rounds of this noise each client can pay for."""
+    assert policy.max_epsilon is not None
+    prices = charges(covering)
+    return [
+        max(
+            n
+            for n in range(one.config.rounds + 1)
+            if epsilon_of(math.sqrt(n * price), policy.delta) <= policy.max_epsilon
+        )
+        for price in prices
+    ]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ldp": {"scheme": "ldp"},
+    "nadp": {"scheme": "nadp"},
+    "nadp by the paper's formula": {"scheme": "nadp", "accounting": "paper"},
+    "veil-dp": {"scheme": "veil-dp"},
+    "veil-dp under masks": {"scheme": "veil-dp", "cover": "masks"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict[str, Any]) -> None:
+    """The server aims at ε = 6 in 8 rounds and keeps no account; each client stops by its own."""
+    one = job(loss="square", rounds=8, epsilon=6.0, how="size", ratio=3.0, **settings)
+    policy = Policy(max_epsilon=2.5)
+    role = ClientRole(one.scheme, one.blueprint, secrets=one.secrets, policy=policy)
+    boundaries, states = driven(one, role)
+    context_cohort = boundaries[0].cohort
+    plan = one.scheme.plan
+    assert plan is not None
+    samples = [len(data) for data in one.pool.clients]
+    reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
+    covering = plan.covering(context_cohort, samples, reach, seed=bytes(32))
+    able = affordable(one, covering, policy)
+    assert 0 < min(able) < 8
+    for client, rounds in enumerate(able):
+        took_part = [done.round for done in boundaries if client in done.gathered.arrived]
+        assert took_part == list(range(rounds))
+        refused = [done for done in boundaries if client in done.gathered.refused]
+        assert len(refused) == 8 - rounds
+        for done in refused:
+            assert f"client {client} takes no further part" in done.gathered.refused[client]
+            assert "its policy allows 2.5" in done.gathered.refused[client]
+        assert states[client].spent == pytest.approx(rounds * charges(covering)[client], rel=1e-9)
+        assert epsilon_of(math.sqrt(states[client].spent), 1e-5) <= 2.5
+
+
+@pytest.mark.parametrize("lie", [{"epsilon": 1000.0}, {"delta": 0.4}, {"epsilon": 1000.0, "accounting": "paper"}])
+@pytest.mark.parametrize("scheme", ["ldp", "nadp", "veil-dp"])
+def test_whatever_the_scheme_aims_at_a_client_counts_by_its_own_target(
+    scheme: str, lie: dict[str, Any], file: File
+) -> None:
+    one = job(scheme=scheme, loss="square", rounds=1, policy=file("max_epsilon = 1.0"), **lie)
+    with pytest.raises(ProtocolError, match="client 0 takes no further part: this round would bring it to ε"):
+        train_job(one, state=fresh_state(one))
+
+
+def test_a_policy_equal_to_the_target_allows_the_whole_run(file: File) -> None:
+    for rounds in (3, 7, 10):
+        one = job(scheme="nadp", loss=None, rounds=rounds, epsilon=2.0, policy=file("max_epsilon = 2.0"))
+        outcome = train_job(one, state=fresh_state(one))
+        assert [row["clients"] for row in outcome.rows] == [5] * rounds
+        assert not any("refused" in row for row in outcome.rows)
+
+
+def test_through_the_configuration_a_run_ends_where_the_policy_does(file: File) -> None:
+    one = job(scheme="nadp", loss=None, rounds=6, policy=file("max_epsilon = 1.5"))
+    rows: list[dict[str, Any]] = []
+    with pytest.raises(ProtocolError, match=r"Round 3 failed: .*its policy allows 1\.5 \(δ = 1e-05\)") as caught:
+        train_job(one, state=fresh_state(one), on_round=lambda row, state: rows.append(row))
+    assert [row["clients"] for row in rows] == [5, 5]
+    assert "learning rate" not in str(caught.value)
+
+
+class Sleepy(ClientRole):
+    """Clients that are sealed, and woken again, between all messages."""
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any = None) -> Any:
+        woken = [ClientState.unseal(state.seal(KEY), KEY) for state in states]
+        yield from super().handle_many(woken, request, clients, private)
+
+
+def test_what_was_spent_survives_sealing() -> None:
+    one = job(scheme="nadp", loss=None, rounds=6)
+    awake, asleep = (kind(one.scheme, one.blueprint, policy=Policy(1.5)) for kind in (ClientRole, Sleepy))
+    ours, theirs = (driven(one, role) for role in (awake, asleep))
+    for (_, states), (boundaries, _) in ((ours, theirs), (theirs, ours)):
+        assert [sorted(done.gathered.arrived) for done in boundaries] == [[0, 1, 2, 3, 4]] * 2 + [[]] * 4
+        assert all(state.spent > 0 for state in states.values())
+    assert [state.spent for state in ours[1].values()] == [state.spent for state in theirs[1].values()]
+
+
+def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
+    one = job(scheme="nadp", loss=None, rounds=2)
+    role = client_role(one)
+    _, states = driven(one, role)
+    spent = states[0].spent
+    assert spent > 0
+    state, _ = role.handle(states[0], Hello("another run"), one.pool.clients[0])
+    assert state.spent == spent
+    assert state.answering(0, 1).spent == spent
+
+
+# --- noise that is given away counts --------------------------------------------------------------------------------
+
+
+def one_is_missing(request: Any, client: int) -> bool:
+    return isinstance(request, Train) and client == 4
+
+
+def surcharge(one: Job, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
+    """(μ² of a round, μ² when the noise shared with `missing` is known) of every client."""
+    plan = one.scheme.plan
+    assert plan is not None
+    samples = [len(data) for data in one.pool.clients]
+    reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
+    covering = plan.covering(range(len(samples)), samples, reach, seed=bytes(32))
+    pairs = [(a, b) for a in range(len(samples)) for b in missing if a not in missing]
+    return charges(covering), charges(covering, revealed=pairs)
+
+
+def test_a_client_that_repairs_pays_for_the_noise_it_gives_away() -> None:
+    """The upload of whoever is said to be missing may have been seen: the noise shared with it is no cover."""
+    one = job(scheme="nadp", loss=None, rounds=1)
+    boundaries, states = driven(one, client_role(one), absent=one_is_missing)
+    assert boundaries[0].failed == ""
+    before, after = surcharge(one, {4})
+    for client in range(4):
+        assert after[client] > 1.001 * before[client]
+        assert states[client].spent == pytest.approx(after[client], rel=1e-9)
+    assert states[4].spent == 0.0
+
+
+def test_a_client_does_not_give_away_noise_beyond_its_policy() -> None:
+    """The policy pays for the upload and not for the repair: the client keeps its seeds, and the round fails."""
+    one = job(scheme="nadp", loss=None, rounds=1, dropouts="repair")
+    before, after = surcharge(one, {4})
+    between = (epsilon_of(math.sqrt(before[:4].max()), 1e-5) + epsilon_of(math.sqrt(after[:4].min()), 1e-5)) / 2
+    role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_epsilon=between))
+    boundaries, states = driven(one, role, absent=one_is_missing)
+    (done,) = boundaries
+    assert sorted(done.gathered.arrived) == [0, 1, 2, 3]
+    assert done.failed
+    for client in range(4):
+        assert "giving away noise shared with others would bring it" in done.gathered.refused[client]
+        assert states[client].spent == pytest.approx(before[client], rel=1e-9)
+    state = states[0]
+    with pytest.raises(ProtocolError, match="giving away noise"):
+        role.handle(state, Repair(0, 0, torch.tensor([4])), one.pool.clients[0])
