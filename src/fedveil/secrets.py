@@ -49,6 +49,11 @@ class SecretStream(Guarded):
         self._key = key
         self._calls = 0
 
+    @property
+    def simulation(self) -> bool:
+        """Whether the numbers follow from a seed."""
+        return self._key is not None
+
     def bytes(self, count: int) -> bytes:
         """The next `count` secret bytes."""
         if self._key is None:
@@ -99,6 +104,10 @@ class SeededSecrets(Guarded):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+
+    def branch(self, *label: str | int) -> SeededSecrets:
+        """A source of its own that does not lead back to this one."""
+        return SeededSecrets(int.from_bytes(self.stream("branch", *label).bytes(32), "big"))
 
     def stream(self, *label: str | int) -> SecretStream:
         """The stream of SHAKE-256(seed, label); equal labels give equal streams."""

@@ -8,6 +8,7 @@ reveals nothing else.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
@@ -28,9 +29,9 @@ def _raw(public: X25519PublicKey | Ed25519PublicKey) -> bytes:
     return public.public_bytes(Encoding.Raw, PublicFormat.Raw)
 
 
-def _announcement(*, run: str, client: int, public: bytes) -> bytes:
+def _announcement(*, run: str, client: int, public: bytes, samples: int) -> bytes:
     name = run.encode()
-    return _CONTEXT + struct.pack("<IQ", len(name), client) + name + public
+    return _CONTEXT + struct.pack("<IQQ", len(name), client, samples) + name + public
 
 
 class Identity(Guarded):
@@ -44,22 +45,44 @@ class Identity(Guarded):
         """The 32 bytes that belong into a roster."""
         return _raw(self._key.public_key())
 
-    def sign_key(self, *, run: str, client: int, public: bytes) -> bytes:
-        """Vouch for an agreement key, for this run and client only."""
-        return self._key.sign(_announcement(run=run, client=client, public=public))
+    def sign_key(self, *, run: str, client: int, public: bytes, samples: int = 0) -> bytes:
+        """Vouch for an agreement key and a number of samples, for this run and client only."""
+        return self._key.sign(_announcement(run=run, client=client, public=public, samples=samples))
+
+    def sign(self, content: bytes, *, purpose: str) -> bytes:
+        """Vouch for `content`, for this purpose only."""
+        return self._key.sign(_statement(content, purpose))
 
 
-def check_key_signature(identity: bytes, signature: bytes, *, run: str, client: int, public: bytes) -> None:
+def _statement(content: bytes, purpose: str) -> bytes:
+    label = purpose.encode()
+    return b"fedveil statement 1" + struct.pack("<I", len(label)) + label + content
+
+
+def check_key_signature(
+    identity: bytes, signature: bytes, *, run: str, client: int, public: bytes, samples: int = 0
+) -> None:
     """Refuse an agreement key that `identity` did not vouch for, naming the client."""
-    try:
-        Ed25519PublicKey.from_public_bytes(identity).verify(
-            signature, _announcement(run=run, client=client, public=public)
-        )
-    except (InvalidSignature, ValueError) as reason:
+    if not _signed(identity, signature, _announcement(run=run, client=client, public=public, samples=samples)):
         raise ProtocolError(
             f"the key presented for client {client} is not signed by the key the roster pins for it: "
             "somebody on the way has replaced it, or the roster is out of date"
-        ) from reason
+        )
+
+
+def signed_by(identity: bytes, signature: bytes, content: bytes, *, purpose: str) -> bool:
+    """Whether `identity` vouched for `content` for this purpose."""
+    return _signed(identity, signature, _statement(content, purpose))
+
+
+@lru_cache(maxsize=1 << 14)
+def _signed(identity: bytes, signature: bytes, content: bytes) -> bool:
+    # Remembered, because in a simulation every client checks the same statements.
+    try:
+        Ed25519PublicKey.from_public_bytes(identity).verify(signature, content)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 class PairSecret(Guarded):

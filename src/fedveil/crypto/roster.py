@@ -21,12 +21,12 @@ class Roster:
 
     keys: Mapping[int, bytes]
 
-    def check(self, *, client: int, run: str, public: bytes, signature: bytes) -> None:
+    def check(self, *, client: int, run: str, public: bytes, signature: bytes, samples: int = 0) -> None:
         """Refuse an agreement key that was swapped on the way, naming whose it was said to be."""
         identity = self.keys.get(client)
         if identity is None:
             raise ProtocolError(f"client {client} is not in the roster")
-        check_key_signature(identity, signature, run=run, client=client, public=public)
+        check_key_signature(identity, signature, run=run, client=client, public=public, samples=samples)
 
     def to_toml(self) -> str:
         """The roster as a file."""

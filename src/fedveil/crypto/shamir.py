@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from fedveil.crypto.keys import SEED_BYTES
 from fedveil.errors import ProtocolError
@@ -55,13 +56,28 @@ def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:
 
 
 def _at(place: int, points: Mapping[int, int]) -> int:
-    """The interpolating polynomial's value at `place` (Lagrange)."""
-    total = 0
-    for one, value in points.items():
-        top, bottom = 1, 1
-        for other in points:
+    """The interpolating polynomial's value at `place` (Lagrange): Σ y_i · Π_{j≠i} (place − x_j) / (x_i − x_j)."""
+    places = tuple(points)
+    inverses = _inverses(places)
+    below = [1]
+    for one in places:
+        below.append(below[-1] * (place - one) % PRIME)
+    total, above = 0, 1
+    for number in reversed(range(len(places))):
+        one = places[number]
+        total += points[one] * inverses[number] % PRIME * below[number] % PRIME * above
+        above = above * (place - one) % PRIME
+    return total % PRIME
+
+
+@lru_cache(maxsize=1 << 10)
+def _inverses(places: tuple[int, ...]) -> tuple[int, ...]:
+    """1 / Π_{j≠i} (x_i − x_j) for each i; remembered, because one neighbourhood holds many secrets."""
+    found = []
+    for one in places:
+        bottom = 1
+        for other in places:
             if other != one:
-                top = top * (place - other) % PRIME
                 bottom = bottom * (one - other) % PRIME
-        total = (total + value * top * pow(bottom, -1, PRIME)) % PRIME
-    return total
+        found.append(pow(bottom, -1, PRIME))
+    return tuple(found)

@@ -20,6 +20,9 @@ _LOG_BITS = 40
 _ANGLE_BITS = 64 - _LOG_BITS
 
 
+_ZEROS = memoryview(bytes(8 * _CHUNK))
+
+
 class WordStream:
     """The 64-bit words of one seed, in order; reading goes on where the last read ended."""
 
@@ -27,13 +30,12 @@ class WordStream:
         if len(seed) != SEED_BYTES:
             raise ValueError(f"a stream's seed has {SEED_BYTES} bytes, not {len(seed)}")
         self._cipher = Cipher(algorithms.AES128(seed[:16]), modes.CTR(seed[16:])).encryptor()
-        self._zeros = bytes(8 * _CHUNK)
         # update_into wants room for one more block than it writes.
         self._room = np.empty(8 * _CHUNK + _BLOCK, dtype=np.uint8)
 
     def take(self, count: int) -> Words:
         """The next `count` (at most 2¹⁴) words; valid until the next call."""
-        written = self._cipher.update_into(memoryview(self._zeros)[: 8 * count], self._room.data)
+        written = self._cipher.update_into(_ZEROS[: 8 * count], self._room.data)
         return self._room[:written].view(np.uint64)
 
 
@@ -65,6 +67,8 @@ def add_gaussian(total: NDArray[np.float32] | NDArray[np.float64], seed: bytes, 
         np.multiply(radius, -2.0 * scale**2, out=radius)
         np.maximum(radius, 0.0, out=radius)  # rounding may lift the uniform to 1
         np.sqrt(radius, out=radius)
+        if scale < 0:
+            np.negative(radius, out=radius)
         np.multiply(angle, 2.0 * np.pi * 2.0**-_ANGLE_BITS, out=angle)
         part[:half] += radius * np.cos(angle)
         part[half:] += (radius * np.sin(angle))[: len(part) - half]
