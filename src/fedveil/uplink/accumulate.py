@@ -25,7 +25,8 @@ class ExactSum:
         self._limbs = torch.zeros(_LIMBS, length, dtype=torch.float64, device=device)
         # Blocks that stay in a CPU's cache are twice as fast as whole vectors; a GPU wants few launches.
         self._block = _BLOCK if self._limbs.device.type == "cpu" else max(length, 1)
-        self._scratch = torch.empty(2, self._block, dtype=torch.float64, device=device)
+        # Zeros, not empty: memory that was handed back may still hold somebody's numbers.
+        self._scratch = torch.zeros(2, self._block, dtype=torch.float64, device=device)
         self._addends = 0
 
     @property

@@ -1,0 +1,203 @@
+"""How much noise: the smallest that meets a target, or what a paper's formula says.
+
+Everything is in the units of a contribution, the n_k-weighted sum a client uploads. There one record
+moves client i's upload by at most S_i (2·C for clipped full batches), the residual noise has variance
+x_i·s² with Σ x_i = 1, and pair noise x_ij·λ²·s². Only s depends on the privacy target.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger.correlated import Covering, by_peer, charges, worst_collusion
+from fedveil.ledger.gaussian import mu_of, paper_sigma
+from fedveil.ledger.sampled import sampled_noise
+from fedveil.uplink.allocation import allocate
+from fedveil.uplink.graph import complete, n_out
+
+Layout = Literal["local", "pairs", "sum"]
+Accounting = Literal["exact", "paper"]
+ACCOUNTING = ("exact", "paper")
+
+COMPLETE_STRENGTH = 10.0
+SPARSE_STRENGTH = math.sqrt(1000.0)
+"""Pair over residual standard deviation on a sparse graph, where fewer pairs have to carry the cover."""
+
+_SAFE = 1 + 1e-11
+"""So much more variance that μ², added over thousands of rounds, does not end above the target by rounding."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """(ε, δ) over a run in which one client takes part at most `participations` times."""
+
+    epsilon: float
+    delta: float
+    rounds: int
+    participations: int
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise ConfigError(f"epsilon must be a positive number (got {self.epsilon}).")
+        if not 0 < self.delta < 1:
+            raise ConfigError(f"delta must lie strictly between 0 and 1 (got {self.delta}); 1e-5 is usual.")
+        if not 1 <= self.participations <= self.rounds:
+            raise ConfigError(
+                f"A client takes part in between 1 and all {self.rounds} rounds, not in {self.participations}."
+            )
+
+    @property
+    def mu(self) -> float:
+        """The largest μ of the whole run that meets the target."""
+        return mu_of(self.epsilon, self.delta)
+
+    def per_round(self) -> float:
+        """μ² of one round: an equal part of the whole."""
+        return self.mu**2 / self.participations
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
+    cancels; "sum": shared, under masks, or added once by a `trusted` server) and how its size is found."""
+
+    target: Target
+    layout: Layout
+    accounting: Accounting = "exact"
+    strength: float | None = None
+    collusion: float = 0.0
+    neighbours: int | None = None
+    tolerant: bool = False
+    trusted: bool = False
+    sampling: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
+            raise ConfigError(
+                "Secret sampling of records amplifies noise that a client adds for itself, by exact accounting: use "
+                "--scheme ldp --accounting exact."
+            )
+        if self.accounting not in ACCOUNTING:
+            raise unknown_name("accounting", self.accounting, ACCOUNTING)
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
+        if self.strength is not None and not (math.isfinite(self.strength) and self.strength >= 0):
+            raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    def colluders(self, count: int) -> int:
+        """How many of `count` clients may be on the server's side."""
+        return math.ceil(self.collusion * count - 1e-9)
+
+    def pair_strength(self, samples: Sequence[int]) -> float:
+        """λ: as given, or 10 (√1000 on a sparse graph); where dropouts leave pair noise behind, the paper's."""
+        if self.strength is not None:
+            return self.strength
+        if self.accounting == "paper" or self.tolerant:
+            return _paper_strength(samples, self.collusion)
+        return COMPLETE_STRENGTH if self.neighbours is None else SPARSE_STRENGTH
+
+    def covering(
+        self, members: Sequence[int], samples: Sequence[int], sensitivity: Sequence[float], *, seed: bytes
+    ) -> Covering:
+        """The noise of a round with these clients (ascending), scaled to the target."""
+        # Everybody computes this alone; another order would deal the same pairs other shares.
+        if any(later <= earlier for earlier, later in itertools.pairwise(members)):
+            raise ProtocolError("a round must name each of its clients once, in ascending order")
+        drawn = b"" if self.neighbours is None else seed  # without a graph to draw, every round is alike
+        return _covering(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
+
+    def noise_multiplier(self) -> float:
+        """σ over the reach of one record, for secretly sampled records."""
+        assert self.sampling is not None
+        return sampled_noise(
+            epsilon=self.target.epsilon,
+            sampling_rate=self.sampling,
+            rounds=self.target.participations,
+            delta=self.target.delta,
+        )
+
+    def paper_scale(self, sensitivity: float) -> float:
+        """The papers' s: S·√(4·T·ln(1/δ))/ε for pairs (two queries a round), S·√(2·q·T·ln(1/δ))/ε for local noise,
+        S·√(2·T·ln(1/δ))/ε for noise added once."""
+        target = self.target
+        rounds = {"pairs": 2.0 * target.rounds, "local": target.rate * target.rounds, "sum": float(target.rounds)}
+        return sensitivity * paper_sigma(target.epsilon, target.delta, rounds[self.layout])
+
+
+def _paper_strength(samples: Sequence[int], collusion: float) -> float:
+    from fedveil.uplink.allocation import collusion_strength
+
+    if collusion == 0 or len(samples) < 3:
+        return 1.0
+    ratio = (max(samples) / min(samples)) ** 2
+    return collusion_strength(clients=len(samples), colluding=collusion, ratio_squared=ratio)
+
+
+@lru_cache(maxsize=32)
+def _covering(
+    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
+) -> Covering:
+    count = len(members)
+    reach = np.asarray(sensitivity, dtype=np.float64)
+    nobody = np.empty(0, dtype=np.int64)
+    if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
+        if plan.accounting == "paper":
+            scales = np.asarray([plan.paper_scale(one) for one in sensitivity])
+        elif plan.sampling is not None:
+            scales = reach / 2.0 * plan.noise_multiplier()
+        else:
+            scales = reach * math.sqrt(_SAFE / plan.target.per_round())
+        return Covering(members, reach, scales**2, nobody, nobody, np.empty(0))
+    residual = np.asarray(samples, dtype=np.float64) / sum(samples)
+    if plan.layout == "sum":
+        unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), summed=True)
+    else:
+        unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
+    scale = plan.paper_scale(float(reach.max())) ** 2
+    if plan.accounting == "exact":
+        worst = worst_of(unit, plan.colluders(count))
+        if not plan.trusted:
+            worst = np.maximum(worst, by_peer(unit))
+        scale = float(worst.max()) / plan.target.per_round() * _SAFE
+    if not math.isfinite(scale):
+        raise ConfigError(
+            "No amount of this noise meets the target: a client could be left with no noise that others do not know. "
+            "Lower collusion, or raise the number of clients or neighbours."
+        )
+    return Covering(members, reach, unit.residual * scale, unit.first, unit.second, unit.pairs * scale, unit.summed)
+
+
+def worst_of(covering: Covering, colluders: int) -> NDArray[np.float64]:
+    """μ² per member against a server with that many clients on its side."""
+    if colluders == 0:
+        return charges(covering)
+    return worst_collusion(covering, colluders).mu2
+
+
+def _pairs(
+    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], seed: bytes
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Pair variances in units of s²."""
+    strength = plan.pair_strength(samples)
+    if plan.neighbours is None:
+        graph = complete(members)
+        shares = allocate(samples).pairs[graph.first, graph.second]
+        return graph.first, graph.second, shares * strength**2
+    # A cohort may shrink below the number of neighbours asked for; then everybody is one.
+    graph = n_out(members, neighbours=min(plan.neighbours, len(members) - 1), seed=seed)
+    if not graph.connected():
+        raise ConfigError(
+            f"The graph of {len(members)} clients with {plan.neighbours} neighbours each is not connected, so that a "
+            "group of clients would be covered by its own noise alone. Raise neighbours."
+        )
+    return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))
