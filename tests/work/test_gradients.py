@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,5 +142,11 @@ def test_a_client_whose_numbers_are_not_finite_is_named(groups: int) -> None:
     bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
     data = clients((9, 9))
     data[1].x[3, 2] = float("nan")
-    with pytest.raises(NumericError, match=r"client 1 .* round 8 .*local numbers 0, 1, 2, 3, 4, …"):
-        list(work.run_many(bench, sent, data, round=7))
+    healthy = work.run(bench, sent, data[0], round=7)
+    found = dict(work.run_many(bench, sent, data, round=7))
+    assert isinstance(found[1], NumericError)
+    assert re.search(r"client 1 .* round 8 .*local numbers 0, 1, 2, 3, 4, …", str(found[1]))
+    assert isinstance(found[0], torch.Tensor)
+    assert torch.allclose(found[0], healthy, rtol=0, atol=1e-10 * float(healthy.abs().max()))
+    with pytest.raises(NumericError, match="client 1 "):
+        work.run(bench, sent, data[1], round=7)

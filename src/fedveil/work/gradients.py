@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.downlink.transitional import has_multipliers
+from fedveil.errors import NumericError
 from fedveil.flat import Layout
 from fedveil.work.batches import Batches
 from fedveil.work.captured import CapturedStep
@@ -46,11 +48,14 @@ class Gradients:
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's step."""
         prepare(bench.blueprint, bench.module, broadcast)
-        return self._one(bench, broadcast, data, round)
+        found = self._one(bench, broadcast, data, round)
+        if isinstance(found, NumericError):
+            raise found
+        return found
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Clients of equal batch size together under vmap, a bounded number at a time, or one by one."""
         if not self._should_vectorise(bench, clients):
             prepare(bench.blueprint, bench.module, broadcast)
@@ -67,18 +72,18 @@ class Gradients:
             for start in range(0, len(positions), at_once):
                 yield from self._some(bench, broadcast, clients, positions[start : start + at_once], round)
 
-    def _one(self, bench: Bench, broadcast: Broadcast, data: ClientData, round: int) -> Tensor:
+    def _one(self, bench: Bench, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen)
         with seeded_dropout(bench.module, self.batches.seed, data.client, round):
             vector = weighted(self._step(bench, x, y, broadcast.head), len(data))
-        self._check(bench, vector, data, round, chosen)
-        return vector
+        return self._checked(bench, vector, data, round, chosen)
 
     def _step(self, bench: Bench, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
         if x.device.type != "cuda" or has_random_layers(bench.module):
             return step(bench.blueprint, bench.module, self.loss, x, y, head)
-        key = (self.loss, tuple(x.shape), tuple(y.shape), None if head is None else (head.count, head.per_group))
+        noise = None if head is None else (head.count, head.per_group)
+        key = (self.loss, tuple(x.shape), tuple(y.shape), noise, has_multipliers(bench.module))
         captured = bench.captured.get(key)
         if captured is None:
             captured = CapturedStep(bench.blueprint, bench.module, self.loss, x, y, head)
@@ -92,7 +97,7 @@ class Gradients:
         clients: Sequence[ClientData],
         positions: Sequence[int],
         round: int,
-    ) -> list[tuple[int, Tensor]]:
+    ) -> list[tuple[int, Tensor | NumericError]]:
         if bench.vectorisable:
             try:
                 return list(self._together(bench, broadcast, clients, positions, round))
@@ -108,20 +113,24 @@ class Gradients:
         clients: Sequence[ClientData],
         positions: Sequence[int],
         round: int,
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
         part = [clients[position] for position in positions]
         chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
         pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
         x, y = torch.stack([one for one, _ in pairs]), torch.stack([one for _, one in pairs])
         vectors = steps(bench.blueprint, bench.functional, self.loss, x, y, broadcast.head)
         for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):
-            contribution = weighted(vector, len(data))
-            self._check(bench, contribution, data, round, which)
-            yield position, contribution
+            yield position, self._checked(bench, weighted(vector, len(data)), data, round, which)
 
-    def _check(self, bench: Bench, vector: Tensor, data: ClientData, round: int, chosen: Tensor) -> None:
+    def _checked(
+        self, bench: Bench, vector: Tensor, data: ClientData, round: int, chosen: Tensor
+    ) -> Tensor | NumericError:
         values = bench.layout.split(vector)["values"]
-        check_finite(vector, values, client=data.client, round=round, chosen=chosen)
+        try:
+            check_finite(vector, values, client=data.client, round=round, chosen=chosen)
+        except NumericError as reason:
+            return reason
+        return vector
 
     def _should_vectorise(self, bench: Bench, clients: Sequence[ClientData]) -> bool:
         module = bench.module

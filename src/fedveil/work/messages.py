@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
+from fedveil.errors import NumericError
 from fedveil.flat import Layout
+from fedveil.secrets import OsSecrets, SecretSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +58,8 @@ class LocalWork(Protocol):
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """The same for many clients at once: (position, contribution), in any order."""
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The same for many clients at once: (position, contribution or why there is none), in any order."""
         ...
 
 
@@ -65,11 +67,13 @@ class LocalWork(Protocol):
 class Bench:
     """A client machine's workbench: skeletons to fill, kept between rounds to save time.
 
-    It holds nothing but the architecture and, during a round, the broadcast values.
+    It holds nothing but the architecture, the client's own source of secrets and, during a round, the
+    broadcast values.
     """
 
     blueprint: Blueprint
     layout: Layout
+    secrets: SecretSource = field(default_factory=OsSecrets)
 
     def __post_init__(self) -> None:
         self.module = self.blueprint.new_skeleton()

@@ -14,6 +14,7 @@ from fedveil.downlink.blueprint import (
 )
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.downlink.norms import batch_norms
+from fedveil.downlink.transitional import load_multipliers
 from fedveil.flat import Layout, flatten
 from fedveil.work.losses import Loss, SquareLoss
 
@@ -35,6 +36,7 @@ def prepare(blueprint: Blueprint, module: nn.Module, broadcast: Broadcast) -> No
     """Fill a skeleton with a broadcast."""
     load_parameters(module, broadcast.parameters)
     load_epsilon(blueprint, module, broadcast.epsilon)
+    load_multipliers(blueprint, module, broadcast.multipliers)
     if broadcast.statistics.numel():
         load_statistics(module, broadcast.statistics)
     for _, norm in batch_norms(module):
@@ -42,7 +44,7 @@ def prepare(blueprint: Blueprint, module: nn.Module, broadcast: Broadcast) -> No
 
 
 def head_alpha(blueprint: Blueprint, module: nn.Module) -> Tensor:
-    """α = Σ_j ĥ_j, + 1 if the last layer has a bias."""
+    """α = Σ_j ĥ_j, + 1 if the last layer has a bias; ĥ is what the layer reads, past its multiplier."""
     assert blueprint.table is not None
     assert blueprint.table.head is not None
     layer = module.get_submodule(blueprint.table.head.path)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
+from fedveil.errors import NumericError
 from fedveil.flat import Layout, flatten
 from fedveil.work.batches import Batches
 from fedveil.work.checks import check_finite
@@ -71,10 +72,13 @@ class LocalSteps:
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor]]:
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """One client after the other: local steps change the parameters, so nothing is shared."""
         for position, data in enumerate(clients):
-            yield position, self.run(bench, broadcast, data, round=round)
+            try:
+                yield position, self.run(bench, broadcast, data, round=round)
+            except NumericError as reason:
+                yield position, reason
 
 
 def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:

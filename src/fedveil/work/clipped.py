@@ -1,0 +1,250 @@
+"""Local work whose contribution is bounded: what a differential-privacy claim needs of a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.errors import ConfigError, NumericError
+from fedveil.flat import LARGEST, Layout
+from fedveil.work.batches import Batches
+from fedveil.work.checks import check_finite
+from fedveil.work.dropout import has_random_layers, seeded_dropout
+from fedveil.work.losses import Loss
+from fedveil.work.messages import Bench, ClientData
+from fedveil.work.persample import PerSample, Sums, joined, looped, trained_names
+from fedveil.work.step import prepare, weighted
+from fedveil.work.updates import LocalSteps
+
+_RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
+
+
+def refuse_batch_norm(blueprint: Blueprint) -> None:
+    """Refuse a model with a batch normalisation that computes with its batch."""
+    for path, one in blueprint.skeleton.named_modules():
+        if isinstance(one, VectorBatchNorm):
+            mixes = one.training or not one.track
+        elif isinstance(one, nn.modules.batchnorm._BatchNorm):
+            mixes = one.training or one.running_mean is None
+        else:
+            continue
+        if mixes:
+            raise ConfigError(
+                f"The batch normalisation {path or 'that is the model'!r} cannot be trained under a "
+                "differential-privacy claim: it mixes the samples of a batch, so that no sample has a gradient of "
+                "its own to clip, and the batch statistics it sends would be releases without noise. Use GroupNorm "
+                "(for the built-in models: norm=group), or freeze it with model.eval() and running statistics."
+            )
+
+
+def bounded_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
+    """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
+    if tensors != 1:
+        raise ConfigError(
+            f"Clipping bounds one gradient, and this downlink asks for {tensors} (head noise). Drop the head noise "
+            "or the differential-privacy claim."
+        )
+    refuse_batch_norm(blueprint)
+    return Layout((("gradients", (1, blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+
+
+def _check_bound(clip: float) -> None:
+    if not (math.isfinite(clip) and clip > 0):
+        raise ConfigError(f"The clipping bound must be a positive number, not {clip}.")
+
+
+def _refuse_head(broadcast: Broadcast) -> None:
+    if broadcast.head is not None:
+        raise ConfigError(
+            "Head noise makes clients return several gradients, and clipping bounds one. Drop the head noise or the "
+            "differential-privacy claim."
+        )
+
+
+@dataclass(frozen=True)
+class ClippedSamples:
+    """The mean over one batch of per-sample gradients, each clipped to L2 norm `clip` over all parameters.
+
+        n_k · (1/b)·Σ_{i in batch} g_i·min(1, C/‖g_i‖)
+
+    Parameters the model's author froze count as zero. `vectorise` = False takes the samples one by one; True
+    and None take many at once where vmap can. Norms are computed in the parameters' precision, so the bound
+    holds up to its rounding.
+
+    With `sampling` q, the batch is drawn by the client's own secrets: each record with probability q,
+    independently (Poisson), and the sum is divided by its expected size q·n_k.
+    """
+
+    loss: Loss
+    batches: Batches
+    clip: float
+    vectorise: bool | None = None
+    sampling: float | None = None
+
+    returns = "gradient"
+    unit = "record"
+
+    def __post_init__(self) -> None:
+        _check_bound(self.clip)
+        if self.sampling is not None and not 0 < self.sampling <= 1:
+            raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
+
+    def sensitivity(self, samples: int) -> float:
+        """2·C·n_k/b: how far replacing one record can move the contribution of a client with n_k records."""
+        if self.sampling is not None:
+            return 2.0 * self.clip / self.sampling
+        return 2.0 * self.clip * samples / self.batches.batch_size(samples)
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients and weight; nothing else leaves."""
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """One client's clipped mean gradient."""
+        _, found = next(self.run_many(bench, broadcast, [data], round=round))
+        if isinstance(found, NumericError):
+            raise found
+        return found
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """Clients with small batches of equal size together, the others one by one."""
+        _refuse_head(broadcast)
+        engine = self._engine(bench)
+        prepare(bench.blueprint, engine.module, broadcast)
+        for positions in self._groups(bench, broadcast, clients):
+            part = [clients[position] for position in positions]
+            yield from zip(positions, self._contributions(bench, engine, broadcast, part, round), strict=True)
+
+    def _engine(self, bench: Bench) -> PerSample:
+        key = (PerSample, self.loss)
+        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        engine = made.get(key)
+        if not isinstance(engine, PerSample):
+            engine = made[key] = PerSample(bench.blueprint, self.loss)
+        return engine
+
+    def _groups(self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
+        """Positions to be computed together: launches, not arithmetic, take the time of a small batch."""
+        kind = broadcast.parameters.device.type
+        row = max(1, bench.blueprint.size * broadcast.parameters.element_size())
+        # With dropout each client draws from a seed of its own; secret batches differ in size.
+        alone = has_random_layers(bench.module) or self.sampling is not None
+        by_size: dict[int, list[int]] = {}
+        for position, data in enumerate(clients):
+            by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
+        for size, positions in by_size.items():
+            most = min(_SAMPLES_TOGETHER.get(kind, 1) // size, _RESULT_BYTES.get(kind, row) // row)
+            at_once = 1 if alone or not self._may_vectorise(bench) else max(1, most)
+            for start in range(0, len(positions), at_once):
+                yield positions[start : start + at_once]
+
+    def _may_vectorise(self, bench: Bench) -> bool:
+        return bench.vectorisable and self.vectorise is not False
+
+    def _contributions(
+        self, bench: Bench, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        chosen = [self._chosen(bench, data, round) for data in part]
+        if self.sampling is not None and not len(chosen[0]):
+            return [weighted(torch.zeros_like(bench.blueprint.trainable, dtype=_dtype(bench)), len(part[0]))]
+        found = self._together(bench, engine, part, chosen, round) if self._may_vectorise(bench) else None
+        if found is None:
+            prepare(bench.blueprint, bench.module, broadcast)
+            found = joined([self._loop(bench, data, which, round) for data, which in zip(part, chosen, strict=True)])
+        expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
+        means = found.sums / expected
+        vectors: list[Tensor | NumericError] = [weighted(row, len(d)) for row, d in zip(means, part, strict=True)]
+        if bool(found.norms.isfinite().all() & (means.abs().amax() * max(map(len, part)) < LARGEST)):
+            return vectors
+        for number, (data, which) in enumerate(zip(part, chosen, strict=True)):
+            try:
+                _check(found, number, len(data) * means[number], client=data.client, round=round, chosen=which)
+            except NumericError as reason:
+                vectors[number] = reason
+        return vectors
+
+    def _chosen(self, bench: Bench, data: ClientData, round: int) -> Tensor:
+        if self.sampling is None:
+            return self.batches.indices(client=data.client, samples=len(data), step=round)
+        drawn = bench.secrets.stream("records", data.client, round).uniform(len(data))
+        return (drawn < self.sampling).nonzero().flatten()
+
+    def _together(
+        self, bench: Bench, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
+    ) -> Sums | None:
+        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+        try:
+            with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
+                return engine(x, y, clients=len(part), clip=self.clip)
+        except RuntimeError:  # vmap knows no rule for some operation, or memory is short
+            bench.vectorisable = False
+            return None
+
+    def _loop(self, bench: Bench, data: ClientData, chosen: Tensor, round: int) -> Sums:
+        x, y = data.take(chosen)
+        with seeded_dropout(bench.module, self.batches.seed, data.client, round):
+            return looped(bench.module, trained_names(bench.blueprint), self.loss, x, y, self.clip)
+
+
+def _dtype(bench: Bench) -> torch.dtype:
+    return next(bench.module.parameters()).dtype
+
+
+def _check(found: Sums, number: int, vector: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
+    """Refuse a sample whose gradient is no number: clipping would turn an infinite one into zero.
+
+    A long gradient is no reason to refuse: a refusal that depends on one record would tell about it.
+    """
+    norms = found.norms[number]
+    odd = torch.where(norms.isfinite(), torch.zeros_like(norms), norms)
+    check_finite(torch.cat([vector, odd]), found.losses[number], client=client, round=round, chosen=chosen)
+
+
+@dataclass(frozen=True)
+class ClippedUpdate:
+    """Local training whose whole update is clipped to L2 norm `clip` (θ): n_k · u·min(1, θ/‖u‖)."""
+
+    local: LocalSteps
+    clip: float
+
+    returns = "update"
+    unit = "client"
+
+    def __post_init__(self) -> None:
+        _check_bound(self.clip)
+
+    def sensitivity(self, samples: int) -> float:
+        """2·θ·n_k: how far replacing all of a client's records can move its contribution."""
+        return 2.0 * self.clip * samples
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients (here w − w_k) and weight; nothing else leaves."""
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally, then clip how far the parameters moved."""
+        _refuse_head(broadcast)
+        moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
+        bound = self.clip * len(data)
+        return weighted(moved * ((bound / moved.norm()).clamp(max=1.0) / len(data)), len(data))
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other."""
+        for position, data in enumerate(clients):
+            try:
+                yield position, self.run(bench, broadcast, data, round=round)
+            except NumericError as reason:
+                yield position, reason
