@@ -13,8 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink import Blueprint, HeadNoise, Mean, Rescaling, ScaleTable, draw
+from fedveil.downlink import (
+    Blueprint,
+    Broadcast,
+    Decomposed,
+    Downlink,
+    HeadNoise,
+    Mean,
+    Rescaling,
+    ScaleTable,
+    draw,
+)
 from fedveil.downlink.blueprint import load_epsilon, load_parameters, load_statistics
+from fedveil.downlink.transitional import load_multipliers
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, Loss, SquareLoss
 from fedveil.work.dropout import seeded_dropout
@@ -125,6 +136,7 @@ def trial(
     spread: float = 4.0,
     seed: int = 0,
     vectorise: bool | None = None,
+    decomposed: bool = False,
 ) -> Trial:
     """One veiled round of one client beside plain torch; `groups` = 0 means no head noise."""
     objective = loss or SquareLoss()
@@ -154,7 +166,7 @@ def trial(
     assert blueprint.table is not None
     weighted = isinstance(objective, SquareLoss) and objective.true_weight != 1.0
     head = HeadNoise(groups=groups, strength=strength, weighted_outputs=weighted) if groups else None
-    downlink = Rescaling(spread=spread, head=head)
+    downlink: Downlink = Decomposed(head=head) if decomposed else Rescaling(spread=spread, head=head)
     work = Gradients(objective, Batches(0, SEED), vectorise)
     layout = work.layout(blueprint, tensors=downlink.head_tensors(blueprint))
     veil = downlink.veil(blueprint, weights, stream=SeededSecrets(seed).stream("veil", 0), head_level=None)
@@ -174,13 +186,14 @@ def trial(
     )
 
 
-def client_output(blueprint: Blueprint, sent: object, x: Tensor) -> Tensor:
+def client_output(blueprint: Blueprint, sent: Broadcast, x: Tensor) -> Tensor:
     """What a client computes from a broadcast."""
     module = blueprint.new_skeleton()
-    load_parameters(module, sent.parameters)  # type: ignore[attr-defined]
-    load_epsilon(blueprint, module, sent.epsilon)  # type: ignore[attr-defined]
-    if sent.statistics.numel():  # type: ignore[attr-defined]
-        load_statistics(module, sent.statistics)  # type: ignore[attr-defined]
+    load_parameters(module, sent.parameters)
+    load_epsilon(blueprint, module, sent.epsilon)
+    load_multipliers(blueprint, module, sent.multipliers)
+    if sent.statistics.numel():
+        load_statistics(module, sent.statistics)
     with seeded_dropout(module, SEED, 0, 0), torch.no_grad():
         return module(x.clone())  # type: ignore[no-any-return]
 

@@ -80,6 +80,8 @@ class Tracing:
     classes: ClassSet = field(default_factory=ClassSet)
     uses: dict[str, Use] = field(default_factory=dict)
     use_counts: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, list[str]] = field(default_factory=dict)
+    """For every weight that reads an activation, the modules in which it does so, call by call."""
     norm_uses: dict[str, NormUse] = field(default_factory=dict)
     pinned_parameters: set[str] = field(default_factory=set)
     pins: list[Pin] = field(default_factory=list)
@@ -112,6 +114,8 @@ class Tracing:
     def use(self, ref: ParameterRef, *, view: tuple[int, ...], out: Tensor, into: Tensor | None = None) -> None:
         """Declare that `ref`, viewed as `view`, scales by out ⊗ 1/into; uses of one tensor are united."""
         self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
+        if into is not None:
+            self.readers.setdefault(ref.name, []).append(self.inside)
         known = self.uses.get(ref.name)
         fits = known is None or (known.view == view and (known.into is None) == (into is None))
         if ref.name in self.pinned_parameters or not fits:

@@ -29,11 +29,16 @@ class PublicHead:
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
-    """One round's model as clients see it."""
+    """One round's model as clients see it.
+
+    `multipliers` are the numbers of the transitional layers, one per channel that a weight reads; empty
+    where the downlink has none.
+    """
 
     parameters: Tensor
     epsilon: Tensor
     statistics: Tensor
+    multipliers: Tensor
     head: PublicHead | None
 
 
@@ -48,13 +53,13 @@ class Mean:
 
 @dataclass(frozen=True, eq=False)
 class Recovered:
-    """What the server makes of a round: the true gradient, loss and batch statistics.
+    """What the server makes of a round: the true gradient, loss (where clients may send one) and batch statistics.
 
     `head_level` is √(2φ_β), the size of α, by which the next round's head noise is set.
     """
 
     gradient: Tensor
-    loss: float
+    loss: float | None
     statistics: Tensor
     head_level: float | None
 

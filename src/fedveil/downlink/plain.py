@@ -28,6 +28,7 @@ class Plain:
             Release("train.parameters", "server", ("clients",), "the model's parameters"),
             Release("train.epsilon", "server", ("clients",), "ε of the normalisation layers"),
             Release("train.statistics", "server", ("clients",), "running statistics, where they are frozen"),
+            Release("train.multipliers", "server", ("clients",), "nothing: there are no transitional layers"),
         )
 
     def veil(
@@ -46,14 +47,15 @@ class Unveiled:
 
     def broadcast(self) -> Broadcast:
         """The model itself."""
-        statistics = self.weights.statistics if self.blueprint.frozen_statistics else torch.empty(0)
-        return Broadcast(self.weights.parameters.clone(), self.weights.epsilon.clone(), statistics.clone(), None)
+        weights, nothing = self.weights, self.weights.parameters.new_empty(0)
+        statistics = weights.statistics if self.blueprint.frozen_statistics else torch.empty(0)
+        return Broadcast(weights.parameters.clone(), weights.epsilon.clone(), statistics.clone(), nothing, None)
 
     def recover(self, mean: Mean) -> Recovered:
         """The mean gradient is the gradient."""
         return Recovered(
             mean.gradients[0].to(torch.float64),
-            float(mean.values[0]),
+            float(mean.values[0]) if mean.values.numel() else None,
             mean.statistics.to(torch.float64),
             None,
         )

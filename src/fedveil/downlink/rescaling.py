@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint, TappedLinear, Weights, assemble, flat_views
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
-from fedveil.downlink.table import ScaleTable
+from fedveil.downlink.table import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError
 from fedveil.ledger.releases import Release
 from fedveil.secrets import Guarded, SecretStream
@@ -64,16 +64,7 @@ class Rescaling:
 
     def head_tensors(self, blueprint: Blueprint) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
-        if self.head is None:
-            return 1
-        site = _table(blueprint).head
-        if site is None:
-            raise TraceError(
-                f"Head noise cannot be used: {_table(blueprint).head_refusal}. Use a model that ends in an "
-                "nn.Linear layer, or drop the head noise (--no-head-noise)."
-            )
-        groups = self.head.count(site.outputs)
-        return 1 + 2 * groups if self.head.weighted_outputs else 2 + groups
+        return head_tensors(self.head, blueprint)
 
     def releases(self) -> tuple[Release, ...]:
         """Every layer up to secret scales; with head noise also the public vector a and the groups."""
@@ -83,6 +74,7 @@ class Rescaling:
             Release("train.parameters", "server", ("clients",), "the parameters, rescaled", hiding=head),
             Release("train.epsilon", "server", ("clients",), "ε·k² of the normalisation layers", hiding=scales),
             Release("train.statistics", "server", ("clients",), "running statistics, rescaled", hiding=scales),
+            Release("train.multipliers", "server", ("clients",), "nothing: there are no transitional layers"),
         )
         if self.head is None:
             return sent
@@ -98,23 +90,54 @@ class Rescaling:
         self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> ScaledVeil:
         """Fresh scales and, with head noise, a fresh γ, for one round."""
-        table = _table(blueprint)
-        device = weights.parameters.device
-        logs = (2.0 * stream.uniform(table.classes.count) - 1.0) * math.log(self.spread)
-        scales = table.classes.scales(logs).to(device)
-        if self.head is None:
-            return ScaledVeil(blueprint, weights, scales, None)
-        tensors = self.head_tensors(blueprint)
-        assert table.head is not None
-        secret = _draw_head(self.head, table.head.outputs, stream, device)
-        veil = ScaledVeil(blueprint, weights, scales, secret)
-        level = head_level if head_level else veil.probe_level()
-        secret.gamma *= self.head.strength / level
-        assert secret.public.tensors == tensors
-        return veil
+        classes = scale_table(blueprint).classes
+        logs = (2.0 * stream.uniform(classes.count) - 1.0) * math.log(self.spread)
+        return scaled_veil(
+            blueprint, weights, classes.scales(logs), head=self.head, stream=stream, head_level=head_level
+        )
 
 
-def _table(blueprint: Blueprint) -> ScaleTable:
+def scaled_veil(
+    blueprint: Blueprint,
+    weights: Weights,
+    scales: Tensor,
+    *,
+    head: HeadNoise | None,
+    stream: SecretStream,
+    head_level: float | None,
+) -> ScaledVeil:
+    """The veil of given scales, one for every class of the blueprint's table, and of a freshly drawn γ."""
+    device = weights.parameters.device
+    if head is None:
+        return ScaledVeil(blueprint, weights, scales.to(device), None)
+    secret = _draw_head(head, head_site(blueprint).outputs, stream, device)
+    veil = ScaledVeil(blueprint, weights, scales.to(device), secret)
+    level = head_level if head_level else veil.probe_level()
+    secret.gamma *= head.strength / level
+    return veil
+
+
+def head_site(blueprint: Blueprint) -> HeadSite:
+    """Where the head noise goes; refused if the model has no such place."""
+    table = scale_table(blueprint)
+    if table.head is None:
+        raise TraceError(
+            f"Head noise cannot be used: {table.head_refusal}. Use a model that ends in an "
+            "nn.Linear layer, or drop the head noise (--no-head-noise)."
+        )
+    return table.head
+
+
+def head_tensors(head: HeadNoise | None, blueprint: Blueprint) -> int:
+    """How many gradients undo the head noise: 1 without it, m + 2 with it (2m + 1 with weighted outputs)."""
+    if head is None:
+        return 1
+    groups = head.count(head_site(blueprint).outputs)
+    return 1 + 2 * groups if head.weighted_outputs else 2 + groups
+
+
+def scale_table(blueprint: Blueprint) -> ScaleTable:
+    """The blueprint's table; refused if it was not traced."""
     if blueprint.table is None:
         raise TraceError("This blueprint was not traced; a rescaling downlink needs the scale table.")
     return blueprint.table
@@ -160,7 +183,7 @@ class ScaledVeil(Guarded):
 
     def __init__(self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None) -> None:
         self._blueprint = blueprint
-        self._table = _table(blueprint)
+        self._table = scale_table(blueprint)
         self._weights = weights
         self._scales = scales
         self._head = head
@@ -182,7 +205,8 @@ class ScaledVeil(Guarded):
         statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
         if self._blueprint.frozen_statistics:
             statistics = self.veiled_statistics()
-        return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), public)
+        nothing = veiled.new_empty(0, dtype=dtype)
+        return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), nothing, public)
 
     def veiled_statistics(self) -> Tensor:
         """Running mean·k and variance·k², in float64."""
@@ -191,17 +215,19 @@ class ScaledVeil(Guarded):
     def recover(self, mean: Mean) -> Recovered:
         """∇_W L = R ∘ (G₀ − Σ_s γ_s·G_s + v·G_β), in float64; the loss by the same combination."""
         gradients, values = mean.gradients.to(torch.float64), mean.values.to(torch.float64)
-        level = None
+        level, loss = None, None
         if self._head is None:
-            combined, loss = gradients[0], values[0]
+            combined = gradients[0]
+            if values.numel():
+                loss = float(values[0])
         else:
             coefficients = self._head.coefficients()
-            combined, loss = coefficients @ gradients, coefficients @ values
+            combined, loss = coefficients @ gradients, float(coefficients @ values)
             level = self._level(values)
         statistics = mean.statistics.to(torch.float64)
         if statistics.numel():
             statistics = statistics / self._statistics_factor()
-        return Recovered(self._table.rescale(combined, self._scales), float(loss), statistics, level)
+        return Recovered(self._table.rescale(combined, self._scales), loss, statistics, level)
 
     def _level(self, values: Tensor) -> float:
         assert self._head is not None

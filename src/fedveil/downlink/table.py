@@ -15,10 +15,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.classes import Classes
+from fedveil.downlink.classes import PINNED, Classes
 from fedveil.downlink.edges import Pin, Tracing
 from fedveil.downlink.walk import walk
 from fedveil.flat import flatten
+
+_READERS = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +48,15 @@ class NormScale:
 
 
 @dataclass(frozen=True)
+class Reader:
+    """The modules whose call lets one weight read a scaled input, or why they cannot be told."""
+
+    weight: str
+    paths: tuple[str, ...]
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
 class HeadSite:
     """The last linear layer, if the model's output is its output."""
 
@@ -62,6 +77,7 @@ class ScaleTable:
     pins: tuple[Pin, ...]
     head: HeadSite | None
     head_refusal: str = ""
+    readers: tuple[Reader, ...] = ()
 
     def to(self, device: torch.device) -> ScaleTable:
         """The same table with its index arrays on another device."""
@@ -76,6 +92,7 @@ class ScaleTable:
             self.pins,
             self.head,
             self.head_refusal,
+            self.readers,
         )
 
     def rescale(self, flat: Tensor, scales: Tensor) -> Tensor:
@@ -151,7 +168,26 @@ def trace(model: nn.Module, example: Tensor) -> ScaleTable:
         entries.append(Scaled(name, shape, use.view, compact[use.out], into))
     norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
-    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal)
+    readers = tuple(_reader(model, tracing, entry.name) for entry in entries if _reads(entry))
+    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers)
+
+
+def _reads(entry: Scaled) -> bool:
+    return entry.into is not None and bool((entry.into != PINNED).any())
+
+
+def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
+    parameter = model.get_parameter(weight)
+    found: dict[int, str] = {}
+    for inside in tracing.readers[weight]:
+        try:
+            module = model.get_submodule(inside)
+        except AttributeError:
+            module = model
+        if type(module) not in _READERS or module.weight is not parameter:
+            return Reader(weight, (), f"{weight} is read outside the call of an nn.Linear or convolution module")
+        found.setdefault(id(module), inside)
+    return Reader(weight, tuple(found.values()))
 
 
 def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:

@@ -6,6 +6,8 @@ outputs catches whatever a trace may have missed, before anything is trained on 
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -17,27 +19,37 @@ from fedveil.downlink.blueprint import (
     load_parameters,
     load_statistics,
 )
+from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.downlink.rescaling import Rescaling
+from fedveil.downlink.transitional import load_multipliers
 from fedveil.errors import TraceError
 from fedveil.secrets import OsSecrets
 
 _SAMPLES = 3
 _TOLERANCE = 1e-8
+_DEFAULT = Rescaling(spread=4.0)
 
 
-def verify(blueprint: Blueprint, weights: Weights, example: Tensor) -> None:
+def verify(
+    blueprint: Blueprint, weights: Weights, example: Tensor, *, downlink: Rescaling | Decomposed = _DEFAULT
+) -> None:
     """Refuse a blueprint whose veiled outputs differ from the true ones by more than 1e-8 relative.
+
+    `downlink` is the one that will be used; its head noise is left out.
 
     Runs in float64 on the CPU, with batch norms in evaluation and in training mode.
     """
     cpu = blueprint.to(device=torch.device("cpu"))
     exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
-    veil = Rescaling(spread=4.0).veil(cpu, exact, stream=OsSecrets().stream("verify"), head_level=None)
+    veil = dataclasses.replace(downlink, head=None).veil(
+        cpu, exact, stream=OsSecrets().stream("verify"), head_level=None
+    )
     sent = veil.broadcast()
     true, veiled = assemble(cpu, exact), assemble(cpu, exact)
     load_parameters(veiled, sent.parameters)
     load_epsilon(cpu, veiled, sent.epsilon)
+    load_multipliers(cpu, veiled, sent.multipliers)
     if exact.statistics.numel():
         load_statistics(veiled, veil.veiled_statistics())
     x = _probe(example)
