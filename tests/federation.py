@@ -13,9 +13,10 @@ from fedveil import data, models
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.engines import ClientPool, LocalEngine
-from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState
+from fedveil.engines.local import Absent
+from fedveil.protocol import Ask, Gathered, RoundDone, ServerRole, ServerState, Steps
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
-from fedveil.runs.training import fresh_state
+from fedveil.runs.training import client_role, fresh_state
 
 Reorder = Callable[[list[Any]], list[Any]]
 
@@ -67,14 +68,22 @@ def server_of(one: Job, state: ServerState | None = None) -> ServerRole:
 
 
 def trained(
-    one: Job, *, reorder: Reorder | None = None, role: object | None = None
+    one: Job, *, reorder: Reorder | None = None, role: object | None = None, absent: Absent | None = None
 ) -> tuple[ServerState, list[RoundDone]]:
     """Run a job to its end with the local engine; `role` stands in for the clients."""
     server = server_of(one)
-    chosen: Any = ClientRole(one.scheme, one.blueprint) if role is None else role
+    chosen: Any = client_role(one) if role is None else role
     boundaries: list[RoundDone] = []
-    LocalEngine(chosen, one.pool, reorder=reorder).drive(server.run(), on_round=boundaries.append)
+    LocalEngine(chosen, one.pool, reorder=reorder, absent=absent).drive(server.run(), on_round=boundaries.append)
     return server.state, boundaries
+
+
+def next_ask(steps: Steps, answer: Gathered | None = None) -> Ask:
+    """Drive a server's run by hand until it asks clients for something."""
+    step = steps.send(answer)
+    while not isinstance(step, Ask):
+        step = steps.send(None)
+    return step
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:

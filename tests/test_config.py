@@ -173,6 +173,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "cohort": 0.5,
         "momentum": 0.5,
         "min_coverage": 0.5,
+        "simulate_dropout": 0.5,
     }
     for one in dataclasses.fields(config):
         if one.name in free:

@@ -20,6 +20,7 @@ from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError
 from fedveil.runs.job import ModelFacts, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.progress import progress_for
+from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
 
@@ -84,6 +85,7 @@ def train(
         )
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts)
+    rehearse(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
         from fedveil.runs.folder import RunFolder

@@ -18,7 +18,12 @@ ModelOption = int | float | str | bool
 
 _NOT_PART_OF_THE_RUN = frozenset({"checkpoint_every", "evaluate_every", "rounds"})
 _LARGEST_SEED = (1 << 63) - 1
-_SCHEME_OPTIONS = ("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs")
+_SCHEME_OPTIONS = (
+    *("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs"),
+    *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "dropouts", "repair_limit"),
+    *("honest_arrivals", "neighbours", "skip_cancelling", "cover", "unmask", "threshold", "value_range"),
+    "secret_sampling",
+)
 
 
 def _option(help_text: str, default: Any = None) -> Any:
@@ -64,6 +69,28 @@ class RunConfig:
     head_groups: int | None = _option("lossless: number m of secret γ (default: one per output)")
     head_strength: float | None = _option("size of the head noise relative to the outputs")
     spread: float | None = _option("scales lie in [1/spread, spread]")
+    epsilon: float | None = _option("DP schemes: ε of the whole run (mpdp, mp-cdp: of one round)")
+    delta: float | None = _option("DP schemes: δ")
+    clip: float | None = _option(
+        "DP schemes: largest L2 norm of a sample's gradient (of an update, with local training)"
+    )
+    accounting: str | None = _option("DP schemes: exact, or paper (the paper's formula)")
+    collusion: float | None = _option("nadp, veil-dp: share of clients that may side with the server")
+    pair_strength: float | None = _option("nadp, veil-dp, mpdp: strength of the noise that cancels")
+    dropouts: str | None = _option("nadp, veil-dp: repair, or tolerate")
+    repair_limit: float | None = _option("nadp, veil-dp: largest share of a cohort that clients repair for")
+    honest_arrivals: bool | None = _option("nadp, veil-dp: take the server's word for who did not arrive")
+    neighbours: int | None = _option("how many others each client shares noise or masks with")
+    skip_cancelling: bool | None = _option("nadp: leave out noise that cancels (accuracy simulations only)")
+    cover: str | None = _option("veil-dp: noise, or masks (with integer noise)")
+    unmask: str | None = _option("veil-secagg: always, or on-dropout")
+    threshold: float | None = _option("veil-secagg: more than this share of a neighbourhood must answer")
+    value_range: float | None = _option("veil-secagg: largest number a client may send")
+    secret_sampling: float | None = _option("ldp: chance of each record to be in a round's secret batch")
+    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, max_clip")
+    roster: str | None = _option("clients' public signing keys: a TOML file made by `fedveil keys`")
+    identities: str | None = _option("folder of the clients' private signing keys")
+    simulate_dropout: float = _option("simulation: chance that a client vanishes before it uploads", 0.0)
     bn_eps: str = _option("ε of normalisation layers: secret or public", "secret")
     min_coverage: float = _option("stop if a veil hides less than this share of parameters", 0.9)
 
@@ -95,6 +122,8 @@ class RunConfig:
                 raise ConfigError(f"{name} must not be negative (got {value}).")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must lie in [0, 1) (got {self.momentum}).")
+        if not 0 <= self.simulate_dropout < 1:
+            raise ConfigError(f"simulate_dropout must lie in [0, 1) (got {self.simulate_dropout}).")
         if not 0 <= self.min_coverage <= 1:
             raise ConfigError(f"min_coverage must lie in [0, 1] (got {self.min_coverage}).")
         choices = {

@@ -79,8 +79,8 @@ class Spoiling:
     def __init__(self, role: ClientRole, spoil: Any, *, client: int = 2, round_: int = 1) -> None:
         self._role, self._spoil, self._client, self._round = role, spoil, client, round_
 
-    def handle_many(self, states: Any, request: Any, clients: Any) -> Any:
-        for state, reply in self._role.handle_many(states, request, clients):
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
+        for state, reply in self._role.handle_many(states, request, clients, private):
             if reply.client != self._client or reply.round != self._round:
                 yield state, reply
                 continue
@@ -135,7 +135,7 @@ def test_a_repeated_upload_counts_once_and_its_sender_is_named() -> None:
 def test_the_metrics_name_refused_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     one = job(rounds=3)
     spoilt = Spoiling(ClientRole(one.scheme, one.blueprint), lambda r: [with_nan(r)])
-    monkeypatch.setattr(training, "ClientRole", lambda *given: spoilt)
+    monkeypatch.setattr(training, "client_role", lambda job: spoilt)
     rows = train_job(one, state=fresh_state(one)).rows
     assert [row["clients"] for row in rows] == [5, 4, 5]
     assert [list(row.get("refused", {})) for row in rows] == [[], ["2"], []]
@@ -146,9 +146,9 @@ def test_bytes_are_those_of_the_encoded_messages() -> None:
     messages: list[Any] = []
 
     class Listening(ClientRole):
-        def handle_many(self, states: Any, request: Any, clients: Any) -> Any:
+        def handle_many(self, states: Any, request: Any, clients: Any, private: Any = None) -> Any:
             messages.append(request)
-            for state, reply in super().handle_many(states, request, clients):
+            for state, reply in super().handle_many(states, request, clients, private):
                 messages.append(reply)
                 yield state, reply
 

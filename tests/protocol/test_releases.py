@@ -11,17 +11,67 @@ import pytest
 
 from federation import job, server_of, trained
 from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.engines.local import Absent
 from fedveil.errors import ProtocolError
 from fedveil.flat import Layout
-from fedveil.protocol import Ask, ClientRole, Train, Upload
+from fedveil.protocol import Ask, ClientRole, RoundBegins, Train, Upload
+from fedveil.protocol.directory import Announce, Directory, Hello, Ready
+from fedveil.protocol.noised import Repair, Repaired
+from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 from fedveil.protocol.wire import registered
-from fedveil.schemes import schemes
+from fedveil.runs.job import Job
+from fedveil.runs.training import client_role
+from fedveil.schemes import find, schemes
 
 NAMES = [info.name for info in schemes()]
-OPTIONS = {"depth": 2, "width": 16, "norm": "batch"}
 # Messages that travel inside another one, under that one's name.
 INSIDE = {Broadcast: "train", PublicHead: "train.head"}
-OUTERMOST = {Train: "train", Upload: "upload"}
+REQUESTS = (Hello, Directory, Train, Unmask, Relayed, Evidence, Repair)
+REPLIES = (Announce, Ready, Upload, MaskedUpload, Revealed, Repaired)
+PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {MaskedUpload: "upload"}
+COMMON = {Train, Upload}
+SIZES = {Hello, Directory, Announce, Ready}
+REPAIR = {Repair, Repaired}
+MASKS = {MaskedUpload, Unmask, Relayed, Revealed, Evidence}
+# The message classes that each scheme sends, where every client arrives in one round and one is missing in another.
+SPEAKS: dict[str, set[type]] = {
+    "fedavg": COMMON,
+    "lossless": COMMON,
+    "pbpfl": COMMON,
+    "ldp": COMMON | SIZES,
+    "cdp": COMMON | SIZES,
+    "nadp": COMMON | SIZES | REPAIR,
+    "mpdp": COMMON | SIZES,
+    "mpdp-naive": COMMON | SIZES,
+    "mp-cdp": COMMON | SIZES,
+    "veil-secagg": (COMMON | SIZES | MASKS) - {Upload},
+    "veil-dp": COMMON | SIZES | REPAIR,
+    "veil-dp, masks": (COMMON | SIZES | MASKS) - {Upload},
+    "veil-secagg, on dropout": (COMMON | SIZES | MASKS) - {Upload, Evidence},
+    "nadp, tolerant": COMMON | SIZES,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
+    "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
+    "nadp, tolerant": {"scheme": "nadp", "dropouts": "tolerate"},
+}
+NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant"}
+
+
+def of(name: str, **settings: Any) -> Job:
+    """A small run of a scheme; batch norms wherever it takes them, so that there are statistics."""
+    scheme = VARIANTS.get(name, {"scheme": name})
+    options = {"depth": 2, "width": 16, **({} if plans(name) else {"norm": "batch"})}
+    return job(
+        options=options,
+        loss=None if find(scheme["scheme"]).default_loss != "square" else "square",
+        **scheme,
+        **settings,
+    )
+
+
+def plans(name: str) -> bool:
+    return name in NOISED or name == "cdp"
 
 
 def fields_by_class(kind: type, prefix: str) -> Iterator[str]:
@@ -45,82 +95,155 @@ def fields_sent(message: Any, prefix: str) -> Iterator[str]:
             yield f"{prefix}.{one.name}"
 
 
-def declared(scheme: str) -> set[str]:
-    one = job(scheme=scheme, options=OPTIONS)
+def declared(one: Job) -> set[str]:
     return {release.field for release in one.scheme.releases(one.blueprint)}
 
 
+class Listening(ClientRole):
+    """Clients that keep every message; `said` is shared by all roles of one test."""
+
+    said: list[Any]
+
+    def handle_many(self, states: Any, request: Any, clients: Any, private: Any = None) -> Any:
+        self.said.append(request)
+        self.said += (private or {}).values()
+        for state, reply in super().handle_many(states, request, clients, private):
+            assert not isinstance(reply, Exception), reply
+            self.said.append(reply)
+            yield state, reply
+
+
+def overheard(one: Job, absent: Absent | None) -> list[Any]:
+    role = client_role(one)
+    role.__class__ = Listening
+    role.said = []  # type: ignore[attr-defined]
+    trained(one, role=role, absent=absent)
+    return role.said  # type: ignore[attr-defined, no-any-return]
+
+
+def last_is_missing_in_round_two(request: Any, client: int) -> bool:
+    return isinstance(request, Train) and request.round == 1 and client == 5
+
+
 def test_every_message_class_has_its_place_here() -> None:
-    assert set(registered()) == {*INSIDE, *OUTERMOST}
+    assert set(registered()) == {*INSIDE, *REQUESTS, *REPLIES}
+    assert set(SPEAKS) == {*NAMES, *VARIANTS}
+    assert set.union(*SPEAKS.values()) == {*REQUESTS, *REPLIES}
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_every_field_of_every_message_class_is_declared(scheme: str) -> None:
-    one = job(scheme=scheme, options=OPTIONS)
-    known = declared(scheme)
-    possible = {name for kind, prefix in OUTERMOST.items() for name in fields_by_class(kind, prefix)}
+@pytest.mark.parametrize("name", SPEAKS)
+def test_every_field_of_every_message_class_that_a_scheme_sends_is_declared(name: str) -> None:
+    one = of(name, clients=6, rounds=4)
+    kinds = SPEAKS[name]
+    possible = {field for kind in kinds for field in fields_by_class(kind, PREFIXES[kind])}
     possible.discard("upload.payload")  # its sections are what leaves
-    possible |= {f"upload.{name}" for name in one.scheme.layout(one.blueprint).names}
+    possible |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
     if one.scheme.downlink.head_tensors(one.blueprint) == 1:
-        possible = {name for name in possible if not name.startswith("train.head.")}
-    assert possible - known == set()
+        possible = {field for field in possible if not field.startswith("train.head.")}
+    if Hello not in kinds:
+        possible.discard("train.cohort")
+    assert possible - declared(one) == set()
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_every_field_that_was_really_sent_is_declared(scheme: str) -> None:
-    one = job(scheme=scheme, options=OPTIONS, rounds=2)
-    sent: list[Any] = []
-
-    class Listening(ClientRole):
-        def handle_many(self, states: Any, request: Any, clients: Any) -> Any:
-            sent.append(request)
-            for state, reply in super().handle_many(states, request, clients):
-                sent.append(reply)
-                yield state, reply
-
-    trained(one, role=Listening(one.scheme, one.blueprint))
-    seen = {name for message in sent for name in fields_sent(message, OUTERMOST[type(message)])}
+@pytest.mark.parametrize("name", SPEAKS)
+def test_every_field_that_was_really_sent_is_declared(name: str) -> None:
+    """With everybody there, with somebody missing, and in the round after."""
+    one = of(name, clients=6, rounds=4)
+    sent = overheard(one, last_is_missing_in_round_two)
+    assert {type(message) for message in sent} == SPEAKS[name]
+    seen = {field for message in sent for field in fields_sent(message, PREFIXES[type(message)])}
     seen.remove("upload.payload")
     for message in sent:
         if isinstance(message, Upload):
-            seen |= {f"upload.{n}" for n in one.scheme.layout(one.blueprint).split(message.payload)}
+            seen |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).split(message.payload)}
     assert {"train.parameters", "train.epsilon", "upload.gradients", "upload.statistics", "upload.weight"} <= seen
-    assert seen - declared(scheme) == set()
+    assert seen - declared(one) == set()
 
 
-@pytest.mark.parametrize("scheme", NAMES)
-def test_nothing_is_declared_twice_or_without_words(scheme: str) -> None:
-    one = job(scheme=scheme)
+@pytest.mark.parametrize("name", SPEAKS)
+def test_nothing_is_declared_twice_or_without_words_or_by_the_wrong_party(name: str) -> None:
+    one = of(name)
     releases = one.scheme.releases(one.blueprint)
     names = [release.field for release in releases]
-    assert len(set(names)) == len(names)
+    assert sorted(set(names)) == sorted(names)
+    senders = {PREFIXES[kind]: "server" for kind in REQUESTS} | {PREFIXES[kind]: "client" for kind in REPLIES}
     for release in releases:
         assert release.what
         assert release.to
-        assert release.sender in ("server", "client")
-        assert release.field.startswith("train." if release.sender == "server" else "upload.")
+        assert release.sender == senders[release.field.split(".")[0]]
 
 
-def test_no_scheme_so_far_claims_noise_or_a_bound_on_uploads() -> None:
-    """A bare uplink covers nothing, and says so: the ledger must not count protection that is not there."""
-    for name in NAMES:
-        one = job(scheme=name)
-        for release in one.scheme.releases(one.blueprint):
-            if release.sender == "client":
-                assert (release.sensitivity, release.noise, release.hiding) == (None, "none", "none")
+@pytest.mark.parametrize("name", SPEAKS)
+def test_nothing_is_declared_that_no_message_of_the_scheme_could_carry(name: str) -> None:
+    """A declaration without a message would let a later field slip through under its name."""
+    one = of(name)
+    possible = {field for kind in SPEAKS[name] for field in fields_by_class(kind, PREFIXES[kind])}
+    possible |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
+    assert declared(one) - possible == set()
+
+
+def uploads(name: str) -> dict[str, Any]:
+    one = of(name)
+    sections = {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
+    return {release.field: release for release in one.scheme.releases(one.blueprint) if release.field in sections}
+
+
+def test_exactly_the_schemes_with_noise_of_their_own_claim_it_on_what_depends_on_data() -> None:
+    """The ledger must not count protection that is not there; a weight is public and stays as it is."""
+    for name in SPEAKS:
+        found = uploads(name)
+        claimed = {field for field, release in found.items() if release.protection == "noised"}
+        assert claimed == (set(found) - {"upload.weight"} if name in NOISED else set()), name
+        for field in claimed:
+            assert found[field].noise != "none"
+            assert found[field].about == "data"
+
+
+def test_exactly_the_masking_schemes_claim_masks_and_on_everything_a_client_uploads() -> None:
+    for name in SPEAKS:
+        found = uploads(name)
+        hidden = {field for field, release in found.items() if release.hiding != "none"}
+        assert hidden == (set(found) if MaskedUpload in SPEAKS[name] else set()), name
+        masked = {field for field, release in found.items() if release.protection == "masked"}
+        assert masked == (hidden if name not in NOISED else hidden & {"upload.weight"}), name
+
+
+def test_noise_of_an_assumed_size_is_named_but_not_claimed() -> None:
+    for name in ("mpdp", "mpdp-naive"):
+        found = uploads(name)
+        assert "assumed, not enforced" in found["upload.gradients"].noise
+        assert {release.protection for release in found.values()} == {"open"}
+        assert {release.noise for field, release in found.items() if field != "upload.gradients"} == {"none"}
+
+
+@pytest.mark.parametrize("scheme", ["nadp", "mpdp"])
+def test_noise_left_out_to_save_time_is_declared_as_left_out(scheme: str) -> None:
+    one = job(scheme=scheme, skip_cancelling=True, loss="square")
+    found = {release.field: release for release in one.scheme.releases(one.blueprint)}
+    assert "LEFT OUT" in found["upload.gradients"].noise
+    assert found["upload.gradients"].protection == "open"
+
+
+def test_bare_uplinks_cover_nothing_and_say_so() -> None:
+    for name in ("fedavg", "lossless", "pbpfl", "cdp", "mp-cdp"):
+        for release in uploads(name).values():
+            assert (release.sensitivity, release.noise, release.hiding) == (None, "none", "none")
+            assert release.about == "data"
 
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
-    for name, hidden in (("fedavg", False), ("pbpfl", True), ("lossless", True)):
-        one = job(scheme=name)
+    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant"}
+    for name in SPEAKS:
+        one = of(name)
         by_field = {release.field: release for release in one.scheme.releases(one.blueprint)}
-        assert (by_field["train.parameters"].hiding != "none") is hidden
+        assert (by_field["train.parameters"].hiding != "none") is (name not in plain)
 
 
 class Chatty:
     """Local work whose uploads have one more section than anybody declared."""
 
     returns = "gradient"
+    unit = "record"
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -128,13 +251,34 @@ class Chatty:
     def layout(self, blueprint: Any, *, tensors: int) -> Layout:
         return Layout((*self._work.layout(blueprint, tensors=tensors).sections, ("diary", (3,))))
 
+    def sensitivity(self, samples: int) -> float:
+        return float(self._work.sensitivity(samples))
 
-def test_an_undeclared_section_stops_the_server_before_anything_is_sent() -> None:
-    one = job()
+
+@pytest.mark.parametrize("name", SPEAKS)
+def test_an_undeclared_section_stops_the_server_before_anything_is_sent(name: str) -> None:
+    one = of(name)
     object.__setattr__(one.scheme, "work", Chatty(one.scheme.work))
     with pytest.raises(ProtocolError, match=r"undeclared release: upload\.diary"):
         server_of(one)
 
 
+@pytest.mark.parametrize("forgotten", ["train.round", "unmask.survivors", "relayed.bundles", "evidence.opened"])
+def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str) -> None:
+    """Also in phases that come late, and in what is sent to one client alone."""
+    one = of("veil-secagg", rounds=2)
+    known = one.scheme.releases(one.blueprint)
+
+    class Forgetful(type(one.scheme)):  # type: ignore[misc]
+        def releases(self, blueprint: Any) -> Any:
+            return tuple(release for release in known if release.field != forgotten)
+
+    object.__setattr__(one.scheme, "__class__", Forgetful)
+    with pytest.raises(ProtocolError, match=f"undeclared release: {forgotten}"):
+        trained(one)
+
+
 def test_a_server_with_declared_sections_starts() -> None:
-    assert isinstance(next(server_of(job()).run()), Ask)
+    steps = server_of(job()).run()
+    assert isinstance(next(steps), RoundBegins)
+    assert isinstance(next(steps), Ask)

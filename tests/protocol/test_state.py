@@ -13,7 +13,17 @@ from fedveil.errors import ProtocolError
 from fedveil.protocol import ClientState
 
 KEY = bytes(range(32))
-STATES = st.builds(ClientState, st.integers(0, 10**9), st.tuples(st.integers(-1, 10**6), st.integers(0, 10**6)))
+ROUNDS = st.tuples(st.integers(-1, 10**6), st.integers(0, 10**6))
+STATES = st.builds(
+    ClientState,
+    st.integers(0, 10**9),
+    answered=ROUNDS,
+    revealed=ROUNDS,
+    seat=st.lists(st.integers(0, 10**9), max_size=5).map(tuple),
+    listed=st.binary(max_size=32).map(bytes.hex),
+    spent=st.floats(0, 1e9),
+    graph=st.binary(max_size=32).map(bytes.hex),
+)
 
 
 @given(STATES)
@@ -65,6 +75,27 @@ def test_whatever_is_asked_no_round_and_attempt_is_answered_twice(asked: list[tu
             continue
         answered.append((round_, attempt))
     assert len(set(answered)) == len(answered)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 2)), max_size=30))
+def test_whatever_is_asked_nothing_is_revealed_twice_or_for_a_round_not_answered_last(
+    asked: list[tuple[bool, int, int]],
+) -> None:
+    state, revealed = ClientState(0), []
+    for reveal, round_, attempt in asked:
+        try:
+            state = state.revealing(round_, attempt) if reveal else state.answering(round_, attempt)
+        except ProtocolError:
+            continue
+        if reveal:
+            assert state.answered == (round_, attempt)
+            revealed.append((round_, attempt))
+    assert len(set(revealed)) == len(revealed)
+
+
+def test_a_client_without_keys_says_so() -> None:
+    with pytest.raises(ProtocolError, match="client 7 was asked to work before keys were agreed on"):
+        ClientState(7).ring()
 
 
 def test_rounds_are_answered_in_order_and_old_ones_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import ProtocolError
-from fedveil.protocol import Train, Upload
+from fedveil.protocol import Train, Upload, noised, unmasking  # noqa: F401  (their messages register themselves)
 from fedveil.protocol.wire import decode, encode, registered, size
 
 NUMBERS = st.integers(0, 2**40)
@@ -36,11 +37,20 @@ HEADS = st.builds(
     count=st.integers(1, 9),
     per_group=st.booleans(),
 )
-BROADCASTS = st.builds(Broadcast, parameters=tensors(), epsilon=tensors(), statistics=tensors(), head=st.none() | HEADS)
+BROADCASTS = st.builds(
+    Broadcast,
+    parameters=tensors(),
+    epsilon=tensors(),
+    statistics=tensors(),
+    multipliers=tensors(),
+    head=st.none() | HEADS,
+)
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     PublicHead: HEADS,
     Broadcast: BROADCASTS,
-    Train: st.builds(Train, round=NUMBERS, attempt=NUMBERS, broadcast=BROADCASTS),
+    Train: st.builds(
+        Train, round=NUMBERS, attempt=NUMBERS, broadcast=BROADCASTS, cohort=st.none() | tensors(dtypes=(torch.int64,))
+    ),
     Upload: st.builds(
         Upload,
         client=NUMBERS,
@@ -49,6 +59,12 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         payload=tensors(dtypes=(torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)),
     ),
 }
+COLUMN = tensors(dtypes=(torch.int64,))
+BYTES = tensors(dtypes=(torch.uint8,))
+FIELDS: dict[str, st.SearchStrategy[Any]] = {"int": NUMBERS, "str": st.text(max_size=9), "bool": st.booleans()}
+for kind in registered():
+    if kind not in MESSAGES:  # everything else is flat: numbers, texts, and tensors of numbers or bytes
+        MESSAGES[kind] = st.builds(kind, **{one.name: FIELDS.get(one.type, COLUMN | BYTES) for one in fields(kind)})
 ANY = st.one_of(*MESSAGES.values())
 UPLOAD = Upload(3, 1, 0, torch.tensor([1.0, float("nan"), -0.0, 5e-324], dtype=torch.float64))
 
@@ -79,6 +95,15 @@ def header_of(message: object) -> Any:
 
 def test_every_registered_message_is_tried_here() -> None:
     assert set(registered()) == set(MESSAGES)
+    own = {"Broadcast", "PublicHead", "Train", "Upload"}
+    assert {kind.__name__ for kind in MESSAGES} - own == {
+        *("Hello", "Announce", "Directory", "Ready"),
+        *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
+        *("Repair", "Repaired"),
+    }
+    for kind in registered():
+        if kind.__name__ not in own:
+            assert {str(one.type) for one in fields(kind)} <= {"int", "str", "bool", "Tensor"}
 
 
 @given(ANY)

@@ -119,9 +119,9 @@ def test_repeated_rounds_are_a_new_attempt(
     asked: list[tuple[int, int]] = []
 
     class Listening(ClientRole):
-        def handle_many(self, states: Any, request: Any, clients: Any) -> Any:
+        def handle_many(self, states: Any, request: Any, clients: Any, private: Any = None) -> Any:
             asked.append((request.round, request.attempt))
-            return super().handle_many(states, request, clients)
+            return super().handle_many(states, request, clients, private)
 
     monkeypatch.setattr(training, "ClientRole", Listening)
     resume(folder, rounds=6)

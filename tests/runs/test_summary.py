@@ -63,7 +63,9 @@ def test_bytes_are_per_client_and_round_also_for_a_cohort(tmp_path: Path, small:
 
 
 def test_the_declared_releases_are_in_the_summary(straight: Path) -> None:
-    fields = {one["field"] for one in summary_of(straight)["releases"]}
+    ledger = summary_of(straight)["ledger"]
+    assert json.loads((straight / "ledger.json").read_text()) == ledger
+    fields = {one["field"] for one in ledger["releases"]}
     assert {"train.parameters", "upload.gradients", "upload.weight"} <= fields
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from fedveil.downlink import Plain, Rescaling
 from fedveil.errors import ConfigError
 from fedveil.protocol import Scheme
+from fedveil.protocol.masked import Masked
 from fedveil.schemes import Setting, assemble, find, schemes
+from fedveil.uplink.plan import Target
 from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
 
 SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))
 ENTROPY = Setting(CrossEntropy(), Batches(0, 1), Schedule(0.1))
 VEILED = ("pbpfl", "lossless")
+NAMES = ["fedavg", "ldp", "cdp", "nadp", "lossless", "pbpfl", "veil-secagg", "veil-dp", "mpdp", "mpdp-naive", "mp-cdp"]
+COVERED = {"ldp", "nadp", "veil-secagg", "veil-dp"}
+PLANNED = {"ldp", "cdp", "nadp", "veil-dp"}
 
 
 def head(scheme: Scheme) -> tuple[int | None, float] | None:
@@ -21,7 +29,7 @@ def head(scheme: Scheme) -> tuple[int | None, float] | None:
 
 
 def test_every_scheme_says_what_it_is_and_what_it_protects() -> None:
-    assert [one.name for one in schemes()] == ["fedavg", "lossless", "pbpfl"]
+    assert [one.name for one in schemes()] == NAMES
     for one in schemes():
         assert one.paper
         assert one.summary
@@ -29,9 +37,65 @@ def test_every_scheme_says_what_it_is_and_what_it_protects() -> None:
         assert assemble(one.name, SQUARE, {}).name == one.name
 
 
-def test_no_scheme_promises_to_protect_client_data_yet() -> None:
+def test_exactly_the_schemes_that_cover_uploads_promise_to_protect_client_data_from_the_server() -> None:
     for one in schemes():
-        assert "not at all" in one.protects or "nothing" in one.protects
+        denied = "not at all" in one.protects or "nothing" in one.protects
+        assert denied is (one.name not in COVERED), one.name
+        built = assemble(one.name, SQUARE, {})
+        assert (built.uplink.plan is not None or isinstance(built.uplink, Masked)) is (one.name in COVERED)
+
+
+def test_exactly_the_schemes_with_a_proof_have_a_plan_for_the_ledger() -> None:
+    """Noise of an assumed size (mpdp and its baselines) must not look like a guarantee."""
+    assert {one.name for one in schemes() if assemble(one.name, SQUARE, {}).plan is not None} == PLANNED
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+def test_a_plan_aims_at_the_target_that_was_asked_for(name: str) -> None:
+    setting = replace(SQUARE, rounds=20, participations=7, rate=0.5)
+    plan = assemble(name, setting, {"epsilon": 2.0, "delta": 1e-6, "clip": 0.5}).plan
+    assert plan is not None
+    assert plan.target == Target(2.0, 1e-6, 20, 7, 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(PLANNED))
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"clip": 0.0}, "clip"),
+        ({"accounting": "guess"}, "accounting"),
+    ],
+)
+def test_a_target_that_makes_no_sense_is_refused_by_name(name: str, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        assemble(name, SQUARE, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "complaint"),
+    [
+        ("nadp", {"dropouts": "ignore"}, "way with dropouts 'ignore'"),
+        ("nadp", {"repair_limit": 1.0}, "repair_limit must lie"),
+        ("nadp", {"collusion": 1.0}, "collusion must lie"),
+        ("nadp", {"pair_strength": -1.0}, "pair_strength must not be negative"),
+        ("veil-dp", {"cover": "paint"}, "cover 'paint'"),
+        ("veil-secagg", {"unmask": "never"}, "unmask mode 'never'"),
+        ("veil-secagg", {"threshold": 0.4}, "threshold must lie"),
+        ("veil-secagg", {"neighbours": 3}, "neighbours must be an even number"),
+        ("mpdp", {"pair_strength": -1.0}, "pair_strength must not be negative"),
+        ("mpdp", {"epsilon": 0.0}, "epsilon must be a positive number"),
+        ("mp-cdp", {"delta": 2.0}, "delta must lie strictly between"),
+    ],
+)
+def test_options_of_the_uplinks_that_make_no_sense_are_refused(
+    name: str, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        assemble(name, SQUARE, options)
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("losless", "lossless"), ("pbfl", "pbpfl"), ("fedavgg", "fedavg")])

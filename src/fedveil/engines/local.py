@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedveil.errors import ConfigError, DataError, ProtocolError
-from fedveil.protocol import ClientRole, ClientState, Gathered, RoundDone, Steps
+from fedveil.errors import ConfigError, DataError, FedVeilError, ProtocolError
+from fedveil.protocol import ClientRole, ClientState, Gathered, RoundBegins, RoundDone, RunStopped, Steps
 from fedveil.protocol.asking import Ask
-from fedveil.protocol.messages import Reply
+from fedveil.protocol.client import Answer
+from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import size
 from fedveil.work.messages import ClientData
 
@@ -60,8 +61,14 @@ class ClientPool:
         return len(self.clients)
 
 
+Absent = Callable[[Request, int], bool]
+
+
 class LocalEngine:
-    """Drives a server's run against clients in this process."""
+    """Drives a server's run against clients in this process.
+
+    `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
+    """
 
     def __init__(
         self,
@@ -69,14 +76,23 @@ class LocalEngine:
         pool: ClientPool,
         *,
         reorder: Callable[[list[Reply]], list[Reply]] | None = None,
+        absent: Absent | None = None,
     ) -> None:
         self._role = role
         self._pool = pool
         self._states = {data.client: ClientState(data.client) for data in pool.clients}
         self._reorder = reorder
+        self._absent = absent
 
-    def drive(self, steps: Steps, *, on_round: Callable[[RoundDone], None]) -> None:
-        """Run to the end; `on_round` is called at every round boundary."""
+    def drive(
+        self,
+        steps: Steps,
+        *,
+        on_round: Callable[[RoundDone], None],
+        on_begin: Callable[[RoundBegins], None] = lambda begins: None,
+        on_stop: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Run to the end; `on_begin` and `on_round` are called at every round's beginning and boundary."""
         answer: Gathered | None = None
         while True:
             try:
@@ -86,6 +102,10 @@ class LocalEngine:
             answer = None
             if isinstance(step, RoundDone):
                 on_round(step)
+            elif isinstance(step, RoundBegins):
+                on_begin(step)
+            elif isinstance(step, RunStopped):
+                on_stop(step.reason)
             else:
                 answer = self._gather(step)
 
@@ -94,19 +114,13 @@ class LocalEngine:
         refused: dict[int, str] = {}
         up = 0
         down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
-        for start in range(0, len(ask.to), _AT_ONCE):
-            part = ask.to[start : start + _AT_ONCE]
-            replies = self._role.handle_many(
-                [self._states[client] for client in part],
-                ask.common,
-                [self._pool.clients[client] for client in part],
-            )
-            if self._reorder is not None:
-                listed = list(replies)
-                states = {reply.client: state for state, reply in listed}
-                replies = iter([(states[r.client], r) for r in self._reorder([r for _, r in listed])])
-            for state, reply in replies:
+        present = [one for one in ask.to if self._absent is None or not self._absent(ask.common, one)]
+        for start in range(0, len(present), _AT_ONCE):
+            for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
                 self._states[state.client] = state
+                if isinstance(reply, FedVeilError):
+                    refused[state.client] = str(reply)
+                    continue
                 up += size(reply)
                 try:
                     ask.into.add(reply)
@@ -116,3 +130,18 @@ class LocalEngine:
         answered = {*arrived, *refused}
         missing = tuple(client for client in ask.to if client not in answered)
         return Gathered(tuple(arrived), refused, missing, down, up)
+
+    def _replies(self, ask: Ask, part: Sequence[int]) -> Iterator[tuple[ClientState, Answer]]:
+        replies = self._role.handle_many(
+            [self._states[client] for client in part],
+            ask.common,
+            [self._pool.clients[client] for client in part],
+            ask.each,
+        )
+        if self._reorder is None:
+            return replies
+        listed = list(replies)
+        states = {state.client: state for state, _ in listed}
+        failed = [(state, one) for state, one in listed if isinstance(one, FedVeilError)]
+        shuffled = self._reorder([one for _, one in listed if not isinstance(one, FedVeilError)])
+        return iter([*failed, *((states[one.client], one) for one in shuffled)])

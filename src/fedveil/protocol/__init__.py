@@ -1,11 +1,12 @@
 """The protocol: messages, roles, rounds. No I/O, no threads, no clock."""
 
-from fedveil.protocol.asking import Ask, Gathered, RoundDone, Steps
+from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, RunStopped, Steps
+from fedveil.protocol.bare import Bare
 from fedveil.protocol.client import ClientRole
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.optimiser import Optimiser
-from fedveil.protocol.parts import Bare, Scheme, Uplink
+from fedveil.protocol.parts import Scheme, Uplink
 from fedveil.protocol.server import ServerRole, ServerState
 from fedveil.protocol.state import ClientState
 
@@ -17,7 +18,9 @@ __all__ = [
     "Cohort",
     "Gathered",
     "Optimiser",
+    "RoundBegins",
     "RoundDone",
+    "RunStopped",
     "Scheme",
     "ServerRole",
     "ServerState",

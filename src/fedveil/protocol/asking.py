@@ -42,6 +42,32 @@ class Gathered:
     bytes_down: int
     bytes_up: int
 
+    def and_then(self, later: Gathered) -> Gathered:
+        """The first phase's arrivals, with the traffic and refusals of a later phase of the same round."""
+        return Gathered(
+            self.arrived,
+            {**self.refused, **later.refused},
+            self.missing,
+            self.bytes_down + later.bytes_down,
+            self.bytes_up + later.bytes_up,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RoundBegins:
+    """A round is about to be asked for. Whoever keeps books writes it down before going on.
+
+    Yielded again when uploads are missing and clients are about to be asked for what opens the sum without
+    them: then it says what `arrived` (None: everything may) and which pairs' noise will be `revealed`.
+    """
+
+    round: int
+    attempt: int
+    cohort: tuple[int, ...]
+    graph: bytes = b""
+    arrived: tuple[int, ...] | None = None
+    revealed: tuple[tuple[int, int], ...] = ()
+
 
 @dataclass(frozen=True, eq=False)
 class RoundDone:
@@ -52,6 +78,15 @@ class RoundDone:
     cohort: tuple[int, ...]
     gathered: Gathered
     failed: str = ""
+    revealed: tuple[tuple[int, int], ...] = ()
 
 
-Steps = Generator["Ask | RoundDone", "Gathered | None", None]
+@dataclass(frozen=True)
+class RunStopped:
+    """The run ends before its last round; `reason` says why."""
+
+    reason: str
+
+
+Step = Ask | RoundBegins | RoundDone | RunStopped
+Steps = Generator[Step, "Gathered | None", None]

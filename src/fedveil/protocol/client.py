@@ -2,43 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
-from fedveil.protocol.messages import Reply, Request, Train, Upload
-from fedveil.protocol.parts import Scheme
+from fedveil.errors import ConfigError, FedVeilError, ProtocolError
+from fedveil.ledger.policy import Policy
+from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.handshake import introduce
+from fedveil.protocol.messages import Reply, Request, Train
+from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
 from fedveil.protocol.state import ClientState
+from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.work.messages import Bench, ClientData
+
+if TYPE_CHECKING:
+    from fedveil.crypto.roster import Roster
+
+Answer = Reply | FedVeilError
 
 
 class ClientRole:
-    """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server."""
+    """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server.
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint) -> None:
+    `policy` is the client's own: no message can widen it. `roster` pins everybody's signing key, and
+    `identities` holds this machine's own private ones.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        blueprint: Blueprint,
+        *,
+        secrets: SecretSource | None = None,
+        policy: Policy | None = None,
+        roster: Roster | None = None,
+        identities: Mapping[int, bytes] | None = None,
+    ) -> None:
         self._scheme = scheme
-        self._bench = Bench(blueprint, scheme.layout(blueprint))
+        self._terms = scheme.terms(blueprint)
+        self._secrets = OsSecrets() if secrets is None else secrets
+        self._bench = Bench(blueprint, self._terms.layout, self._secrets)
+        self._policy = Policy() if policy is None else policy
+        self._roster = roster
+        self._identities = {} if identities is None else identities
+        self._latest: tuple[Train, RoundContext] | None = None
+        if policy is not None:
+            policy.check_scheme(
+                noised=scheme.uplink.plan is not None,
+                clip=getattr(scheme.work, "clip", None),
+                acquainted=scheme.uplink.introduction != "none",
+            )
 
-    def handle(self, state: ClientState, request: Request, data: ClientData) -> tuple[ClientState, Reply]:
-        """Answer one message."""
+    def handle(
+        self, state: ClientState, request: Request, data: ClientData, private: Request | None = None
+    ) -> tuple[ClientState, Reply]:
+        """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
         if not isinstance(request, Train):
-            return self._scheme.uplink.answer(state, request)
-        state = state.answering(request.round, request.attempt)
+            return self._answer(state, request, data, private)
+        state, context = self._begin(state, request, private)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
-        state, payload = self._scheme.uplink.protect(state, vector, round=request.round, attempt=request.attempt)
-        return state, Upload(data.client, request.round, request.attempt, payload)
+        return self._protect(state, vector, context)
 
     def handle_many(
-        self, states: Sequence[ClientState], request: Request, clients: Sequence[ClientData]
-    ) -> Iterator[tuple[ClientState, Reply]]:
-        """Answer one message for many simulated clients; equal to `handle` for each, in any order."""
+        self,
+        states: Sequence[ClientState],
+        request: Request,
+        clients: Sequence[ClientData],
+        private: Mapping[int, Request] | None = None,
+    ) -> Iterator[tuple[ClientState, Answer]]:
+        """Answer one message for many simulated clients; equal to `handle` for each, in any order.
+
+        A client that would have raised gives its error in place of a reply.
+        """
+        told = {} if private is None else private
+        begun: list[tuple[ClientState, RoundContext]] = []
+        able: list[ClientData] = []
+        for state, data in zip(states, clients, strict=True):
+            try:
+                if isinstance(request, Train):
+                    begun.append(self._begin(state, request, told.get(state.client)))
+                    able.append(data)
+                else:
+                    yield self._answer(state, request, data, told.get(state.client))
+            except (ProtocolError, ConfigError) as reason:
+                yield state, reason
         if not isinstance(request, Train):
-            for state in states:
-                yield self._scheme.uplink.answer(state, request)
             return
-        advanced = [state.answering(request.round, request.attempt) for state in states]
-        work = self._scheme.work.run_many(self._bench, request.broadcast, clients, round=request.round)
-        for position, vector in work:
-            state, payload = self._scheme.uplink.protect(
-                advanced[position], vector, round=request.round, attempt=request.attempt
+        for position, vector in self._scheme.work.run_many(self._bench, request.broadcast, able, round=request.round):
+            state, context = begun[position]
+            if isinstance(vector, FedVeilError):
+                yield state, vector
+                continue
+            try:
+                yield self._protect(state, vector, context)
+            except FedVeilError as reason:
+                yield state, reason
+
+    def _begin(self, state: ClientState, request: Train, private: Request | None) -> tuple[ClientState, RoundContext]:
+        context = self._context(request, None if state.keys is None else state.keys.directory)
+        self._scheme.uplink.admit(state, context, private)
+        self._policy.check_cohort(state.client, len(context.cohort))
+        spent = state.spent
+        if self._scheme.uplink.plan is not None:
+            covering = planned(self._scheme.uplink.plan, context, self._terms.work)
+            spent = self._policy.charged(covering, client=state.client, spent=spent)
+        # Recorded before anything is computed: whatever happens later, this round is never answered again.
+        return replace(state.answering(request.round, request.attempt), spent=spent), context
+
+    def _context(self, request: Train, directory: Directory | None) -> RoundContext:
+        """One context per message: simulated clients that were sent the same one share it."""
+        if self._latest is None or self._latest[0] is not request or self._latest[1].directory is not directory:
+            cohort = () if request.cohort is None else tuple(request.cohort.tolist())
+            self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory))
+        return self._latest[1]
+
+    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
+        return self._scheme.uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
+
+    def _answer(
+        self, state: ClientState, request: Request, data: ClientData, private: Request | None
+    ) -> tuple[ClientState, Reply]:
+        if isinstance(request, (Hello, Directory)):
+            how = self._scheme.uplink.introduction
+            if how == "none":
+                raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")
+            return introduce(
+                state,
+                request,
+                samples=len(data),
+                how=how,
+                secrets=self._secrets,
+                roster=self._roster,
+                identity=self._identities.get(state.client),
             )
-            yield state, Upload(clients[position].client, request.round, request.attempt, payload)
+        advanced, reply = self._scheme.uplink.answer(state, request, private)
+        plan, given = self._scheme.uplink.plan, self._scheme.uplink.gives_away(state, request)
+        if plan is None or not given:
+            return advanced, reply
+        covering = answered(plan, state, self._terms.work)
+        spent = self._policy.surcharged(covering, client=state.client, spent=state.spent, revealed=given)
+        return replace(advanced, spent=spent), reply

@@ -37,6 +37,16 @@ class Cohort:
             )
         return Cohort(clients, size, seed)
 
+    def most_participations(self, rounds: int) -> int:
+        """The largest number of rounds that any one client takes part in."""
+        if self.size == self.clients:
+            return rounds
+        counts = [0] * self.clients
+        for round in range(rounds):
+            for client in self.draw(round):
+                counts[client] += 1
+        return max(counts)
+
     def draw(self, round: int) -> tuple[int, ...]:
         """The round's clients, ascending."""
         if self.size == self.clients:

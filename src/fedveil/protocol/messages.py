@@ -47,11 +47,15 @@ def released_fields(sent: Request) -> list[str]:
 @message
 @dataclass(frozen=True, eq=False)
 class Train(Request):
-    """Server → client: compute on this model. `attempt` counts repetitions of a round."""
+    """Server → client: compute on this model. `attempt` counts repetitions of a round.
+
+    `cohort` names the round's clients where the uplink ties them together.
+    """
 
     round: int
     attempt: int
     broadcast: Broadcast
+    cohort: Tensor | None = None
 
 
 @message

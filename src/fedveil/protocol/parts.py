@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -10,45 +12,164 @@ from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Downlink
-from fedveil.errors import ProtocolError
+from fedveil.errors import ConfigError, ProtocolError
 from fedveil.flat import Layout
+from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
+from fedveil.ledger.remarks import Remarks
 from fedveil.protocol.asking import Accumulator, Ask, Gathered
+from fedveil.protocol.directory import Directory
+from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.state import ClientState
+from fedveil.secrets import SecretSource
 from fedveil.uplink.accumulate import ExactSum
+from fedveil.uplink.graph import graph_seed
+from fedveil.uplink.plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RoundContext:
     """What both roles know about a round."""
 
     round: int
     attempt: int
     cohort: tuple[int, ...]
+    directory: Directory | None = None
+
+    def samples(self) -> list[int]:
+        """The cohort's sample counts, as announced."""
+        if self.directory is None:
+            raise ProtocolError("this round's clients have not introduced themselves")
+        return self.directory.samples_of(self.cohort)
+
+    def graph_seed(self) -> bytes:
+        """From what every client derives the round's graph."""
+        return self._graph_seed
+
+    @cached_property
+    def _graph_seed(self) -> bytes:
+        if self.directory is None:
+            raise ProtocolError("this round's clients have not introduced themselves")
+        return graph_seed(
+            run=self.directory.run,
+            round=self.round,
+            attempt=self.attempt,
+            members=self.cohort,
+            roster=self.directory.digest,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What both roles have in common: the architecture, the layout of a contribution, the local work."""
+
+    blueprint: Blueprint
+    layout: Layout
+    work: LocalWork
+
+
+class BoundedWork(LocalWork, Protocol):
+    """Local work whose contribution one unit of data can change by a known amount at most."""
+
+    @property
+    def unit(self) -> str:
+        """ "record" or "client": what may change."""
+        ...
+
+    def sensitivity(self, samples: int) -> float:
+        """The largest L2 change of the contribution of a client with `samples` samples."""
+        ...
+
+
+def bounded(work: LocalWork) -> BoundedWork:
+    """Local work on which a proof can rest; anything else is refused."""
+    if not hasattr(work, "sensitivity"):
+        raise ConfigError(
+            f"Noise on {type(work).__name__} proves nothing: one record can change it without bound. Clip per sample "
+            "(ClippedSamples) or clip the update (ClippedUpdate)."
+        )
+    return work  # type: ignore[return-value]
+
+
+def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Covering:
+    """The noise a plan gives a round: a function of public facts, the same for everybody."""
+    return _planned(plan, context, work)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=8)
+def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Covering:
+    # Remembered by context, which simulated clients share.
+    samples, limits = context.samples(), bounded(work)
+    reach = [limits.sensitivity(count) for count in samples]
+    return plan.covering(context.cohort, samples, reach, seed=context.graph_seed())
+
+
+def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
+    """The noise of the round a client answered last, by what it remembers."""
+    samples = state.ring().known().samples_of(state.seat)
+    reach = [bounded(work).sensitivity(count) for count in samples]
+    return plan.covering(state.seat, samples, reach, seed=bytes.fromhex(state.graph))
+
+
+class Central(Protocol):
+    """Noise that the server adds once to the recovered mean gradient."""
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """How much noise there is, where a guarantee rests on it."""
+        ...
+
+    def scale(self, context: RoundContext, terms: Terms, *, weight: float) -> float:
+        """Its standard deviation where the uploads' weights add up to `weight`."""
+        ...
 
 
 class Summing(Accumulator, Protocol):
     """An accumulator that ends in one summed vector."""
 
     def total(self) -> Tensor:
-        """The sum of what arrived."""
+        """The sum of what arrived; a ProtocolError says why it cannot be opened."""
         ...
 
 
 class Uplink(Protocol):
     """How contributions travel to the server and become a sum."""
 
-    def protect(self, state: ClientState, vector: Tensor, *, round: int, attempt: int) -> tuple[ClientState, Tensor]:
+    @property
+    def introduction(self) -> Introduction:
+        """What clients must know of each other: nothing, sample counts, or keys."""
+        ...
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """How much noise there is, where a guarantee rests on it."""
+        ...
+
+    def fits(self, clients: int) -> None:
+        """Refuse rounds of so few clients that this uplink could hide nothing (ConfigError)."""
+        ...
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+        """Client side: refuse a round before any work is done for it."""
+        ...
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
         """Client side: cover a contribution before it leaves."""
         ...
 
-    def answer(self, state: ClientState, request: Request) -> tuple[ClientState, Reply]:
-        """Client side: answer a phase of the uplink's own (keys, unmasking, repair)."""
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """Client side: answer a phase of the uplink's own (unmasking, repair)."""
         ...
 
-    def accumulator(self, layout: Layout, context: RoundContext, *, device: torch.device) -> Summing:
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """Client side: the pairs whose noise is known to the server once clients have answered `request`."""
+        ...
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """Server side: where this round's uploads are folded."""
         ...
 
@@ -56,8 +177,16 @@ class Uplink(Protocol):
         """Server side: the next phase needed to open the sum, or None when it is open."""
         ...
 
+    def parting(self, total: Summing) -> Mapping[int, Request]:
+        """Server side: what each client is told in private with the next round's model."""
+        ...
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """Server side: the pairs whose noise this round gives away, once its phases have been asked for."""
+        ...
+
     def releases(self, layout: Layout) -> tuple[Release, ...]:
-        """What an upload gives away, field by field."""
+        """What clients give away, field by field."""
         ...
 
 
@@ -90,12 +219,37 @@ class UploadSum:
         return self._sum.total()
 
 
-_UPLOAD_FIELDS = {
+UPLOAD_FIELDS = {
     "gradients": "the client's gradient(s) on its batch, or its update",
     "values": "the training loss on its batch, or the φ values that combine into it",
     "statistics": "BatchNorm mean and variance of its batch",
     "weight": "how many samples it has",
 }
+
+
+def introduction_releases(how: Introduction) -> tuple[Release, ...]:
+    """What clients and server tell each other before the first round."""
+    if how == "none":
+        return ()
+    told = {
+        "samples": "how many samples a client has",
+        "identity": "a client's public signing key",
+        "key": "a client's public key for this run",
+        "signature": "its signature on key and sample count",
+    }
+    named = {"samples": "samples", "identity": "identities", "key": "keys", "signature": "signatures"}
+    fields = ("samples", "identity", "key", "signature")
+    return (
+        Release("hello.run", "server", ("clients",), "the run's name"),
+        Release("announce.client", "client", ("server", "clients"), "the client's number"),
+        *(Release(f"announce.{one}", "client", ("server", "clients"), told[one]) for one in fields),
+        Release("directory.run", "server", ("clients",), "the run's name"),
+        Release("directory.clients", "server", ("clients",), "who takes part"),
+        *(Release(f"directory.{named[one]}", "server", ("clients",), f"of each: {told[one]}") for one in fields),
+        Release("ready.client", "client", ("server",), "the client's number"),
+        Release("ready.digest", "client", ("server",), "which directory it has taken"),
+        Release("train.cohort", "server", ("clients",), "who takes part in the round"),
+    )
 
 
 _ENVELOPE = (
@@ -107,47 +261,41 @@ _ENVELOPE = (
 )
 
 
-@dataclass(frozen=True)
-class Bare:
-    """No protection on the way up: the server sees every contribution."""
-
-    def protect(self, state: ClientState, vector: Tensor, *, round: int, attempt: int) -> tuple[ClientState, Tensor]:
-        """As it is."""
-        return state, vector
-
-    def answer(self, state: ClientState, request: Request) -> tuple[ClientState, Reply]:
-        """A bare uplink has no phases of its own."""
-        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def accumulator(self, layout: Layout, context: RoundContext, *, device: torch.device) -> Summing:
-        """An exact sum."""
-        return UploadSum(layout, context, device=device)
-
-    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
-        """Already open."""
-        return None
-
-    def releases(self, layout: Layout) -> tuple[Release, ...]:
-        """Everything, to the server and whoever listens, uncovered."""
-        # A section this uplink does not know stays undeclared, and the server refuses to start with it.
-        known = [name for name in layout.names if name in _UPLOAD_FIELDS]
-        return tuple(Release(f"upload.{name}", "client", ("server",), _UPLOAD_FIELDS[name]) for name in known)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Downlink × local work × uplink × who holds the model."""
+    """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any."""
 
     name: str
     downlink: Downlink
     work: LocalWork
     uplink: Uplink
     holder: str = "server"
+    central: Central | None = None
+    honest_arrivals: bool = False
+    remarks: Remarks = field(default_factory=Remarks)
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """The noise plan, wherever the noise is added."""
+        return self.uplink.plan if self.central is None else self.central.plan
 
     def layout(self, blueprint: Blueprint) -> Layout:
         """The layout of one contribution."""
         return self.work.layout(blueprint, tensors=self.downlink.head_tensors(blueprint))
 
+    def terms(self, blueprint: Blueprint) -> Terms:
+        """What both roles have in common."""
+        return Terms(blueprint, self.layout(blueprint), self.work)
+
+    def covering(self, context: RoundContext, terms: Terms) -> Covering | None:
+        """The noise of a round, wherever it is added, where a guarantee rests on it."""
+        return None if self.plan is None else planned(self.plan, context, terms.work)
+
     def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
         """Every declared release of a run."""
-        return (*_ENVELOPE, *self.downlink.releases(), *self.uplink.releases(self.layout(blueprint)))
+        return (
+            *_ENVELOPE,
+            *introduction_releases(self.uplink.introduction),
+            *self.downlink.releases(),
+            *self.uplink.releases(self.layout(blueprint)),
+        )

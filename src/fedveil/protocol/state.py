@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fedveil.errors import ProtocolError
 
+if TYPE_CHECKING:
+    from fedveil.protocol.keyring import Keyring
+
 _PURPOSE = "client state"
+_NEVER = (-1, 0)
 
 
 @dataclass(frozen=True)
 class ClientState:
-    """What a client remembers between messages."""
+    """What a client remembers between messages.
+
+    `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `seat`
+    names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
+    grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
+    uploads have cost so far by its own account.
+    """
 
     client: int
-    answered: tuple[int, int] = (-1, 0)
+    answered: tuple[int, int] = _NEVER
+    revealed: tuple[int, int] = _NEVER
+    seat: tuple[int, ...] = ()
+    listed: str = ""
+    spent: float = 0.0
+    keys: Keyring | None = None
+    graph: str = ""
 
     def answering(self, round: int, attempt: int) -> ClientState:
         """The state after answering (round, attempt); each is answered at most once.
@@ -30,11 +47,41 @@ class ClientState:
             )
         return replace(self, answered=(round, attempt))
 
+    def revealing(self, round: int, attempt: int) -> ClientState:
+        """The state after opening masks of the round it answered last; once per round and attempt."""
+        if (round, attempt) != self.answered:
+            raise ProtocolError(
+                f"client {self.client} was asked to reveal for round {round + 1}, attempt {attempt}, "
+                "which is not the one it answered last"
+            )
+        if (round, attempt) == self.revealed:
+            raise ProtocolError(
+                f"client {self.client} was asked to reveal twice for round {round + 1}: a second list of survivors "
+                "could open what the first one kept closed"
+            )
+        return replace(self, revealed=(round, attempt))
+
+    def ring(self) -> Keyring:
+        """The client's keys."""
+        if self.keys is None:
+            raise ProtocolError(f"client {self.client} was asked to work before keys were agreed on")
+        return self.keys
+
     def seal(self, key: bytes) -> bytes:
         """Encrypted and authenticated bytes, for storage outside the process."""
         from fedveil.crypto.sealing import seal
 
-        return seal(json.dumps(asdict(self)).encode(), key=key, purpose=_PURPOSE)
+        fields = {
+            "client": self.client,
+            "answered": self.answered,
+            "revealed": self.revealed,
+            "seat": self.seat,
+            "listed": self.listed,
+            "spent": self.spent,
+            "keys": None if self.keys is None else self.keys.stored(),
+            "graph": self.graph,
+        }
+        return seal(json.dumps(fields).encode(), key=key, purpose=_PURPOSE)
 
     @staticmethod
     def unseal(sealed: bytes, key: bytes) -> ClientState:
@@ -42,4 +89,18 @@ class ClientState:
         from fedveil.crypto.sealing import unseal
 
         fields = json.loads(unseal(sealed, key=key, purpose=_PURPOSE))
-        return ClientState(fields["client"], tuple(fields["answered"]))
+        keys = None
+        if fields["keys"] is not None:
+            from fedveil.protocol.keyring import Keyring
+
+            keys = Keyring.restored(fields["client"], fields["keys"])
+        return ClientState(
+            fields["client"],
+            tuple(fields["answered"]),
+            tuple(fields["revealed"]),
+            tuple(fields["seat"]),
+            fields["listed"],
+            fields["spent"],
+            keys,
+            fields["graph"],
+        )

@@ -1,4 +1,4 @@
-"""The run folder: config.toml, metrics.jsonl, checkpoints/, model.safetensors, summary.json."""
+"""The run folder: config.toml, metrics.jsonl, privacy.jsonl, checkpoints/, model, summary.json, ledger.json."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class RunFolder:
         self.metrics_file = self.path / "metrics.jsonl"
         self.model_file = self.path / "model.safetensors"
         self.summary_file = self.path / "summary.json"
+        self.ledger_file = self.path / "ledger.json"
+        self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self._attempts = self.path / "attempts.json"
 
@@ -81,6 +83,10 @@ class RunFolder:
         kept = [row for row in self.metrics() if row["round"] <= rounds]
         write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
         return kept
+
+    def write_ledger(self, ledger: dict[str, Any]) -> None:
+        """Write ledger.json."""
+        write_atomically(self.ledger_file, json.dumps(ledger, indent=2, ensure_ascii=False) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets as system_random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +16,22 @@ from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.data.embedded import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
+from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.epsilon import draw_secret_epsilon
 from fedveil.downlink.report import Coverage, coverage, require_coverage
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.verify import verify
 from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError, TraceError
+from fedveil.ledger.policy import Policy
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
+from fedveil.work.clipped import refuse_batch_norm
+
+if TYPE_CHECKING:
+    from fedveil.crypto.roster import Roster
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -42,6 +50,15 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, eq=False)
+class Guard:
+    """What clients keep to themselves: their policy, everybody's public keys, their own private ones."""
+
+    policy: Policy | None = None
+    roster: Roster | None = None
+    identities: Mapping[int, bytes] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Job:
     """A run, ready to start."""
 
@@ -57,6 +74,7 @@ class Job:
     secrets: SecretSource
     cohort: Cohort
     optimiser: Optimiser
+    guard: Guard = Guard()
 
 
 def located(config: RunConfig) -> RunConfig:
@@ -65,6 +83,9 @@ def located(config: RunConfig) -> RunConfig:
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
     file, colon, factory = config.model.partition(":")
+    for name in ("policy", "roster", "identities"):
+        if (given := getattr(config, name)) is not None and Path(given).exists():
+            changes[name] = str(Path(given).resolve())
     if colon and file.endswith(".py") and Path(file).exists():
         changes["model"] = f"{Path(file).resolve()}:{factory}"
     return config.with_changes(**changes) if changes else config
@@ -141,13 +162,25 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
-    setting = Setting(loss, Batches(config.batch_size, seed), schedule, config.vectorise)
+    cohort = Cohort.of(len(pool), cohort=config.cohort, seed=seed)
+    setting = Setting(
+        loss,
+        Batches(config.batch_size, seed),
+        schedule,
+        config.vectorise,
+        rounds=config.rounds,
+        participations=cohort.most_participations(config.rounds),
+        rate=cohort.size / cohort.clients,
+    )
     scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
+    scheme.uplink.fits(cohort.size)
     example = _example(pool, facts)
     _check_output(model, example, facts)
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     blueprint, weights = draw(model.to(dtype).cpu(), example, traced=scheme.downlink.traced)
+    if scheme.plan is not None:
+        refuse_batch_norm(blueprint)
     _refuse_moving_buffers(blueprint, weights, example)
     source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
@@ -155,10 +188,10 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     found = None
     if blueprint.table is not None:
         scheme.downlink.head_tensors(blueprint)
-        head = isinstance(scheme.downlink, Rescaling) and scheme.downlink.head is not None
+        head = isinstance(scheme.downlink, (Rescaling, Decomposed)) and scheme.downlink.head is not None
         found = coverage(blueprint.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
         require_coverage(found, minimum=config.min_coverage)
-        verify(blueprint, weights, example)
+        verify(blueprint, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
     blueprint = blueprint.to(device=device)
     weights = weights.to(device=device)
     # Updates are already multiplied by the local learning rate: the server takes them whole.
@@ -174,7 +207,8 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
         facts=facts,
         coverage=found,
         secrets=source,
-        cohort=Cohort.of(len(pool), cohort=config.cohort, seed=seed),
+        cohort=cohort,
+        guard=_guard(config),
         optimiser=Optimiser(server, config.momentum, config.weight_decay),
     )
 
@@ -190,6 +224,29 @@ def _refuse_moving_buffers(blueprint: Blueprint, weights: Weights, example: Tens
             f"The model changes its buffer {moved[0]!r} while it trains, and buffers other than BatchNorm's running "
             "statistics are not sent or averaged. Use BatchNorm or GroupNorm, or keep the buffer constant."
         )
+
+
+def _guard(config: RunConfig) -> Guard:
+    policy = None
+    if config.policy is not None:
+        policy = Policy.parse(_read(config.policy, "policy"), where=config.policy)
+    if config.roster is None:
+        if config.identities is not None:
+            raise ConfigError("identities are of use with a roster only: give --roster too.")
+        return Guard(policy)
+    from fedveil.crypto.roster import Roster
+    from fedveil.runs.identities import read_identities
+
+    roster = Roster.parse(_read(config.roster, "roster"), where=config.roster)
+    folder = config.identities or str(Path(config.roster).parent)
+    return Guard(policy, roster, read_identities(folder, clients=config.clients))
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise ConfigError(f"Cannot read the {what} {path}: {reason}.") from reason
 
 
 def _loss(config: RunConfig, task: str) -> Loss:

@@ -71,7 +71,7 @@ class Bar:
 
     def update(self, row: dict[str, Any]) -> None:
         """Advance, with the newest figures."""
-        shown = [f"loss {row['loss']:.4f}"]
+        shown = [] if row["loss"] is None else [f"loss {row['loss']:.4f}"]
         if "test_accuracy" in row:
             shown.append(f"accuracy {row['test_accuracy']:.1%}")
         if "test_mse" in row:

@@ -16,21 +16,23 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.model_file import save_model
 from fedveil.runs.progress import progress_for, working
+from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 
 
-def run(config: RunConfig, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
+def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Train a new run into the folder `out`; returns the summary."""
     config = located(settled(config))
     folder = RunFolder(out)
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
+        rehearse(job)
     folder.start(config)
-    return train_into(job, folder, fresh_state(job), quiet=quiet)
+    return train_into(job, folder, fresh_state(job), quiet=quiet, say=say)
 
 
 def resume(
@@ -69,10 +71,12 @@ def continue_in(
         say("No checkpoint yet: starting from the first round.")
     state.attempt = folder.resume(config)
     folder.rewind_metrics(state.round)
-    return train_into(job, folder, state, quiet=quiet), state
+    return train_into(job, folder, state, quiet=quiet, say=say), state
 
 
-def train_into(job: Job, folder: RunFolder, state: ServerState, *, quiet: bool) -> dict[str, Any]:
+def train_into(
+    job: Job, folder: RunFolder, state: ServerState, *, quiet: bool, say: Say = lambda text: None
+) -> dict[str, Any]:
     """Train a job from `state`, writing metrics and checkpoints as they come."""
     config = job.config
     earlier = folder.metrics()
@@ -85,10 +89,11 @@ def train_into(job: Job, folder: RunFolder, state: ServerState, *, quiet: bool) 
         bar.update(row)
 
     with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
-        outcome = train_job(job, state=state, on_round=boundary)
+        outcome = train_job(job, state=state, on_round=boundary, journal=folder.privacy_journal, say=say)
     module = assemble(job.blueprint, state.weights).eval()
     save_model(folder.model_file, module, job.facts, kind="server", config=dataclasses.asdict(config), shape=None)
     outcome.rows = earlier + outcome.rows
     summary = summarise(job, outcome)
+    folder.write_ledger(summary["ledger"])
     folder.write_summary(summary)
     return summary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 from typing import Any
 
@@ -26,7 +25,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "seed": config.seed,
         "simulation": job.secrets.simulation,
         "loss": job.loss.name,
-        "train_loss": rows[-1]["loss"] if rows else None,
+        "train_loss": next((row["loss"] for row in reversed(rows) if row["loss"] is not None), None),
         "parameters": job.blueprint.size,
         "seconds": round(sum(row["seconds"] for row in rows), 3),
         "bytes_down": outcome.bytes_down,
@@ -41,10 +40,16 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary |= outcome.scores.as_data()
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
-    if rows and rows[0]["loss"] and not rows[-1]["loss"] < 10 * rows[0]["loss"]:
+    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    if losses and losses[0] and not losses[-1] < 10 * losses[0]:
         summary["warning"] = "the training loss has grown more than tenfold: lower the learning rate"
     if job.coverage is not None:
         summary["coverage"] = job.coverage.fraction
         summary["visible"] = [one.name for one in job.coverage.visible]
-    summary["releases"] = [dataclasses.asdict(one) for one in job.scheme.releases(job.blueprint)]
+    if outcome.stopped:
+        summary["stopped"] = outcome.stopped
+    failed = sum("failed" in row for row in rows)
+    if failed:
+        summary["failed_rounds"] = failed
+    summary["ledger"] = outcome.books.ledger().as_data()
     return summary

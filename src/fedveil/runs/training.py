@@ -5,15 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fedveil.engines import LocalEngine
-from fedveil.errors import NumericError
-from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState
+from fedveil.errors import FedVeilError, NumericError, ProtocolError
+from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState, Train
+from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
+from fedveil.runs.privacy import Books
+from fedveil.secrets import SeededSecrets
+from fedveil.work.batches import mixed_seed
 
 Row = dict[str, Any]
+
+_DROPOUT = 0xD0D0
+_MOST_FAILURES = 10
+_NUMERIC = ("finite", "NaN", "2^36", "diverged", "value_range")
 
 
 @dataclass(eq=False)
@@ -21,10 +30,12 @@ class Outcome:
     """What a finished run leaves."""
 
     state: ServerState
+    books: Books
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
     client_view: ClientView | None = None
+    stopped: str = ""
 
     @property
     def bytes_down(self) -> float:
@@ -43,9 +54,18 @@ def fresh_state(job: Job) -> ServerState:
 
 
 def train_job(
-    job: Job, *, state: ServerState, on_round: Callable[[Row, ServerState], None] = lambda row, state: None
+    job: Job,
+    *,
+    state: ServerState,
+    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    journal: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Train from `state` to the last round; `on_round` sees every boundary's metrics and state."""
+    """Train from `state` to the last round; `on_round` sees every boundary's metrics and state.
+
+    `journal` is the file in which spent privacy is written down as it is spent.
+    """
+    books = Books(job, journal)
     server = ServerRole(
         job.scheme,
         job.blueprint,
@@ -54,22 +74,32 @@ def train_job(
         cohort=job.cohort,
         optimiser=job.optimiser,
         rounds=job.config.rounds,
+        account=books.account,
     )
-    engine = LocalEngine(ClientRole(job.scheme, job.blueprint), job.pool)
-    outcome = Outcome(state)
+    engine = LocalEngine(client_role(job), job.pool, absent=_simulated_dropout(job))
+    outcome = Outcome(state, books)
     started = time.perf_counter()
     last = [started]
+    failures = [0]
 
     def boundary(done: RoundDone) -> None:
-        if done.failed:
-            raise NumericError(_why_failed(done))
+        books.end(done)
+        failures[0] = failures[0] + 1 if done.failed else 0
+        if done.failed and (not done.gathered.arrived or failures[0] >= _MOST_FAILURES):
+            raise _failure(done)
         now = time.perf_counter()
         row = _row(job, done, state, seconds=now - last[0])
         last[0] = time.perf_counter()
         outcome.rows.append(row)
         on_round(row, state)
 
-    engine.drive(server.run(), on_round=boundary)
+    def stopped(reason: str) -> None:
+        if state.round == 0:
+            raise ProtocolError(f"The run cannot start: {reason}.")
+        outcome.stopped = reason
+        say(f"The run ends after {state.round} rounds: {reason}.")
+
+    engine.drive(server.run(), on_round=boundary, on_begin=books.begin, on_stop=stopped)
     outcome.seconds = time.perf_counter() - started
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
@@ -77,13 +107,43 @@ def train_job(
     return outcome
 
 
-def _why_failed(done: RoundDone) -> str:
-    client, reason = next(iter(done.gathered.refused.items()), (None, ""))
-    said = f" Client {client}: {reason}." if client is not None else ""
-    return (
-        f"Round {done.round + 1} failed: {done.failed}.{said} Training has probably diverged: lower the learning "
-        "rate. The model of the last checkpoint is untouched."
+def client_role(job: Job) -> ClientRole:
+    """The clients of a job, with secrets that do not lead to the server's."""
+    source = job.secrets.branch("clients") if isinstance(job.secrets, SeededSecrets) else job.secrets
+    guard = job.guard
+    return ClientRole(
+        job.scheme,
+        job.blueprint,
+        secrets=source,
+        policy=guard.policy,
+        roster=guard.roster,
+        identities=guard.identities,
     )
+
+
+def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
+    rate, seed = job.config.simulate_dropout, job.config.seed
+    if not rate:
+        return None
+    assert seed is not None
+
+    def absent(request: Request, client: int) -> bool:
+        if not isinstance(request, Train):
+            return False
+        return mixed_seed(seed, _DROPOUT, request.round, request.attempt, client) / 2.0**63 < rate
+
+    return absent
+
+
+def _failure(done: RoundDone) -> FedVeilError:
+    """Why a run cannot go on: numbers that have run away, or clients that refuse or are gone."""
+    refused = done.gathered.refused
+    numeric = {client: reason for client, reason in refused.items() if any(word in reason for word in _NUMERIC)}
+    client, reason = next(iter([*numeric.items(), *refused.items()]), (None, ""))
+    said = f" Client {client}: {reason.rstrip('.')}." if client is not None else ""
+    hint = " Training has probably diverged: lower the learning rate." if numeric and not done.gathered.arrived else ""
+    text = f"Round {done.round + 1} failed: {done.failed}.{said}{hint} The model of the last checkpoint is untouched."
+    return NumericError(text) if numeric else ProtocolError(text)
 
 
 def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Row:
@@ -96,6 +156,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         "bytes_down": gathered.bytes_down / max(len(done.cohort), 1),
         "bytes_up": gathered.bytes_up / max(len(done.cohort), 1),
     }
+    if done.failed:
+        row["failed"] = done.failed
     if gathered.refused:
         row["refused"] = {str(client): reason for client, reason in gathered.refused.items()}
     every = job.config.evaluate_every

@@ -1,6 +1,6 @@
 """Named schemes."""
 
-from fedveil.schemes import fedavg, veiled
+from fedveil.schemes import fedavg, hardened, mpdp, noised, veiled
 from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, schemes
 
-__all__ = ["SchemeInfo", "Setting", "assemble", "fedavg", "find", "schemes", "veiled"]
+__all__ = ["SchemeInfo", "Setting", "assemble", "fedavg", "find", "hardened", "mpdp", "noised", "schemes", "veiled"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
 from fedveil.errors import ConfigError
-from fedveil.protocol.parts import Bare, Scheme
+from fedveil.ledger.remarks import Remarks
+from fedveil.protocol import Bare, Scheme
+from fedveil.schemes import remarks
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.work.gradients import Gradients
 from fedveil.work.messages import LocalWork
 from fedveil.work.updates import LocalSteps
+
+_OPEN = ("client data: the server sees every client's gradient", remarks.MODEL_OPEN)
 
 
 @scheme(
@@ -30,4 +34,4 @@ def fedavg(setting: Setting, *, local_steps: int | None = None, local_epochs: in
         if one
         else LocalSteps(setting.loss, setting.batches, setting.schedule, local_steps, local_epochs)
     )
-    return Scheme(name="fedavg", downlink=Plain(), work=work, uplink=Bare())
+    return Scheme(name="fedavg", downlink=Plain(), work=work, uplink=Bare(), remarks=Remarks(unprotected=_OPEN))

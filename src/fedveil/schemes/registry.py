@@ -17,12 +17,19 @@ Option = int | float | str | bool | None
 
 @dataclass(frozen=True)
 class Setting:
-    """What every scheme is given: the loss, the batches, the learning rate over rounds."""
+    """What every scheme is given: the loss, the batches, the learning rate over rounds, and how long it all takes.
+
+    `participations` is the largest number of rounds any one client takes part in, `rate` the share of
+    clients in a round.
+    """
 
     loss: Loss
     batches: Batches
     schedule: Schedule
     vectorise: bool | None = None
+    rounds: int = 1
+    participations: int = 1
+    rate: float = 1.0
 
 
 @dataclass(frozen=True)

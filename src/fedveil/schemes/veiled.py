@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
 from fedveil.errors import ConfigError
-from fedveil.protocol.parts import Bare, Scheme
+from fedveil.ledger.remarks import Remarks
+from fedveil.protocol import Bare, Scheme
+from fedveil.schemes import remarks
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.work.gradients import Gradients
 from fedveil.work.losses import SquareLoss, refuse_head_noise
@@ -15,6 +17,17 @@ _PROTECTS = (
     "the server's parameters from clients up to secret scales (measured, not proven; the head noise falls to a "
     "client with ten inputs, labelled or not); client data from the server: not at all"
 )
+
+
+def head_of(setting: Setting, head_noise: bool, groups: int | None, strength: float) -> HeadNoise | None:
+    """The head noise that fits the loss, if it is wanted."""
+    if not head_noise:
+        return None
+    refuse_head_noise(setting.loss)
+    weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
+    if not strength > 0:
+        raise ConfigError(f"head_strength must be positive (got {strength}); 1 is the default.")
+    return HeadNoise(groups, strength, weighted)
 
 
 @scheme(
@@ -41,18 +54,12 @@ def lossless(
             "broadcast point, and a second local step would start from parameters the server cannot undo. Use more "
             "rounds instead, or --scheme fedavg for local training without a veil."
         )
-    head = None
-    if head_noise:
-        refuse_head_noise(setting.loss)
-        weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
-        if not head_strength > 0:
-            raise ConfigError(f"head_strength must be positive (got {head_strength}); 1 is the default.")
-        head = HeadNoise(head_groups, head_strength, weighted)
     return Scheme(
         name="lossless",
-        downlink=Rescaling(spread, head),
+        downlink=Rescaling(spread, head_of(setting, head_noise, head_groups, head_strength)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(),
+        remarks=Remarks(unprotected=("client data: the server recovers every client's gradient", remarks.VEIL)),
     )
 
 

@@ -1,0 +1,177 @@
+"""Noise whose size rests on an assumption: MP-DP's client noise, with sensitivities that nobody enforces.
+
+A client's gradient is taken to lie within a ball of radius S (the paper sets S = 1 and clips nothing).
+Noise covers the first tensor alone; Ψ and Φ, losses and statistics travel bare. Nothing is proven by it,
+and no plan is handed to the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.downlink import Blueprint, client_noise, noise_kinds
+from fedveil.downlink.samplers import simulated_noise
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.flat import Layout
+from fedveil.ledger.releases import Release
+from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.handshake import Introduction
+from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum
+from fedveil.protocol.state import ClientState
+from fedveil.secrets import SecretSource
+from fedveil.uplink.graph import Graph, complete, n_out
+from fedveil.uplink.plan import NoisePlan
+
+Law = Literal["gaussian", "decomposed"]
+LAWS = ("gaussian", "decomposed")
+_PAIR = "pair noise"
+
+
+@dataclass(frozen=True)
+class AssumedNoise:
+    """Independent noise η and pair noise Δ on one client gradient.
+
+    `sigma` is the standard deviation that the sum of K gradients shall carry. With `shared`, each client
+    adds σ/√K; without, σ itself (local DP). `strength` is σ_Δ/σ_η; 0 leaves pairs out. Under the law
+    "decomposed" a client draws what becomes Gaussian only when multiplied by the server's secret scales.
+    """
+
+    sigma: float
+    law: Law
+    shared: bool = True
+    strength: float = math.sqrt(1000.0)
+    neighbours: int | None = None
+    cancelling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.law not in LAWS:
+            raise unknown_name("noise law", self.law, LAWS)
+        if not (math.isfinite(self.strength) and self.strength >= 0):
+            raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    @property
+    def _paired(self) -> bool:
+        return self.shared and self.strength > 0 and self.cancelling
+
+    @property
+    def introduction(self) -> Introduction:
+        """Pairs share secrets."""
+        return "keys" if self._paired else "sizes"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """No guarantee rests on this noise."""
+        return None
+
+    def graph(self, context: RoundContext) -> Graph:
+        """Who shares noise with whom."""
+        members = context.cohort
+        if self.neighbours is None or self.neighbours >= len(members) - 1:
+            return complete(members)
+        graph = n_out(members, neighbours=self.neighbours, seed=context.graph_seed())
+        if not graph.connected():
+            raise ConfigError(
+                f"The graph of {len(members)} clients with {self.neighbours} neighbours each is not connected. Raise "
+                "neighbours."
+            )
+        return graph
+
+    def fits(self, clients: int) -> None:
+        """Noise shared by pairs needs a pair."""
+        if self.shared and self.strength > 0 and clients < 2:
+            raise ConfigError(
+                f"Noise that clients share needs at least two clients in a round, not {clients}: nobody is there to "
+                "share it with. Use more clients."
+            )
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+        """Refuse a round without this client."""
+        if state.client not in context.cohort:
+            raise ProtocolError(f"client {state.client} was sent a round in which it has no part")
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """η_k and Σ ± Δ on the first tensor, in the units of a contribution of mean size."""
+        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
+        noised = terms.layout.split(payload)["gradients"][0]
+        own = self.sigma / math.sqrt(count) if self.shared else self.sigma
+        stream = secrets.stream("residual", state.client, context.round, context.attempt)
+        if vector.device.type != "cpu" and stream.simulation:
+            noise = simulated_noise(self._kinds(terms), sigma=own, stream=stream, like=vector)
+            noised.add_(noise.to(payload.dtype), alpha=mean_size)
+        else:
+            self._add(noised, terms, sigma=own * mean_size, seed=stream.bytes(32))
+        if self._paired:
+            keys = state.ring()
+            for peer in self.graph(context).neighbours(state.client):
+                seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
+                sign = 1.0 if state.client < peer else -1.0
+                self._add(noised, terms, sigma=own * self.strength * mean_size, seed=seed, sign=sign)
+        return replace(state, seat=context.cohort), Upload(state.client, context.round, context.attempt, payload)
+
+    def _kinds(self, terms: Terms) -> Tensor:
+        if self.law == "decomposed":
+            return _kinds_of(terms.blueprint)
+        return torch.zeros(terms.blueprint.size, dtype=torch.uint8)
+
+    def _add(self, target: Tensor, terms: Terms, *, sigma: float, seed: bytes, sign: float = 1.0) -> None:
+        noise = client_noise(self._kinds(terms), sigma=sigma, seed=seed)
+        target.add_(torch.from_numpy(np.asarray(noise)).to(target), alpha=sign)
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """There are no phases beyond the upload."""
+        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
+
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """Nothing."""
+        return ()
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """An exact sum."""
+        return UploadSum(terms.layout, context, device=device)
+
+    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
+        """Already open; noise shared with missing clients stays in it."""
+        return None
+
+    def parting(self, total: Summing) -> Mapping[int, Request]:
+        """Nothing."""
+        return {}
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """Nothing."""
+        return ()
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """The first tensor under noise of an assumed size; everything else bare."""
+        law = "Gaussian" if self.law == "gaussian" else "bounded, Gaussian only for who does not know the scales"
+        tail = "" if self.cancelling else "; pair noise LEFT OUT to simulate accuracy"
+        noise = f"{law}, on the first tensor alone; its sensitivity is assumed, not enforced{tail}"
+        known = [name for name in layout.names if name in UPLOAD_FIELDS]
+        return tuple(
+            Release(
+                f"upload.{name}",
+                "client",
+                ("server",),
+                UPLOAD_FIELDS[name],
+                noise=noise if name == "gradients" else "none",
+                about="data",
+            )
+            for name in known
+        )
+
+
+@lru_cache(maxsize=4)
+def _kinds_of(blueprint: Blueprint) -> Tensor:
+    return noise_kinds(blueprint)

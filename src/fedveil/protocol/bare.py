@@ -1,0 +1,84 @@
+"""The bare uplink: contributions travel as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ProtocolError
+from fedveil.flat import Layout
+from fedveil.ledger.releases import Release
+from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.handshake import Introduction
+from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum
+from fedveil.protocol.state import ClientState
+from fedveil.secrets import SecretSource
+from fedveil.uplink.plan import NoisePlan
+
+
+@dataclass(frozen=True)
+class Bare:
+    """No protection on the way up: the server sees every contribution.
+
+    `acquainted` clients announce their sample counts, where the size of a central noise depends on them.
+    """
+
+    acquainted: bool = False
+
+    @property
+    def introduction(self) -> Introduction:
+        """Clients need not know of each other."""
+        return "sizes" if self.acquainted else "none"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """No noise."""
+        return None
+
+    def fits(self, clients: int) -> None:
+        """Any number will do."""
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+        """Every round is as good as another."""
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """As it is."""
+        return state, Upload(state.client, context.round, context.attempt, vector)
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """A bare uplink has no phases of its own."""
+        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
+
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """Nothing."""
+        return ()
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """An exact sum."""
+        return UploadSum(terms.layout, context, device=device)
+
+    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
+        """Already open."""
+        return None
+
+    def parting(self, total: Summing) -> Mapping[int, Request]:
+        """Nothing."""
+        return {}
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """There are no pairs."""
+        return ()
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """Everything, to the server and whoever listens, uncovered."""
+        # A section this uplink does not know stays undeclared, and the server refuses to start with it.
+        known = [name for name in layout.names if name in UPLOAD_FIELDS]
+        return tuple(
+            Release(f"upload.{name}", "client", ("server",), UPLOAD_FIELDS[name], about="data") for name in known
+        )

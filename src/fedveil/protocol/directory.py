@@ -1,0 +1,138 @@
+"""Who takes part in a run: numbers, sample counts and, where clients share secrets, signed keys."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ProtocolError
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.wire import message
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Hello(Request):
+    """Server → client: a run begins; introduce yourself."""
+
+    run: str
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Announce(Reply):
+    """Client → server: how many samples it has and, if the uplink needs them, its signed keys."""
+
+    samples: int
+    identity: Tensor
+    key: Tensor
+    signature: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Directory(Request):
+    """Server → client: everybody's announcement, ordered by client number."""
+
+    run: str
+    clients: Tensor
+    samples: Tensor
+    identities: Tensor
+    keys: Tensor
+    signatures: Tensor
+
+    @staticmethod
+    def of(run: str, announced: Iterable[Announce]) -> Directory:
+        """A directory of announcements."""
+        entries = sorted(announced, key=lambda one: one.client)
+        return Directory(
+            run,
+            torch.tensor([one.client for one in entries], dtype=torch.int64),
+            torch.tensor([one.samples for one in entries], dtype=torch.int64),
+            torch.stack([one.identity for one in entries]),
+            torch.stack([one.key for one in entries]),
+            torch.stack([one.signature for one in entries]),
+        )
+
+    def check(self) -> None:
+        """Refuse a directory that is malformed or names a client twice."""
+        count = len(self.clients) if self.clients.dim() == 1 else -1
+        columns = (self.samples, self.identities, self.keys, self.signatures)
+        well = (
+            all(len(one) == count for one in columns if one.dim())
+            and [one.dim() for one in columns] == [1, 2, 2, 2]
+            and self.clients.dtype == self.samples.dtype == torch.int64
+            and all(one.dtype == torch.uint8 for one in columns[1:])
+        )
+        if not well or count < 1:
+            raise ProtocolError("a directory of clients is malformed")
+        numbers = self.clients.tolist()
+        if numbers[0] < 0 or any(later <= earlier for earlier, later in itertools.pairwise(numbers)):
+            raise ProtocolError("a directory must name every client once, in ascending order")
+        if int(self.samples.min()) < 1:
+            raise ProtocolError("a directory names a client without samples")
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {client: place for place, client in enumerate(self.clients.tolist())}
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [int(one) for one in self.samples.tolist()]
+
+    def __contains__(self, client: int) -> bool:
+        return client in self._places
+
+    def place(self, client: int) -> int:
+        """A client's row."""
+        if client not in self._places:
+            raise ProtocolError(f"client {client} is not in the run's directory")
+        return self._places[client]
+
+    def samples_of(self, clients: Sequence[int]) -> list[int]:
+        """How many samples each of `clients` has announced."""
+        return [self._counts[self.place(client)] for client in clients]
+
+    def entry(self, client: int) -> tuple[bytes, bytes, bytes, int]:
+        """(identity, key, signature, samples) of a client."""
+        place = self.place(client)
+        identity, key, signature = (to_bytes(column[place]) for column in (self.identities, self.keys, self.signatures))
+        return identity, key, signature, int(self.samples[place])
+
+    def agrees_with(self, earlier: Directory) -> bool:
+        """Whether every entry of an earlier directory of this run stands here unchanged."""
+        return self.run == earlier.run and all(
+            client in self and self.entry(client) == earlier.entry(client) for client in earlier.clients.tolist()
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over everything."""
+        state = hashlib.sha256(self.run.encode())
+        for column in (self.clients, self.samples, self.identities, self.keys, self.signatures):
+            state.update(column.contiguous().numpy().tobytes())
+        return state.digest()
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Ready(Reply):
+    """Client → server: the directory is in order, as its digest says."""
+
+    digest: Tensor
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """A tensor of bytes as bytes."""
+    return tensor.contiguous().numpy().tobytes()
+
+
+def from_bytes(data: bytes) -> Tensor:
+    """Bytes as a tensor that may travel."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,155 @@
+"""A client's keys for one run: who it is, whom it shares secrets with."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from fedveil.errors import ProtocolError
+from fedveil.protocol.directory import Announce, Directory, from_bytes
+from fedveil.protocol.wire import decode, encode
+from fedveil.secrets import Guarded, SecretStream
+
+if TYPE_CHECKING:
+    from fedveil.crypto.keys import Identity, PairSecret, RunKey
+    from fedveil.crypto.roster import Roster
+
+
+class _Known(SecretStream):
+    """A stream of bytes that are already there."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(None)
+        self._content = content
+
+    def bytes(self, count: int) -> bytes:
+        """All of them, once."""
+        if count != len(self._content):
+            raise ValueError("a stored key has another length")
+        return self._content
+
+
+class Keyring(Guarded):
+    """Identity, agreement key and the run's directory; pair secrets are agreed on when first used.
+
+    A ring without keys (both empty) serves uplinks that tie clients together by their sizes alone.
+    """
+
+    def __init__(
+        self, client: int, run: str, *, identity: bytes, key: bytes, directory: Directory | None = None
+    ) -> None:
+        self.client = client
+        self.run = run
+        self.directory = directory
+        self._stored = (identity, key)
+        self._identity: Identity | None = None
+        self._key: RunKey | None = None
+        self._pairs: dict[int, PairSecret] = {}
+        self._vouched: set[int] = set()
+        if identity:
+            from fedveil.crypto.keys import Identity, RunKey
+
+            self._identity = Identity(_Known(identity))
+            self._key = RunKey(_Known(key))
+
+    def announce(self, samples: int) -> Announce:
+        """What the others need to know, signed if there are keys."""
+        if self._identity is None or self._key is None:
+            return Announce(self.client, samples, *(from_bytes(b"") for _ in range(3)))
+        public = self._key.public
+        signature = self._identity.sign_key(run=self.run, client=self.client, public=public, samples=samples)
+        return Announce(
+            self.client, samples, from_bytes(self._identity.public), from_bytes(public), from_bytes(signature)
+        )
+
+    def accept(self, directory: Directory, *, samples: int, roster: Roster | None) -> None:
+        """Take the run's directory, or refuse it and say whose entry is wrong."""
+        directory.check()
+        if directory.run != self.run:
+            raise ProtocolError(f"client {self.client} was sent the directory of another run")
+        own = self.announce(samples)
+        identity, key, _, counted = directory.entry(self.client)
+        if (from_bytes(identity).tolist(), from_bytes(key).tolist(), counted) != (
+            own.identity.tolist(),
+            own.key.tolist(),
+            samples,
+        ):
+            raise ProtocolError(
+                f"the directory shows client {self.client} another key or sample count than its own: "
+                "somebody on the way has replaced it"
+            )
+        if self.directory is not None and not directory.agrees_with(self.directory):
+            raise ProtocolError(
+                f"the directory sent to client {self.client} contradicts the one of this run it already has"
+            )
+        if roster is not None:
+            for peer in directory.clients.tolist():
+                _, key, signature, counted = directory.entry(peer)
+                roster.check(client=peer, run=self.run, public=key, signature=signature, samples=counted)
+        self.directory = directory
+
+    def known(self) -> Directory:
+        """The run's directory."""
+        if self.directory is None:
+            raise ProtocolError(f"client {self.client} was asked to work before it knew who takes part")
+        return self.directory
+
+    def vouched(self, peer: int) -> tuple[bytes, bytes, int]:
+        """(identity, key, samples) of a peer, whose signature, where there are keys, has been checked."""
+        identity, key, signature, samples = self.known().entry(peer)
+        if self._identity is None:
+            return identity, key, samples
+        from fedveil.crypto.keys import check_key_signature
+
+        check_key_signature(identity, signature, run=self.run, client=peer, public=key, samples=samples)
+        return identity, key, samples
+
+    def vouch_for(self, peers: Iterable[int]) -> None:
+        """Check the signatures of all `peers`, once each: an accepted entry never changes within a run."""
+        for peer in set(peers) - self._vouched:
+            self.vouched(peer)
+            self._vouched.add(peer)
+
+    def pair(self, peer: int) -> PairSecret:
+        """The secret shared with a peer."""
+        if self._key is None:
+            raise ProtocolError(f"client {self.client} has no keys in this run")
+        if peer not in self._pairs:
+            _, key, _ = self.vouched(peer)
+            self._pairs[peer] = self._key.agree(key, run=self.run, own=self.client, peer=peer)
+        return self._pairs[peer]
+
+    def own(self, *, round: int, attempt: int, purpose: str) -> bytes:
+        """32 bytes that only this client can make again, for one round, attempt and purpose."""
+        from fedveil.crypto.keys import PairSecret, extract
+
+        _, key = self._stored
+        if not key:
+            raise ProtocolError(f"client {self.client} has no keys in this run")
+        alone = PairSecret(extract(key, salt=b"fedveil own secrets 1"), run=self.run, pair=(self.client, self.client))
+        return alone.seed(round=round, attempt=attempt, purpose=purpose)
+
+    def sign(self, content: bytes, *, purpose: str) -> bytes:
+        """Vouch for something in this run."""
+        if self._identity is None:
+            raise ProtocolError(f"client {self.client} has no keys in this run")
+        return self._identity.sign(content, purpose=f"{purpose} of {self.run}")
+
+    def stored(self) -> dict[str, str]:
+        """Everything needed to open this ring again; only ever written sealed."""
+        identity, key = self._stored
+        known = "" if self.directory is None else base64.b64encode(encode(self.directory)).decode()
+        return {"run": self.run, "identity": identity.hex(), "key": key.hex(), "directory": known}
+
+    @staticmethod
+    def restored(client: int, fields: dict[str, str]) -> Keyring:
+        """The ring that `stored` described."""
+        directory = decode(base64.b64decode(fields["directory"])) if fields["directory"] else None
+        return Keyring(
+            client,
+            fields["run"],
+            identity=bytes.fromhex(fields["identity"]),
+            key=bytes.fromhex(fields["key"]),
+            directory=directory,
+        )

@@ -1,0 +1,311 @@
+"""The noised uplink: residual noise that stays in the sum, and pair noise that annihilates there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.flat import Layout
+from fedveil.ledger.correlated import Covering
+from fedveil.ledger.releases import Protection, Release
+from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.handshake import Introduction
+from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum, planned
+from fedveil.protocol.state import ClientState
+from fedveil.protocol.wire import message
+from fedveil.secrets import SecretSource
+from fedveil.uplink.gaussian import add_fresh, add_seeded
+from fedveil.uplink.plan import NoisePlan
+
+Dropouts = Literal["tolerate", "repair"]
+DROPOUTS = ("tolerate", "repair")
+_PAIR = "pair noise"
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Repair(Request):
+    """Server → client: who is missing, so that the noise shared with them can be taken off."""
+
+    round: int
+    attempt: int
+    missing: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Repaired(Reply):
+    """Client → server: this round's seeds of the noise it shared with missing clients."""
+
+    round: int
+    attempt: int
+    vanished: Tensor
+    seeds: Tensor
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Gaussian noise by a plan. `repair_limit` is the largest share of a cohort a client helps to repair for.
+
+    Without `cancelling`, pair noise is left out altogether: for simulations of accuracy only, where it
+    would cancel to rounding anyway; such an upload is not covered, and its release says so.
+    """
+
+    plan: NoisePlan
+    dropouts: Dropouts = "repair"
+    repair_limit: float = 1 / 3
+    cancelling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dropouts not in DROPOUTS:
+            raise unknown_name("way with dropouts", self.dropouts, DROPOUTS)
+        if not 0 <= self.repair_limit < 1:
+            raise ConfigError(f"repair_limit must lie in [0, 1) (got {self.repair_limit}).")
+
+    @property
+    def _paired(self) -> bool:
+        return self.plan.layout == "pairs" and self.cancelling
+
+    @property
+    def _repairs(self) -> bool:
+        return self._paired and self.dropouts == "repair"
+
+    @property
+    def introduction(self) -> Introduction:
+        """Pairs share secrets; the size of noise depends on everybody's sample count."""
+        return "keys" if self._paired else "sizes"
+
+    def fits(self, clients: int) -> None:
+        """Noise shared by pairs needs a pair."""
+        if self.plan.layout == "pairs" and clients < 2:
+            raise ConfigError(
+                f"Noise that clients share needs at least two clients in a round, not {clients}: nobody is there to "
+                "share it with. Use ldp, or more clients."
+            )
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+        """Refuse a round without this client, or one whose sample counts are not vouched for."""
+        if state.client not in context.cohort:
+            raise ProtocolError(f"client {state.client} was sent a round in which it has no part")
+        if self._paired:
+            state.ring().vouch_for(context.cohort)
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """Residual noise from fresh randomness, pair noise from shared seeds; the weight is public and stays."""
+        client = state.client
+        covering = planned(self.plan, context, terms.work)
+        place = covering.members.index(client)
+        # Pair noise is far larger than what it hides: in float64 it cancels to 1e-16 of its size.
+        payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
+        noised = payload[:-1]
+        own = secrets.stream("residual", client, context.round, context.attempt)
+        add_fresh(noised, scale=math.sqrt(float(covering.residual[place])), stream=own)
+        if self._paired:
+            keys, purpose = state.ring(), pair_purpose(context)
+            for peer, variance in partners(covering, place):
+                seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
+                add_seeded(noised, scale=_signed(client, peer) * math.sqrt(variance), seed=seed)
+        upload = Upload(client, context.round, context.attempt, payload)
+        return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """Reveal this round's seeds shared with missing clients, once, and for a limited share of the cohort."""
+        if not isinstance(request, Repair) or not self._repairs:
+            raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
+        advanced = state.revealing(request.round, request.attempt)
+        missing = sorted({int(one) for one in request.missing.tolist()})
+        most = math.floor(self.repair_limit * len(state.seat))
+        if state.client in missing or not set(missing) <= set(state.seat):
+            raise ProtocolError(f"client {state.client} was asked to repair for itself, or for strangers")
+        if len(missing) > most:
+            raise ProtocolError(
+                f"client {state.client} does not reveal noise shared with {len(missing)} clients: at most {most} of "
+                f"{len(state.seat)} a round"
+            )
+        keys = state.ring()
+        purpose = f"{_PAIR} {state.graph}"
+        seeds = [keys.pair(p).seed(round=request.round, attempt=request.attempt, purpose=purpose) for p in missing]
+        reply = Repaired(
+            state.client,
+            request.round,
+            request.attempt,
+            torch.tensor(missing, dtype=torch.int64),
+            from_bytes(b"".join(seeds)).reshape(-1, 32),
+        )
+        return advanced, reply
+
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """Every pair of a client said to be missing and one that is not: the server may have both uploads."""
+        if not isinstance(request, Repair):
+            return ()
+        gone = set(request.missing.tolist())
+        return tuple((one, other) for one in state.seat if one not in gone for other in sorted(gone))
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """An exact sum from which left-over pair noise can be taken."""
+        return NoisedSum(planned(self.plan, context, terms.work), terms.layout, context, device=device)
+
+    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
+        """With `repair`, ask the survivors for the noise they shared with whoever is missing, once."""
+        assert isinstance(total, NoisedSum)
+        if total.closed:
+            total.check_repaired()
+            return None
+        missing = sorted(set(context.cohort) - set(gathered.arrived))
+        if not self._repairs or not missing or not gathered.arrived:
+            return None
+        total.close(gathered.arrived)
+        if len(missing) > math.floor(self.repair_limit * len(context.cohort)):
+            raise ProtocolError(
+                f"{len(missing)} of {len(context.cohort)} clients are missing, more than the share of "
+                f"{self.repair_limit:g} that clients repair for"
+            )
+        request = Repair(context.round, context.attempt, torch.tensor(missing, dtype=torch.int64))
+        return Ask(tuple(gathered.arrived), request, total)
+
+    def parting(self, total: Summing) -> Mapping[int, Request]:
+        """Nothing."""
+        return {}
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """Every survivor's pairs with whoever is missing, as soon as survivors are asked for their seeds."""
+        assert isinstance(total, NoisedSum)
+        return total.given_away()
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """Gradients under noise; what repairs a round is declared too."""
+        covered = {
+            "local": "Gaussian",
+            "pairs": "Gaussian, and Gaussian shared by pairs that cancels in the sum",
+            "sum": "Gaussian",
+        }[self.plan.layout]
+        if not self.cancelling:
+            covered = "Gaussian; pair noise LEFT OUT to simulate accuracy: not covered"
+        protection: Protection = "noised" if self.cancelling else "open"
+        known = [name for name in layout.names if name in UPLOAD_FIELDS and name != "weight"]
+        fields = (
+            *(
+                Release(
+                    f"upload.{name}",
+                    "client",
+                    ("server",),
+                    UPLOAD_FIELDS[name],
+                    noise=covered,
+                    about="data",
+                    protection=protection,
+                )
+                for name in known
+            ),
+            Release("upload.weight", "client", ("server",), UPLOAD_FIELDS["weight"]),
+        )
+        if not self._repairs:
+            return fields
+        return (
+            *fields,
+            Release("repair.round", "server", ("clients",), "the round's number"),
+            Release("repair.attempt", "server", ("clients",), "the round's repetition"),
+            Release("repair.missing", "server", ("clients",), "who is missing"),
+            Release("repaired.client", "client", ("server",), "the client's number"),
+            Release("repaired.round", "client", ("server",), "the round's number"),
+            Release("repaired.attempt", "client", ("server",), "the round's repetition"),
+            Release("repaired.vanished", "client", ("server",), "with whom the noise was shared"),
+            Release("repaired.seeds", "client", ("server",), "this round's seeds of that noise"),
+        )
+
+
+def pair_purpose(context: RoundContext) -> str:
+    """What a round's pair noise is drawn for: this cohort and no other.
+
+    Clients that were told of different cohorts would add noise of different size. Did they draw it from one
+    seed, it could be cancelled in part; so they draw unlike numbers, and each keeps all of its cover.
+    """
+    return f"{_PAIR} {context.graph_seed().hex()}"
+
+
+def partners(covering: Covering, place: int) -> list[tuple[int, float]]:
+    """(client, variance) of everybody who shares noise with the member at `place`."""
+    here = (covering.first == place) | (covering.second == place)
+    others = covering.first[here] + covering.second[here] - place
+    return [
+        (covering.members[int(other)], float(variance))
+        for other, variance in zip(others, covering.pairs[here], strict=True)
+        if variance > 0
+    ]
+
+
+def _signed(client: int, peer: int) -> float:
+    """+1 on the side of the smaller number, −1 on the other."""
+    return 1.0 if client < peer else -1.0
+
+
+class NoisedSum(UploadSum):
+    """An exact sum; noise that vanished clients have left behind is taken off by revealed seeds."""
+
+    def __init__(self, covering: Covering, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
+        super().__init__(layout, context, device=device)
+        self._covering = covering
+        self._arrived: frozenset[int] = frozenset()
+        self._repairers: set[int] = set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether uploads are over."""
+        return bool(self._arrived)
+
+    def close(self, arrived: tuple[int, ...]) -> None:
+        """No more uploads: one that comes late is refused, since its noise is being given away."""
+        self._arrived = frozenset(arrived)
+
+    def given_away(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of a survivor and a missing client, once uploads are over."""
+        gone = set(self._context.cohort) - self._arrived if self.closed else set()
+        if not gone:
+            return ()
+        ends = [(self._covering.members[i], self._covering.members[j]) for i, j in self._ends()]
+        return tuple((one, other) for one, other in ends if (one in gone) != (other in gone))
+
+    def check_repaired(self) -> None:
+        """Refuse a sum that still holds noise shared with missing clients."""
+        owing = {one for pair in self.given_away() for one in pair if one in self._arrived} - self._repairers
+        if owing:
+            raise ProtocolError(
+                f"{len(owing)} of {len(self._arrived)} clients did not help to take off the noise they shared with "
+                f"missing clients, client {min(owing)} among them"
+            )
+
+    def _ends(self) -> list[tuple[int, int]]:
+        return list(zip(self._covering.first.tolist(), self._covering.second.tolist(), strict=True))
+
+    def add(self, reply: Reply) -> None:
+        """Fold an upload or a repair in."""
+        if not self.closed:
+            super().add(reply)
+            return
+        if not isinstance(reply, Repaired):
+            raise ProtocolError("an upload arrived after the round was closed: it is refused and not looked at")
+        if (reply.round, reply.attempt) != (self._context.round, self._context.attempt):
+            raise ProtocolError("a repair for another round")
+        if reply.client not in self._arrived or reply.client in self._repairers:
+            raise ProtocolError("a repair from a client that was not asked, or a second one")
+        vanished = [int(one) for one in reply.vanished.tolist()]
+        gone = set(self._context.cohort) - self._arrived
+        if set(vanished) != gone or tuple(reply.seeds.shape) != (len(vanished), 32):
+            raise ProtocolError("a repair is malformed")
+        variances = dict(partners(self._covering, self._covering.members.index(reply.client)))
+        left = torch.zeros(self._sum.length, dtype=torch.float64)
+        for peer, seed in zip(vanished, reply.seeds, strict=True):
+            if peer in variances:
+                scale = -_signed(reply.client, peer) * math.sqrt(variances[peer])
+                add_seeded(left[:-1], scale=scale, seed=to_bytes(seed))
+        self._sum.add(left)
+        self._repairers.add(reply.client)

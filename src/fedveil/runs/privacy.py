@@ -1,0 +1,245 @@
+"""A run's books: an account of what was spent, a journal that survives a kill, and the ledger at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedveil.ledger.account import Account
+from fedveil.ledger.correlated import Covering
+from fedveil.ledger.releases import Release
+from fedveil.ledger.sampled_account import SampledAccount
+from fedveil.ledger.statement import Ledger, PaperFigure, state
+from fedveil.protocol import RoundBegins, RoundDone, Scheme
+from fedveil.protocol.parts import bounded
+from fedveil.runs.assumed_noise import notes_on
+from fedveil.runs.job import Job
+from fedveil.uplink.plan import NoisePlan, Target
+
+_DELTA = 1e-5
+
+
+def account_for(scheme: Scheme, clients: int) -> Account | None:
+    """An empty account, where the scheme claims anything; exact accounting makes the target a limit."""
+    plan = scheme.plan
+    if plan is None:
+        return None
+    if plan.sampling is not None:
+        return SampledAccount(
+            clients,
+            limit=float(plan.target.participations),
+            noise_multiplier=plan.noise_multiplier(),
+            rate=plan.sampling,
+        )
+    return Account(
+        clients,
+        limit=plan.target.mu**2 if plan.accounting == "exact" else None,
+        collusion=plan.collusion,
+        trusted=scheme.central is not None,
+        honest_arrivals=scheme.honest_arrivals,
+    )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """On what a round's noise depends beside its cohort: the plan, and how far a unit of each client's data reaches."""
+
+    plan: NoisePlan
+    reach: tuple[float, ...]
+
+    @staticmethod
+    def of(scheme: Scheme, sizes: Sequence[int]) -> _Terms:
+        """As the scheme has it now."""
+        assert scheme.plan is not None
+        limits = bounded(scheme.work)
+        return _Terms(scheme.plan, tuple(limits.sensitivity(count) for count in sizes))
+
+    @staticmethod
+    def parse(entry: dict[str, Any]) -> _Terms:
+        """As a journal has it."""
+        plan = NoisePlan(**{**entry["plan"], "target": Target(**entry["plan"]["target"])})
+        return _Terms(plan, tuple(entry["reach"]))
+
+
+class Books:
+    """Books every round of a run, those of earlier attempts included.
+
+    A round is written to the journal before anything is asked of clients and again when it is over, so
+    that a killed run has paid for every round it may have shown.
+    """
+
+    def __init__(self, job: Job, journal: Path | None = None) -> None:
+        self._job = job
+        self._sizes = [len(one) for one in job.pool.clients]
+        self._journal = journal
+        self._headed = False
+        self._open: RoundBegins | None = None
+        self.account = account_for(job.scheme, len(job.pool))
+        self.first: Covering | None = None
+        if self.account is None:
+            return
+        self._terms = _Terms.of(job.scheme, self._sizes)
+        if journal is not None:
+            _mend(journal)
+            self._replay(_entries(journal))
+
+    def begin(self, begins: RoundBegins) -> None:
+        """Write down what clients are about to be asked for."""
+        self._open = begins
+        if self.account is None:
+            return
+        if not self._headed:
+            self._headed = True
+            self._write({"plan": dataclasses.asdict(self._terms.plan), "reach": self._terms.reach})
+        cohort = None if len(begins.cohort) == len(self._sizes) else list(begins.cohort)
+        entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
+        if begins.arrived is not None:
+            entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
+        self._write(entry)
+
+    def end(self, done: RoundDone) -> None:
+        """Book a round that is over."""
+        if self.account is None or self._open is None:
+            return
+        begins, self._open = self._open, None
+        arrived = list(done.gathered.arrived)
+        entry = {
+            "end": [begins.round, begins.attempt],
+            "arrived": None if len(arrived) == len(done.cohort) else arrived,
+            "revealed": [list(pair) for pair in done.revealed],
+        }
+        self._write(entry | ({"failed": True} if done.failed else {}))
+        self._charge(self._terms, done.cohort, begins.graph, arrived, done.revealed, published=not done.failed)
+
+    def _charge(
+        self,
+        terms: _Terms,
+        cohort: Sequence[int],
+        graph: bytes,
+        arrived: Sequence[int] | None,
+        revealed: Sequence[Sequence[int]],
+        *,
+        published: bool = True,
+    ) -> None:
+        assert self.account is not None
+        samples, reach = [self._sizes[client] for client in cohort], [terms.reach[client] for client in cohort]
+        covering = terms.plan.covering(cohort, samples, reach, seed=graph)
+        self.first = self.first or covering
+        pairs = [(one, other) for one, other in revealed]
+        self.account.charge(covering, arrived=arrived, revealed=pairs, published=published)
+
+    def _replay(self, entries: list[dict[str, Any]]) -> None:
+        """Charge every round in the journal, for the noise it had then: a run may go on with another target."""
+        everybody = list(range(len(self._sizes)))
+        terms = self._terms
+        begun: list[tuple[_Terms, dict[str, Any]]] = []
+        for entry in entries:
+            if "plan" in entry:
+                terms = _Terms.parse(entry)
+            elif "begin" in entry:
+                # The same round again, with what opens it: that replaces what was written before.
+                if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
+                    begun.pop()
+                begun.append((terms, entry))
+            elif begun and begun[-1][1]["begin"] == entry["end"]:
+                noise, begins = begun.pop()
+                cohort = everybody if begins["cohort"] is None else begins["cohort"]
+                arrived = cohort if entry["arrived"] is None else entry["arrived"]
+                self._charge(
+                    noise,
+                    cohort,
+                    bytes.fromhex(begins["graph"]),
+                    arrived,
+                    entry["revealed"],
+                    published=not entry.get("failed", False),
+                )
+        for noise, begins in begun:  # killed in the middle: whatever was asked for may have been seen
+            cohort = everybody if begins["cohort"] is None else begins["cohort"]
+            graph = bytes.fromhex(begins["graph"])
+            self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._journal is not None:
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def ledger(self) -> Ledger:
+        """What the run proves."""
+        job = self._job
+        notes = notes_on(
+            job.scheme,
+            job.blueprint,
+            clients=job.cohort.size,
+            rounds=job.cohort.most_participations(job.config.rounds),
+            delta=job.config.delta or _DELTA,
+            stream=job.secrets.stream("ledger"),
+        )
+        releases = job.scheme.releases(job.blueprint)
+        return ledger_of(job.scheme, releases, self.account, self.first, simulation=job.secrets.simulation, notes=notes)
+
+
+def ledger_of(
+    scheme: Scheme,
+    releases: Sequence[Release],
+    account: Account | None,
+    first: Covering | None,
+    *,
+    simulation: bool,
+    notes: tuple[str, ...] = (),
+) -> Ledger:
+    """The ledger of a scheme with this account; `first` is the noise of its first round, `notes` what else to say."""
+    plan = scheme.plan
+    found = state(
+        scheme=scheme.name,
+        releases=releases,
+        remarks=scheme.remarks,
+        account=account,
+        delta=_DELTA if plan is None else plan.target.delta,
+        unit="record" if plan is None else bounded(scheme.work).unit,
+        paper=_paper_figure(scheme, first),
+        simulation=simulation,
+        notes=(*scheme.remarks.notes, *notes),
+    )
+    if any(one.assumptions for one in found.lines):
+        return found
+    # What nothing is claimed on is still worth knowing.
+    return replace(found, notes=(*scheme.remarks.assumptions, *found.notes))
+
+
+def _paper_figure(scheme: Scheme, first: Covering | None) -> PaperFigure | None:
+    plan, formula = scheme.plan, scheme.remarks.paper
+    if plan is None or first is None or not formula:
+        return PaperFigure(formula) if formula else None
+    # Noise that stays in the sum, in the units of a summed contribution.
+    used = math.sqrt(float(first.residual.sum()))
+    by_paper = plan.paper_scale(float(first.sensitivity.max()))
+    if plan.layout == "local":
+        by_paper *= math.sqrt(len(first.members))
+    return PaperFigure(formula, plan.target.epsilon, by_paper, used)
+
+
+def _mend(journal: Path) -> None:
+    """End a line that a kill has torn, so that what is written next stands on its own."""
+    if journal.exists() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+        with journal.open("ab") as file:
+            file.write(b"\n")
+
+
+def _entries(journal: Path) -> list[dict[str, Any]]:
+    if not journal.exists():
+        return []
+    found = []
+    for line in journal.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # torn by a kill; what came after it counts
+            continue
+    return found

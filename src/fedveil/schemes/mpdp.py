@@ -1,0 +1,144 @@
+"""MP-DP as its paper has it, and the two baselines it is compared with."""
+
+from __future__ import annotations
+
+import math
+
+from fedveil.downlink.decomposed import Decomposed
+from fedveil.downlink.rescaling import HeadNoise, Rescaling
+from fedveil.errors import ConfigError
+from fedveil.ledger.gaussian import paper_sigma
+from fedveil.ledger.remarks import Remarks
+from fedveil.protocol import Bare, Scheme
+from fedveil.protocol.assumed import AssumedNoise
+from fedveil.protocol.central import AssumedCentral
+from fedveil.schemes import remarks
+from fedveil.schemes.noised import DELTA, EPSILON
+from fedveil.schemes.registry import Setting, scheme
+from fedveil.schemes.veiled import head_of
+from fedveil.work.gradients import Gradients
+
+SENSITIVITY = 1.0
+_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
+_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
+_ASSUMED = f"every client's gradient is assumed to have norm at most S = {SENSITIVITY:g}; nobody clips (not enforced)"
+
+
+def _remarks(*unprotected: str) -> Remarks:
+    return Remarks(
+        assumptions=(_ASSUMED,),
+        unprotected=(*unprotected, remarks.VEIL),
+        paper="σ = S·√(2·ln(1/δ))/ε for each round, S = 1 (MP-DP, Theorems 10 and 11)",
+        notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
+    )
+
+
+def _sigma(epsilon: float, delta: float) -> float:
+    if not (math.isfinite(epsilon) and epsilon > 0):
+        raise ConfigError(f"epsilon must be a positive number (got {epsilon}).")
+    if not 0 < delta < 1:
+        raise ConfigError(f"delta must lie strictly between 0 and 1 (got {delta}); 1e-5 is usual.")
+    return SENSITIVITY * paper_sigma(epsilon, delta)
+
+
+@scheme(
+    "mpdp",
+    paper="MP-DP (bidirectional, faithful)",
+    summary="decomposed scales and head noise down; up, bounded noise that the scales turn Gaussian, shared by pairs",
+    protects=(
+        "client data from the server: not at all (Ψ and Φ travel bare, and the server knows the scales); the model "
+        "from clients up to secret scales (measured)"
+    ),
+    default_loss="square",
+)
+def mpdp(
+    setting: Setting,
+    *,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+    neighbours: int | None = 5,
+    pair_strength: float = math.sqrt(1000.0),
+    skip_cancelling: bool = False,
+    head_groups: int | None = None,
+    head_strength: float = 1.0,
+    head_noise: bool = True,
+) -> Scheme:
+    """MP_Server down, DDP_Client up."""
+    return Scheme(
+        name="mpdp",
+        downlink=Decomposed(head_of(setting, head_noise, head_groups, head_strength)),
+        work=Gradients(setting.loss, setting.batches, setting.vectorise),
+        uplink=AssumedNoise(
+            _sigma(epsilon, delta),
+            "decomposed",
+            strength=pair_strength,
+            neighbours=neighbours,
+            cancelling=not skip_cancelling,
+        ),
+        remarks=_remarks(_BARE, _KNOWN),
+    )
+
+
+@scheme(
+    "mpdp-naive",
+    paper="MP-DP's baseline MP-DP-Naive",
+    summary="rescaling and head noise down; up, Gaussian noise that the scales then blow up",
+    protects="client data from the server: not at all; the model from clients up to secret scales (measured)",
+    default_loss="square",
+)
+def mpdp_naive(
+    setting: Setting,
+    *,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+    neighbours: int | None = 5,
+    pair_strength: float = math.sqrt(1000.0),
+    skip_cancelling: bool = False,
+    head_groups: int | None = None,
+    head_strength: float = 1.0,
+    head_noise: bool = True,
+    spread: float = 4.0,
+) -> Scheme:
+    """Gaussian noise of MP-DP's size added in the perturbed domain."""
+    head: HeadNoise | None = head_of(setting, head_noise, head_groups, head_strength)
+    return Scheme(
+        name="mpdp-naive",
+        downlink=Rescaling(spread, head),
+        work=Gradients(setting.loss, setting.batches, setting.vectorise),
+        uplink=AssumedNoise(
+            _sigma(epsilon, delta),
+            "gaussian",
+            strength=pair_strength,
+            neighbours=neighbours,
+            cancelling=not skip_cancelling,
+        ),
+        remarks=_remarks(_BARE),
+    )
+
+
+@scheme(
+    "mp-cdp",
+    paper="MP-DP's baseline MP-CDP",
+    summary="rescaling and head noise down; a trusted server adds noise once to the recovered gradient",
+    protects="client data from the server: not at all; the model from clients up to secret scales (measured)",
+    default_loss="square",
+)
+def mp_cdp(
+    setting: Setting,
+    *,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+    head_groups: int | None = None,
+    head_strength: float = 1.0,
+    head_noise: bool = True,
+    spread: float = 4.0,
+) -> Scheme:
+    """The accuracy that noise on the true aggregate would give."""
+    return Scheme(
+        name="mp-cdp",
+        downlink=Rescaling(spread, head_of(setting, head_noise, head_groups, head_strength)),
+        work=Gradients(setting.loss, setting.batches, setting.vectorise),
+        uplink=Bare(acquainted=True),
+        central=AssumedCentral(_sigma(epsilon, delta)),
+        remarks=_remarks("clients' gradients: the server sees every one"),
+    )

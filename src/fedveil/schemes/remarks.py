@@ -1,0 +1,15 @@
+"""Sentences that several schemes' ledgers need, written once."""
+
+from __future__ import annotations
+
+SIZES = "every client's number of samples is public"
+KEYS = "pair secrets are unknown to the server: without a roster, it did not swap keys when it relayed them"
+CLIP = "honest clients clip and add noise as the protocol says; what others do does not matter"
+GAUSSIAN = "Gaussian samples are real numbers: floating-point side channels are not part of the claim"
+HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
+CRAFTED = (
+    "a server that crafts the model it sends can make the sum reveal one client: clients cannot inspect a veiled model"
+)
+VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
+MODEL_OPEN = "the model: every client sees it"
+CLIENT_VIEW = "what other clients learn from the models they are sent is bounded only through the noise in the sum"

@@ -1,0 +1,118 @@
+"""A federation of bare vectors under masks, without any training: clients, and a server that may misbehave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.downlink.blueprint import Blueprint
+from fedveil.flat import Layout
+from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.directory import Announce, Directory, Hello
+from fedveil.protocol.handshake import introduce
+from fedveil.protocol.masked import Masked
+from fedveil.protocol.messages import Request
+from fedveil.protocol.parts import RoundContext, Terms
+from fedveil.protocol.state import ClientState
+from fedveil.protocol.unmasking import MaskedSum, MaskedUpload, Revealed, Unmask
+from fedveil.secrets import SecretSource, SeededSecrets
+from fedveil.uplink.graph import Graph
+from fedveil.work.messages import LocalWork
+
+CPU = torch.device("cpu")
+RUN = "a run"
+
+
+class Federation:
+    """Clients who know each other's keys; every method is one message."""
+
+    def __init__(
+        self,
+        clients: int,
+        uplink: Masked | None = None,
+        *,
+        length: int = 40,
+        seed: int = 0,
+        secrets: SecretSource | None = None,
+    ) -> None:
+        self.uplink = Masked() if uplink is None else uplink
+        self.secrets = SeededSecrets(seed) if secrets is None else secrets
+        layout = Layout((("gradients", (1, length - 1)), ("weight", ())))
+        self.terms = Terms(cast(Blueprint, None), layout, cast(LocalWork, None))
+        self.members = tuple(range(clients))
+        self.states = {client: ClientState(client) for client in self.members}
+        announced = [cast(Announce, self._introduced(client, Hello(RUN))) for client in self.members]
+        self.directory = Directory.of(RUN, announced)
+        for client in self.members:
+            self._introduced(client, self.directory)
+
+    def _introduced(self, client: int, request: Hello | Directory) -> object:
+        self.states[client], reply = introduce(
+            self.states[client], request, samples=1, how="keys", secrets=self.secrets, roster=None, identity=None
+        )
+        return reply
+
+    def context(self, round: int = 0, attempt: int = 0, cohort: Sequence[int] | None = None) -> RoundContext:
+        return RoundContext(round, attempt, self.members if cohort is None else tuple(cohort), self.directory)
+
+    def graph(self, context: RoundContext) -> Graph:
+        return self.uplink.graph(context)
+
+    def vectors(self, seed: int = 0) -> dict[int, Tensor]:
+        """Everybody's contribution, in whole multiples of 1/8, so that sums are exact in fixed point."""
+        random = np.random.default_rng(seed)
+        return {
+            client: torch.from_numpy(random.integers(-800, 800, self.terms.layout.length) / 8.0)
+            for client in self.members
+        }
+
+    def upload(
+        self, client: int, vector: Tensor, context: RoundContext, private: Request | None = None
+    ) -> MaskedUpload:
+        state = self.states[client]
+        self.uplink.admit(state, context, private)
+        state = state.answering(context.round, context.attempt)
+        self.states[client], reply = self.uplink.protect(state, vector, context, self.terms, secrets=self.secrets)
+        return cast(MaskedUpload, reply)
+
+    def uploads(
+        self,
+        vectors: Mapping[int, Tensor],
+        context: RoundContext,
+        told: Mapping[int, Request] | None = None,
+        *,
+        only: Iterable[int] | None = None,
+    ) -> dict[int, MaskedUpload]:
+        told = {} if told is None else told
+        chosen = context.cohort if only is None else tuple(only)
+        return {client: self.upload(client, vectors[client], context, told.get(client)) for client in chosen}
+
+    def answer(self, client: int, request: Request, private: Request | None) -> Revealed:
+        self.states[client], reply = self.uplink.answer(self.states[client], request, private)
+        return cast(Revealed, reply)
+
+    def accumulator(self, context: RoundContext) -> MaskedSum:
+        return cast(MaskedSum, self.uplink.accumulator(context, self.terms, device=CPU))
+
+    def collected(self, uploads: Mapping[int, MaskedUpload], context: RoundContext) -> tuple[MaskedSum, Ask | None]:
+        """The uploads summed, and what the server asks next."""
+        total = self.accumulator(context)
+        for reply in uploads.values():
+            total.add(reply)
+        return total, self.uplink.open(total, arrivals(uploads), context)
+
+    def unmask(self, context: RoundContext, survivors: Iterable[int]) -> Unmask:
+        return Unmask(context.round, context.attempt, torch.tensor(sorted(survivors), dtype=torch.int64))
+
+
+def arrivals(uploads: Iterable[int]) -> Gathered:
+    return Gathered(tuple(uploads), {}, (), 0, 0)
+
+
+def words(upload: MaskedUpload) -> NDArray[np.uint64]:
+    return upload.payload.numpy().view(np.uint64)

@@ -1,0 +1,193 @@
+"""Noise of an assumed size: MP-DP's units, where it goes and where it does not, and that nothing is claimed for it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from federation import distance, job
+from fedveil.downlink import noise_kinds
+from fedveil.downlink.samplers import BOUNDED
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.gaussian import paper_sigma
+from fedveil.protocol import Ask, ClientState, Gathered, ServerRole, Train, Upload
+from fedveil.protocol.assumed import AssumedNoise
+from fedveil.protocol.central import AssumedCentral
+from fedveil.protocol.noised import Repair
+from fedveil.protocol.parts import RoundContext
+from fedveil.runs.job import Job
+from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.work.messages import Bench
+
+
+def first_round(one: Job) -> tuple[Ask, dict[int, Tensor], dict[int, Tensor], dict[int, ClientState]]:
+    """The first round's ask, what clients computed, what they sent, and their states."""
+    server = ServerRole(
+        one.scheme,
+        one.blueprint,
+        fresh_state(one),
+        secrets=one.secrets,
+        cohort=one.cohort,
+        optimiser=one.optimiser,
+        rounds=1,
+    )
+    role = client_role(one)
+    states = {data.client: ClientState(data.client) for data in one.pool.clients}
+    steps = server.run()
+    step: Any = next(steps)
+    while True:
+        if isinstance(step, Ask):
+            replies = []
+            for client in step.to:
+                states[client], reply = role.handle(states[client], step.common, one.pool.clients[client])
+                replies.append(reply)
+            if isinstance(step.common, Train):
+                break
+            for reply in replies:
+                step.into.add(reply)
+            step = steps.send(Gathered(step.to, {}, (), 0, 0))
+        else:
+            step = steps.send(None)
+    layout = one.scheme.layout(one.blueprint)
+    bench = Bench(one.blueprint, layout)
+    bare = {
+        k: one.scheme.work.run(bench, step.common.broadcast, one.pool.clients[k], round=0).double() for k in step.to
+    }
+    return step, bare, {one.client: one.payload for one in replies if isinstance(one, Upload)}, states
+
+
+def split(one: Job, vector: Tensor) -> dict[str, Tensor]:
+    return one.scheme.layout(one.blueprint).split(vector)
+
+
+def noise_of(one: Job, bare: dict[int, Tensor], sent: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {k: split(one, sent[k] - bare[k])["gradients"][0] for k in sent}
+
+
+@pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive"])
+def test_noise_covers_the_first_tensor_and_nothing_else(scheme: str) -> None:
+    one = job(scheme=scheme, rounds=1, clients=4, neighbours=2)
+    _, bare, sent, _ = first_round(one)
+    for k in sent:
+        ours, theirs = split(one, sent[k]), split(one, bare[k])
+        assert len(ours["gradients"]) > 2
+        assert bool((ours["gradients"][0] != theirs["gradients"][0]).all())
+        for name in ("values", "statistics", "weight"):
+            assert torch.equal(ours[name], theirs[name])
+        assert torch.equal(ours["gradients"][1:], theirs["gradients"][1:])
+
+
+@pytest.mark.parametrize("how", ["iid", "size"])
+def test_the_mean_carries_the_papers_deviation_over_k(how: str) -> None:
+    """σ/K on the mean of K gradients, whatever the clients' sizes; pair noise is gone.
+
+    1,210 coordinates: the χ² test has a false-alarm rate of 1e-4, and so has the Kolmogorov–Smirnov test.
+    """
+    one = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=2, how=how, ratio=3.0, epsilon=2.0)
+    _, bare, sent, _ = first_round(one)
+    noise = torch.stack(list(noise_of(one, bare, sent).values())).sum(0) / sum(len(c) for c in one.pool.clients)
+    wanted = paper_sigma(2.0, 1e-5) / 5
+    count = len(noise)
+    assert count == 1210
+    low, high = stats.chi2(count).ppf([5e-5, 1 - 5e-5])
+    assert low < float((noise / wanted).square().sum()) < high
+    assert stats.kstest((noise / wanted).numpy(), "norm").pvalue > 1e-4
+
+
+def test_pair_noise_is_as_strong_as_asked_for_and_cancels() -> None:
+    """One upload's variance is (1 + degree·λ²)·σ²/K; χ² test with a false-alarm rate of 1e-4 for each of 5 clients."""
+    one = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, pair_strength=3.0)
+    _, bare, sent, _ = first_round(one)
+    noise = noise_of(one, bare, sent)
+    mean_size = sum(len(c) for c in one.pool.clients) / 5
+    expected = (1 + 4 * 9.0) * paper_sigma(3.0, 1e-5) ** 2 / 5 * mean_size**2
+    low, high = stats.chi2(1210).ppf([5e-5, 1 - 5e-5])
+    for k in sent:
+        assert low < float(noise[k].square().sum()) / expected < high
+    quiet = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, skip_cancelling=True)
+    _, quiet_bare, quiet_sent, _ = first_round(quiet)
+    summed = torch.stack(list(noise.values())).sum(0)
+    assert distance(summed, torch.stack(list(noise_of(quiet, quiet_bare, quiet_sent).values())).sum(0)) < 1e-9
+
+
+def test_for_the_server_decomposed_noise_is_bounded() -> None:
+    """Given the scales, what the paper calls Gaussian has a largest value, which tells neighbours apart for certain."""
+    one = job(scheme="mpdp", rounds=1, clients=4, neighbours=2, skip_cancelling=True)
+    _, bare, sent, _ = first_round(one)
+    kinds = noise_kinds(one.blueprint)
+    mean_size = sum(len(c) for c in one.pool.clients) / 4
+    limit = math.sqrt(2.0) * paper_sigma(3.0, 1e-5) / 2 * mean_size
+    for noise in noise_of(one, bare, sent).values():
+        within = noise[kinds == BOUNDED].abs()
+        assert len(within) > 1000
+        assert 0.9 * limit < float(within.max()) <= limit * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive", "mp-cdp"])
+def test_nothing_is_claimed_for_it(scheme: str) -> None:
+    settings = {} if scheme == "mp-cdp" else {"neighbours": 2}
+    one = job(scheme=scheme, rounds=1, clients=4, **settings)
+    assert one.scheme.plan is None
+    books = train_job(one, state=fresh_state(one)).books
+    assert books.account is None
+    ledger = books.ledger()
+    assert {line.verdict for line in ledger.lines} == {"none"}
+    assert "upload.gradients" in ledger.line("server").why
+
+
+def test_everybody_is_a_neighbour_where_fewer_clients_than_neighbours_take_part() -> None:
+    noise = AssumedNoise(1.0, "gaussian", neighbours=5)
+    graph = noise.graph(RoundContext(0, 0, (2, 5, 9)))
+    assert [graph.neighbours(k) for k in (2, 5, 9)] == [(5, 9), (2, 9), (2, 5)]
+
+
+def test_a_graph_that_falls_apart_is_refused() -> None:
+    one = job(scheme="mpdp-naive", rounds=1, clients=40, neighbours=1, seed=3)
+    with pytest.raises(ConfigError, match=r"not connected\. Raise neighbours"):
+        first_round(one)
+
+
+def test_a_client_outside_the_cohort_and_phases_the_scheme_has_not_are_refused() -> None:
+    noise = AssumedNoise(1.0, "gaussian")
+    with pytest.raises(ProtocolError, match="no part"):
+        noise.admit(ClientState(3), RoundContext(0, 0, (0, 1)), None)
+    with pytest.raises(ProtocolError, match="Repair, which this scheme has not"):
+        noise.answer(ClientState(3), Repair(0, 0, torch.tensor([1])), None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"law": "cauchy"}, "cauchy"), ({"strength": -1.0}, "pair_strength"), ({"strength": math.inf}, "pair_strength")],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        AssumedNoise(**{"sigma": 1.0, "law": "gaussian", **settings})
+
+
+@pytest.mark.parametrize("settings", [{"epsilon": 0.0}, {"epsilon": -2.0}, {"delta": 0.0}, {"delta": 1.0}])
+def test_impossible_targets_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        job(scheme="mpdp", rounds=1, **settings)
+
+
+def test_noise_added_once_has_the_papers_deviation_over_k() -> None:
+    """χ² test on 1,210 coordinates, false-alarm rate 1e-4."""
+    with_noise, without = job(scheme="mp-cdp", rounds=1, clients=5, lr=1.0), job(scheme="lossless", rounds=1, lr=1.0)
+    ends = [train_job(one, state=fresh_state(one)).state.weights.parameters for one in (with_noise, without)]
+    central = with_noise.scheme.central
+    assert isinstance(central, AssumedCentral)
+    noise = (ends[1] - ends[0]) / (paper_sigma(3.0, 1e-5) / 5)
+    low, high = stats.chi2(1210).ppf([5e-5, 1 - 5e-5])
+    assert low < float(noise.square().sum()) < high
+
+
+def test_missing_clients_leave_their_pairs_noise_and_the_round_goes_on() -> None:
+    one = job(scheme="mpdp-naive", rounds=3, clients=5, neighbours=2, simulate_dropout=0.3)
+    outcome = train_job(one, state=fresh_state(one))
+    assert any(row["clients"] < 5 for row in outcome.rows)
+    assert not any("failed" in row for row in outcome.rows)
