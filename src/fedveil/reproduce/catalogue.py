@@ -1,0 +1,22 @@
+"""Every entry, found by name."""
+
+from __future__ import annotations
+
+from fedveil.errors import unknown_name
+from fedveil.reproduce import dropout, mpdp, sampling, strengths, table1, veil_dp
+from fedveil.reproduce.entry import Entry
+
+_ENTRIES = (strengths.ENTRY, table1.ENTRY, sampling.ENTRY, dropout.ENTRY, mpdp.ENTRY, veil_dp.ENTRY)
+
+
+def entries() -> tuple[Entry, ...]:
+    """Every entry."""
+    return _ENTRIES
+
+
+def find(name: str) -> Entry:
+    """An entry by name; an unknown name suggests the nearest."""
+    known = {entry.name: entry for entry in _ENTRIES}
+    if name not in known:
+        raise unknown_name("entry", name, known)
+    return known[name]

@@ -1,0 +1,120 @@
+"""Cells of a table: what each one runs, and the file that keeps each figure as soon as it is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.runs.files import write_atomically
+
+Value = int | float | str | bool | None
+Figures = dict[str, Value | list[float]]
+Results = Mapping[str, Mapping[int, Figures]]
+"""Figures by the cell's name and the seed."""
+
+_WILD = "*?["
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table. `settings` are those of a run; a cell that is not `usual` runs only when asked for.
+
+    `samples` cuts the training part; `tiers` deals it to clients of so many different sizes.
+    """
+
+    name: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    samples: int | None = None
+    tiers: int | None = None
+    usual: bool = True
+
+    def identity(self) -> dict[str, object]:
+        """What decides the figure, as plain data."""
+        own = {"samples": self.samples, "tiers": self.tiers}
+        return {**self.settings, **{name: value for name, value in own.items() if value is not None}}
+
+
+def chosen(cells: Sequence[Cell], only: Iterable[str] = (), *, full: bool = False) -> list[Cell]:
+    """The cells to run: those a pattern of `only` names (a whole name, a leading part, or wildcards), or the usual."""
+    patterns = list(only)
+    if not patterns:
+        return [cell for cell in cells if full or cell.usual]
+    for pattern in patterns:
+        if not any(_fits(cell.name, pattern) for cell in cells):
+            known = ", ".join(cell.name for cell in cells)
+            raise ConfigError(f"No cell is called {pattern!r}. Cells: {known}.")
+    return [cell for cell in cells if any(_fits(cell.name, pattern) for pattern in patterns)]
+
+
+def _fits(name: str, pattern: str) -> bool:
+    if any(sign in pattern for sign in _WILD):
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(pattern.rstrip("/") + "/")
+
+
+class Store:
+    """The figures of one table in one JSON file; a second run with the same file goes on where the first ended."""
+
+    def __init__(self, path: Path, *, entry: str) -> None:
+        self.path = path
+        self._entry = entry
+        self._kept: dict[str, dict[str, dict[str, object]]] = {}
+        if path.exists():
+            self._kept = self._read()
+
+    def _read(self) -> dict[str, dict[str, dict[str, object]]]:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+            stored, cells = content["entry"], content["cells"]
+        except (ValueError, KeyError, TypeError, OSError) as reason:
+            raise CheckpointError(f"{self.path} holds no figures that can be read ({reason}). Remove it.") from reason
+        if stored != self._entry:
+            raise ConfigError(
+                f"{self.path} holds the figures of {stored!r}, not of {self._entry!r}: use another --out."
+            )
+        return dict(cells)
+
+    def has(self, cell: Cell, seed: int) -> bool:
+        """Whether the figure is there; one that was taken under other settings is refused."""
+        kept = self._kept.get(cell.name, {}).get(str(seed))
+        if kept is None:
+            return False
+        ours = json.loads(json.dumps(cell.identity()))
+        if kept["settings"] != ours:
+            theirs = kept["settings"]
+            assert isinstance(theirs, dict)
+            differ = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+            raise ConfigError(
+                f"{self.path}: the cell {cell.name} was run with other settings ({', '.join(differ)} differ). Use "
+                "another --out, or remove the file to run it again."
+            )
+        return True
+
+    def keep(self, cell: Cell, seed: int, figures: Figures) -> None:
+        """Write a figure down."""
+        self._kept.setdefault(cell.name, {})[str(seed)] = {"settings": cell.identity(), "result": figures}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"entry": self._entry, "cells": self._kept}, indent=1, ensure_ascii=False)
+        write_atomically(self.path, text + "\n")
+
+    def results(self) -> Results:
+        """Every figure there is."""
+        return {
+            name: {int(seed): _figures(kept["result"]) for seed, kept in seeds.items()}
+            for name, seeds in self._kept.items()
+        }
+
+
+def _figures(result: object) -> Figures:
+    assert isinstance(result, dict)
+    return result
+
+
+def numbers(results: Results, cell: str, what: str = "accuracy") -> dict[int, float]:
+    """One figure of a cell, by seed; empty where it was not run."""
+    found = {seed: figures.get(what) for seed, figures in results.get(cell, {}).items()}
+    return {seed: float(value) for seed, value in found.items() if isinstance(value, int | float)}

@@ -1,0 +1,33 @@
+"""What an entry is: a table or a figure that can be run again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fedveil.reproduce.cells import Cell, Figures, Results
+from fedveil.reproduce.report import Report
+from fedveil.reproduce.stage import OnRound, Stage
+
+Work = Callable[[Stage, Cell, int, OnRound], Figures]
+
+
+def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    """The usual work of a cell: train it."""
+    return stage.train(cell, seed=seed, on_round=on_round)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant."""
+
+    name: str
+    paper: str
+    what: str
+    takes: str
+    needs: str
+    cells: Callable[[bool], tuple[Cell, ...]]
+    report: Callable[[Results, bool], Report]
+    work: Work = train
+    random: bool = True
+    has_quick: bool = True
