@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schemes": {"errors", "flat", "secrets", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
     "runs": LEAVES | {"schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
     "api": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work"},
-    "cli": LEAVES | {"api", "runs", "schemes", "engines", "downlink"},
+    "reproduce": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger"},
+    "cli": LEAVES | {"api", "runs", "reproduce", "schemes", "engines", "downlink", "ledger", "protocol"},
     "__init__": {"api", "errors", "version"},
     "__main__": {"cli"},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from shell import fedveil
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -29,15 +30,28 @@ def test_the_python_block_runs(tmp_path: Path) -> None:
     assert (tmp_path / "server-model.pt").exists()
 
 
-def test_the_fedveil_commands_run_one_after_the_other(tmp_path: Path) -> None:
+def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("toml"):
+        name = block.splitlines()[0].removeprefix("# ")
+        (tmp_path / name).write_text(block)
     lines = [line.partition("#")[0].strip() for block in blocks("console") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("fedveil ")]
-    assert len(commands) >= 5
-    environment = {**os.environ, "COLUMNS": "120"}
+    assert len(commands) >= 15
+    said = {}
     for command in commands:
-        words = [sys.executable, "-m", "fedveil", *shlex.split(command)[1:]]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        done = fedveil(*shlex.split(command)[1:])
+        assert done.code == 0, f"{command}: {done.error}"
+        said[command] = " ".join(done.output.split())
+    shown = " ".join(next(block for block in blocks("text") if block.startswith("Ledger")).split())
+    for figure in (*re.findall(r"\(ε = [^)]*\)", shown), *re.findall(r"for ε = .*? less", shown)):
+        assert figure in said["fedveil ledger runs/nadp"]
+    for point in re.findall(r"– (.*?)(?= – | What | The paper's| Not | $|$)", shown):
+        assert point in said["fedveil ledger runs/nadp"]
+    (asked,) = (text for command, text in said.items() if "--clients 100 --rounds 200" in command)
+    assert "44.7% less noise than the paper's formula" in asked
 
 
 @pytest.mark.parametrize("target", ["run", "test"])

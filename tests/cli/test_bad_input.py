@@ -27,6 +27,17 @@ def narrow(outputs): return nn.Linear(12, outputs)
 def broken(outputs): raise RuntimeError("first line\\nsecond line")
 """
 
+POLICIES = {
+    "little": "max_epsilon = 0.01",
+    "many": "min_cohort = 11",
+    "short": "max_clip = 0.5",
+    "odd": "max_epsilo = 1",
+    "torn": "max_epsilon = = 1",
+    "nan": "max_epsilon = nan",
+    "worded": 'min_cohort = "three"',
+    "sure": "delta = 1.5",
+}
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
@@ -40,6 +51,8 @@ def place(tmp_path: Path) -> Path:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("x")
+    for name, text in POLICIES.items():
+        (tmp_path / f"{name}.toml").write_text(text)
     return tmp_path
 
 
@@ -128,6 +141,92 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     ),
     "a wrong type in a config file": (("-c", "{p}/type.toml"), ConfigError, ("type.toml: rounds must be int",)),
     "an absent config file": (("-c", "{p}/no.toml"), ConfigError, ("Cannot read the configuration",)),
+    "no privacy at all": (("--scheme", "nadp", "--epsilon", 0), ConfigError, ("epsilon must be a positive number",)),
+    "a negative ε": (("--scheme", "mpdp", "--epsilon", -1), ConfigError, ("epsilon must be a positive number",)),
+    "an ε that is no number": (("--scheme", "ldp", "--epsilon", "nan"), ConfigError, ("epsilon must be a finite",)),
+    "a δ of one": (("--scheme", "cdp", "--delta", 1), ConfigError, ("delta must lie strictly between 0 and 1",)),
+    "a δ of zero": (("--scheme", "veil-dp", "--delta", 0), ConfigError, ("delta must lie strictly", "1e-5 is usual")),
+    "a clip of zero": (("--scheme", "ldp", "--clip", 0), ConfigError, ("clip", "must be a positive number")),
+    "a negative clip": (("--scheme", "nadp", "--clip", -2), ConfigError, ("clip", "must be a positive number")),
+    "a clip that is no number": (("--scheme", "nadp", "--clip", "nan"), ConfigError, ("clip must be a finite",)),
+    "everybody colludes": (("--scheme", "nadp", "--collusion", 1), ConfigError, ("collusion must lie in [0, 1)",)),
+    "all but nobody collude": (("--scheme", "nadp", "--collusion", 0.95), ConfigError, ("at least one honest",)),
+    "negative pair noise": (("--scheme", "nadp", "--pair-strength", -1), ConfigError, ("must not be negative",)),
+    "too much to repair": (("--scheme", "nadp", "--repair-limit", 1), ConfigError, ("repair_limit", "[0, 1)")),
+    "nobody stays": (("--simulate-dropout", 1), ConfigError, ("simulate_dropout must lie in [0, 1)",)),
+    "a graph that falls apart": (
+        ("--scheme", "nadp", "--clients", 100, "--neighbours", 1, "--rounds", 16),
+        ConfigError,
+        ("100 clients", "fall apart", "Raise --neighbours"),
+    ),
+    "a graph that falls apart under mpdp": (
+        ("--scheme", "mpdp", "--clients", 100, "--neighbours", 1, "--rounds", 16),
+        ConfigError,
+        ("fall apart", "Raise --neighbours"),
+    ),
+    "no neighbours": (("--scheme", "nadp", "--neighbours", 0), ConfigError, ("between 1 and 9 neighbours, not 0",)),
+    "no neighbours under mpdp": (("--scheme", "mpdp", "--neighbours", 0), ConfigError, ("between 1 and 9",)),
+    "odd neighbours under masks": (("--scheme", "veil-secagg", "--neighbours", 3), ConfigError, ("even number",)),
+    "a threshold of less than half": (
+        ("--scheme", "veil-secagg", "--threshold", 0.3),
+        ConfigError,
+        ("threshold must lie in [0.5, 1)",),
+    ),
+    "a threshold of everybody": (("--scheme", "veil-secagg", "--threshold", 1), ConfigError, ("[0.5, 1)",)),
+    "two clients under masks": (("--scheme", "veil-secagg", "--clients", 2), ConfigError, ("at least three clients",)),
+    "two in a round under masks": (
+        ("--scheme", "veil-dp", "--cover", "masks", "--cohort", 2),
+        ConfigError,
+        ("at least three clients in a round, not 2",),
+    ),
+    "one client that shares noise": (("--scheme", "nadp", "--clients", 1), ConfigError, ("at least two clients",)),
+    "numbers too large for masks": (
+        ("--scheme", "veil-secagg", "--value-range", 1e30),
+        ConfigError,
+        ("value_range", "Lower value_range"),
+    ),
+    "batch norm under a claim": (
+        ("--scheme", "nadp", "-o", "norm=batch"),
+        ConfigError,
+        ("batch normalisation", "GroupNorm", "norm=group"),
+    ),
+    "an unknown accounting": (("--scheme", "nadp", "--accounting", "exat"), ConfigError, ("Did you mean 'exact'?",)),
+    "an unknown way to unmask": (("--scheme", "veil-secagg", "--unmask", "alway"), ConfigError, ("'always'?",)),
+    "an unknown way with dropouts": (("--scheme", "nadp", "--dropouts", "repairs"), ConfigError, ("'repair'?",)),
+    "an unknown cover": (("--scheme", "veil-dp", "--cover", "mask"), ConfigError, ("Did you mean 'masks'?",)),
+    "an absent policy": (("--scheme", "nadp", "--policy", "{p}/no.toml"), ConfigError, ("Cannot read the policy",)),
+    "a torn policy": (("--scheme", "nadp", "--policy", "{p}/torn.toml"), ConfigError, ("torn.toml is not valid TOML",)),
+    "a typing error in a policy": (
+        ("--scheme", "nadp", "--policy", "{p}/odd.toml"),
+        ConfigError,
+        ("odd.toml", "Did you mean 'max_epsilon'?"),
+    ),
+    "a policy of no number": (("--scheme", "nadp", "--policy", "{p}/nan.toml"), ConfigError, ("max_epsilon must be",)),
+    "a policy in words": (("--scheme", "nadp", "--policy", "{p}/worded.toml"), ConfigError, ("must be a number",)),
+    "a policy with a δ of more than one": (("--policy", "{p}/sure.toml"), ConfigError, ("delta must lie strictly",)),
+    "a policy that the first round breaks": (
+        ("--scheme", "nadp", "--policy", "{p}/little.toml"),
+        ConfigError,
+        ("not even one round", "client 0", "its policy allows 0.01"),
+    ),
+    "a policy for larger rounds": (
+        ("--scheme", "nadp", "--policy", "{p}/many.toml"),
+        ConfigError,
+        ("no round of 10 clients", "its policy asks for 11"),
+    ),
+    "a policy for shorter gradients": (
+        ("--scheme", "nadp", "--policy", "{p}/short.toml"),
+        ConfigError,
+        ("clip = 1 exceeds", "max_clip = 0.5", "Lower clip"),
+    ),
+    "a policy that a scheme without noise cannot keep": (
+        ("--scheme", "fedavg", "--policy", "{p}/little.toml"),
+        ConfigError,
+        ("no noise of its own", "Use ldp, nadp or veil-dp"),
+    ),
+    "an absent roster": (("--scheme", "nadp", "--roster", "{p}/no.toml"), ConfigError, ("Cannot read the roster",)),
+    "a roster that is none": (("--scheme", "nadp", "--roster", "{p}/odd.toml"), ConfigError, ("no [clients] table",)),
+    "keys without a roster": (("--scheme", "nadp", "--identities", "{p}"), ConfigError, ("give --roster too",)),
     "resuming nothing": (("--resume",), CheckpointError, ("holds no run to resume",)),
 }
 
@@ -138,6 +237,8 @@ def test_bad_input_is_refused_in_one_clear_line(place: Path, case: str) -> None:
     arguments = [str(one).format(p=place) for one in given]
     out = [] if "--out" in arguments else ["--out", str(place / "run")]
     check(fedveil(*RUN, *arguments, *out), error, *parts)
+    if error is ConfigError:
+        assert not (place / "run").exists()  # so that the same command can be tried again
 
 
 def test_an_output_folder_that_holds_another_run_is_refused(place: Path) -> None:
@@ -158,6 +259,51 @@ def test_inspect_refuses_what_it_cannot_read() -> None:
     check(fedveil("inspect", "--model", "mlp", "--input-shape", "a,b"), ConfigError, "written like 3,32,32")
     check(fedveil("inspect", "--model", "mlp", "--bn-eps", "secrt"), ConfigError, "Did you mean 'secret'?")
     check(fedveil("inspect", "--model", "no.such.module:net"), ConfigError, "no.such.module")
+
+
+LEDGER: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] = {
+    "nothing asked": ((), ConfigError, ("Give a run folder", "--scheme nadp")),
+    "both asked": (("{p}", "--scheme", "nadp"), ConfigError, ("not both",)),
+    "no run there": (("{p}/absent",), CheckpointError, ("There is no run at",)),
+    "not a ledger": (("{p}/good.csv",), CheckpointError, ("good.csv is damaged or not a ledger",)),
+    "unknown scheme": (("--scheme", "napd"), ConfigError, ("Did you mean 'nadp'?",)),
+    "an option of another scheme": (("--scheme", "fedavg", "--epsilon", 1), ConfigError, ("no option 'epsilon'",)),
+    "no clients": (("--scheme", "nadp", "--clients", 0), ConfigError, ("at least one client",)),
+    "no rounds": (("--scheme", "nadp", "--rounds", 0), ConfigError, ("rounds must be positive",)),
+    "no privacy": (("--scheme", "nadp", "--epsilon", 0), ConfigError, ("epsilon must be a positive number",)),
+    "sizes in words": (("--scheme", "nadp", "--sizes", "few,many"), ConfigError, ("written like 480,600",)),
+    "too few sizes": (("--scheme", "nadp", "--sizes", "3,4"), ConfigError, ("2 sample counts for 100 clients",)),
+    "a size of nothing": (("--scheme", "ldp", "--clients", 2, "--sizes", "0,4"), ConfigError, ("at least one sample",)),
+    "a ratio below one": (("--scheme", "nadp", "--size-ratio", 0.5), ConfigError, ("at least 1 (got 0.5)",)),
+    "a cohort in words": (("--scheme", "nadp", "--cohort", "most"), ConfigError, ("a fraction like 0.1",)),
+    "a negative batch": (("--scheme", "nadp", "--batch-size", -1), ConfigError, ("batch_size must not be negative",)),
+    "all pairs of very many": (("--scheme", "nadp", "--clients", 5000), ConfigError, ("pairs", "Give --neighbours")),
+    "two clients under masks": (("--scheme", "veil-secagg", "--clients", 2), ConfigError, ("at least three clients",)),
+    "sampling that the server sees": (
+        ("--scheme", "nadp", "--secret-sampling", 0.1),
+        ConfigError,
+        ("amplifies nothing under nadp", "drawn by the server"),
+    ),
+    "unknown model": (("--scheme", "mpdp", "--model", "mpl"), ConfigError, ("Did you mean 'mlp'?",)),
+}
+
+
+@pytest.mark.parametrize("case", LEDGER)
+def test_a_question_that_cannot_be_answered_is_refused_in_one_clear_line(place: Path, case: str) -> None:
+    given, error, parts = LEDGER[case]
+    check(fedveil("ledger", *(str(one).format(p=place) for one in given)), error, *parts)
+
+
+def test_a_run_that_has_not_ended_has_no_ledger_yet(place: Path) -> None:
+    (place / "run").mkdir()
+    (place / "run" / "config.toml").write_text("rounds = 3\n")
+    check(fedveil("ledger", place / "run"), CheckpointError, "no ledger yet", "--resume")
+
+
+def test_keys_are_never_written_over(place: Path) -> None:
+    check(fedveil("keys", place / "used", "--clients", 3), ConfigError, "not empty", "never overwritten")
+    check(fedveil("keys", place / "new", "--clients", 0), ConfigError, "at least one client")
+    check(fedveil("keys", place / "file", "--clients", 2), FedVeilError, "file")
 
 
 def test_an_unknown_flag_or_command_is_a_usage_error() -> None:

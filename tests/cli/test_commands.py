@@ -15,7 +15,7 @@ from fedveil.schemes import schemes
 from fedveil.version import __version__
 from shell import fedveil
 
-COMMANDS = ("run", "demo", "inspect", "schemes", "models", "export", "predict")
+COMMANDS = ("run", "ledger", "keys", "demo", "inspect", "schemes", "models", "export", "predict", "reproduce")
 SMALL = ("--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
 NETS = """
 from torch import nn
@@ -57,6 +57,15 @@ def test_every_setting_has_a_flag() -> None:
     flags = {name.replace("_", "-") for name in RunConfig.__dataclass_fields__} - {"model-options"}
     assert [flag for flag in sorted(flags) if f"--{flag}" not in output] == []
     assert "--model-option" in output
+
+
+def test_settings_are_grouped_by_what_they_are_about() -> None:
+    output = fedveil("run", "--help").output
+    panels = ("Privacy", "Masks", "Clients' own limits")
+    places = [output.index(f" {panel} ") for panel in panels]
+    assert places == sorted(places)
+    assert places[0] < output.index("│ --epsilon") < places[1] < output.index("│ --unmask") < places[2]
+    assert places[2] < output.index("│ --policy")
 
 
 def test_the_version_from_a_shell() -> None:

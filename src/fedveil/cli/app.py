@@ -7,7 +7,10 @@ import typer
 from fedveil.cli.demo import demo
 from fedveil.cli.export import export
 from fedveil.cli.inspect import inspect
+from fedveil.cli.keys import keys
+from fedveil.cli.ledger import ledger
 from fedveil.cli.predict import predict
+from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import run
 from fedveil.cli.schemes import models, schemes
 from fedveil.version import __version__
@@ -35,5 +38,5 @@ def top(
     """Bidirectional privacy in federated learning: data privacy proven, model secrecy measured."""
 
 
-for command in (run, demo, inspect, schemes, models, export, predict):
+for command in (run, ledger, keys, demo, inspect, schemes, models, export, predict, reproduce):
     app.command()(command)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json as json_module
+from typing import TYPE_CHECKING
 
 import typer
 
 from fedveil.cli.tables import console, percent, plainly, table
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fedveil.config import ModelOption
 
 _WORDS = {
     "both": "hidden on both sides",
@@ -34,24 +40,20 @@ def inspect(
 
       fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --json
     """
-    import torch
-
     from fedveil.config import parse_model_options
     from fedveil.downlink import draw
     from fedveil.downlink.report import coverage
     from fedveil.downlink.verify import verify
     from fedveil.errors import unknown_name
-    from fedveil.models import build
     from fedveil.runs.progress import working
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
-    shape, tokens = _shape(model, input_shape)
     options = parse_model_options(model_option)
-    words = vocabulary if tokens else None
     with working(f"tracing {model}"):
-        net = build(model, input_shape=shape, outputs=outputs, seed=0, vocabulary=words, **options)
-        example = torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
+        net, example = example_of(
+            model, options=options, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary
+        )
         blueprint, weights = draw(net.train(), example, traced=True)
         assert blueprint.table is not None
         verify(blueprint, weights, example)
@@ -60,6 +62,7 @@ def inspect(
         head_noise=head_noise and blueprint.table.head is not None,
         secret_epsilon=bn_eps == "secret",
     )
+    shape = tuple(example.shape[1:])
     if json:
         typer.echo(json_module.dumps({"model": model, "input_shape": list(shape), **found.as_data()}, indent=2))
         return
@@ -79,6 +82,25 @@ def inspect(
         )
     else:
         console.print("no operation pins, except the model's input and output")
+
+
+def example_of(
+    model: str,
+    *,
+    options: dict[str, ModelOption],
+    input_shape: str | None = None,
+    outputs: int = 10,
+    vocabulary: int = 1000,
+) -> tuple[nn.Module, Tensor]:
+    """A model by name and two inputs of the shape it takes, where no data decide that."""
+    import torch
+
+    from fedveil.models import build
+
+    shape, tokens = _shape(model, input_shape)
+    words = vocabulary if tokens else None
+    net = build(model, input_shape=shape, outputs=outputs, seed=0, vocabulary=words, **options)
+    return net, torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
 
 
 def _shape(model: str, given: str | None) -> tuple[tuple[int, ...], bool]:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.markup import escape
 
-from fedveil.cli.tables import aside, console, percent, size, table
-
-_DATA, _TRAIN, _VEIL, _MACHINE = "Data", "Training", "Veil", "Machine"
+from fedveil.cli import options as flag
+from fedveil.cli.statement import show_ledger
+from fedveil.cli.tables import aside, percent, plainly, size, table
 
 
 def run(
@@ -17,113 +18,82 @@ def run(
     config: Path | None = typer.Option(None, "--config", "-c", help="TOML file with these settings; flags win."),
     out: Path = typer.Option(Path("runs/latest"), "--out", help="Folder for the run's files."),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --out from its newest checkpoint."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar and no table."),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
     scheme: str | None = typer.Option(None, help="Named scheme (see `fedveil schemes`). (default: lossless)"),
-    dataset: str | None = typer.Option(
-        None, help="digits, breast-cancer, or a file or folder. (default: digits)", rich_help_panel=_DATA
-    ),
-    target: str | None = typer.Option(None, help="CSV: the column to predict.", rich_help_panel=_DATA),
-    task: str | None = typer.Option(None, help="classification or regression.", rich_help_panel=_DATA),
-    text: str | None = typer.Option(None, help="CSV: the column of texts.", rich_help_panel=_DATA),
-    group: str | None = typer.Option(None, help="CSV: the column of sample owners.", rich_help_panel=_DATA),
-    test_fraction: float | None = typer.Option(
-        None, help="Share held out where there is no test part. (default: 0.2)", rich_help_panel=_DATA
-    ),
-    partition: str | None = typer.Option(
-        None, help="iid, dirichlet, size, group, replacement. (default: iid)", rich_help_panel=_DATA
-    ),
-    alpha: float | None = typer.Option(None, help="dirichlet: concentration. (default: 0.5)", rich_help_panel=_DATA),
-    ratio: float | None = typer.Option(
-        None, help="size: largest client over smallest. (default: 2)", rich_help_panel=_DATA
-    ),
-    model: str | None = typer.Option(
-        None, help="Model name, or package.module:factory. (default: mlp)", rich_help_panel=_TRAIN
-    ),
-    model_option: list[str] = typer.Option(
-        [], "--model-option", "-o", help="key=value, repeatable: -o depth=5.", rich_help_panel=_TRAIN
-    ),
-    clients: int | None = typer.Option(None, help="Number of clients. (default: 10)", rich_help_panel=_TRAIN),
-    cohort: str | None = typer.Option(
-        None, help="Clients per round: 0.1 (a fraction) or 5 (a count).", rich_help_panel=_TRAIN
-    ),
-    rounds: int | None = typer.Option(None, help="Number of rounds. (default: 50)", rich_help_panel=_TRAIN),
-    batch_size: int | None = typer.Option(
-        None, help="Samples per step; 0 takes all. (default: 0)", rich_help_panel=_TRAIN
-    ),
-    lr: float | None = typer.Option(None, help="Learning rate. (default: 0.1)", rich_help_panel=_TRAIN),
-    lr_decay: float | None = typer.Option(
-        None, help="Factor on the rate per round. (default: 1)", rich_help_panel=_TRAIN
-    ),
-    lr_schedule: str | None = typer.Option(
-        None, help="constant or cosine. (default: constant)", rich_help_panel=_TRAIN
-    ),
-    momentum: float | None = typer.Option(None, help="Server momentum. (default: 0)", rich_help_panel=_TRAIN),
-    weight_decay: float | None = typer.Option(None, help="Server weight decay. (default: 0)", rich_help_panel=_TRAIN),
-    loss: str | None = typer.Option(
-        None,
-        help="square or cross-entropy. (default: square under a veil, cross-entropy for classes under fedavg)",
-        rich_help_panel=_TRAIN,
-    ),
-    target_scale: float | None = typer.Option(
-        None, help="Square loss: the true class's target M. (default: 1)", rich_help_panel=_TRAIN
-    ),
-    true_weight: float | None = typer.Option(
-        None, help="Square loss: the true class's weight k. (default: 1)", rich_help_panel=_TRAIN
-    ),
-    local_steps: int | None = typer.Option(
-        None, help="fedavg: local steps per round. (default: 1)", rich_help_panel=_TRAIN
-    ),
-    local_epochs: int | None = typer.Option(None, help="fedavg: local epochs per round.", rich_help_panel=_TRAIN),
-    head_noise: bool | None = typer.Option(
-        None, "--head-noise/--no-head-noise", help="Noise on the last layer. (default: on)", rich_help_panel=_VEIL
-    ),
-    head_groups: int | None = typer.Option(
-        None, help="lossless: number m of secret γ. (default: one per output)", rich_help_panel=_VEIL
-    ),
-    head_strength: float | None = typer.Option(
-        None, help="Head noise relative to the outputs. (default: 1)", rich_help_panel=_VEIL
-    ),
-    spread: float | None = typer.Option(
-        None, help="Scales lie in 1/spread … spread. (default: 4)", rich_help_panel=_VEIL
-    ),
-    bn_eps: str | None = typer.Option(
-        None, help="ε of normalisation layers: secret or public. (default: secret)", rich_help_panel=_VEIL
-    ),
-    min_coverage: float | None = typer.Option(
-        None, help="Stop if less is hidden. (default: 0.9)", rich_help_panel=_VEIL
-    ),
-    seed: int | None = typer.Option(
-        None, help="Reproducible run; its secrets are simulated.", rich_help_panel=_MACHINE
-    ),
-    secrets: str | None = typer.Option(None, help="os, or seeded (a simulation).", rich_help_panel=_MACHINE),
-    device: str | None = typer.Option(None, help="cpu or cuda. (default: cpu)", rich_help_panel=_MACHINE),
-    dtype: str | None = typer.Option(None, help="float32 or float64. (default: float32)", rich_help_panel=_MACHINE),
-    vectorise: bool | None = typer.Option(
-        None,
-        "--vectorise/--no-vectorise",
-        help="Many clients at once. (default: where faster)",
-        rich_help_panel=_MACHINE,
-    ),
-    checkpoint_every: int | None = typer.Option(
-        None, help="Rounds between checkpoints; 0: never. (default: 10)", rich_help_panel=_MACHINE
-    ),
-    evaluate_every: int | None = typer.Option(
-        None, help="Rounds between evaluations; 0: at the end. (default: 1)", rich_help_panel=_MACHINE
-    ),
+    dataset: flag.Dataset = None,
+    target: flag.Target = None,
+    task: flag.Task = None,
+    text: flag.Text = None,
+    group: flag.Group = None,
+    test_fraction: flag.TestFraction = None,
+    partition: flag.Partition = None,
+    alpha: flag.Alpha = None,
+    ratio: flag.Ratio = None,
+    model: flag.Model = None,
+    model_option: flag.ModelOption = [],  # noqa: B006
+    clients: flag.Clients = None,
+    cohort: flag.Cohort = None,
+    rounds: flag.Rounds = None,
+    batch_size: flag.BatchSize = None,
+    lr: flag.LearningRate = None,
+    lr_decay: flag.LrDecay = None,
+    lr_schedule: flag.LrSchedule = None,
+    momentum: flag.Momentum = None,
+    weight_decay: flag.WeightDecay = None,
+    loss: flag.Loss = None,
+    target_scale: flag.TargetScale = None,
+    true_weight: flag.TrueWeight = None,
+    local_steps: flag.LocalSteps = None,
+    local_epochs: flag.LocalEpochs = None,
+    head_noise: flag.HeadNoise = None,
+    head_groups: flag.HeadGroups = None,
+    head_strength: flag.HeadStrength = None,
+    spread: flag.Spread = None,
+    bn_eps: flag.BnEps = None,
+    min_coverage: flag.MinCoverage = None,
+    epsilon: flag.Epsilon = None,
+    delta: flag.Delta = None,
+    clip: flag.Clip = None,
+    accounting: flag.Accounting = None,
+    collusion: flag.Collusion = None,
+    pair_strength: flag.PairStrength = None,
+    neighbours: flag.Neighbours = None,
+    dropouts: flag.Dropouts = None,
+    repair_limit: flag.RepairLimit = None,
+    honest_arrivals: flag.HonestArrivals = None,
+    skip_cancelling: flag.SkipCancelling = None,
+    secret_sampling: flag.SecretSampling = None,
+    cover: flag.Cover = None,
+    unmask: flag.Unmask = None,
+    threshold: flag.Threshold = None,
+    value_range: flag.ValueRange = None,
+    policy: flag.Policy = None,
+    roster: flag.Roster = None,
+    identities: flag.Identities = None,
+    seed: flag.Seed = None,
+    secrets: flag.Secrets = None,
+    simulate_dropout: flag.SimulateDropout = None,
+    device: flag.Device = None,
+    dtype: flag.Dtype = None,
+    vectorise: flag.Vectorise = None,
+    checkpoint_every: flag.CheckpointEvery = None,
+    evaluate_every: flag.EvaluateEvery = None,
 ) -> None:
-    """Train a model federatedly, under a veil or plainly, into a folder.
+    """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
-    The folder then holds config.toml, metrics.jsonl, model.safetensors and summary.json.
+    The folder then holds config.toml, metrics.jsonl, model.safetensors, summary.json and ledger.json.
 
     [bold]Examples[/bold]
 
       fedveil run --scheme lossless --dataset digits --model mlp --clients 10 --rounds 50 --seed 1 --out runs/a
 
-      fedveil run -c my-run.toml --rounds 200 --out runs/b
+      fedveil run --scheme nadp --epsilon 1 --clip 1 --rounds 100 --out runs/b
 
-      fedveil run --resume --out runs/b
+      fedveil run -c my-run.toml --rounds 200 --out runs/c
 
-      fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/c
+      fedveil run --resume --out runs/c
+
+      fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
     """
     from fedveil.config import RunConfig, parse_model_options
     from fedveil.runs import session
@@ -131,7 +101,7 @@ def run(
     ours = {"context", "config", "out", "resume", "quiet", "model_option", "cohort"}
     flags: dict[str, Any] = {k: v for k, v in context.params.items() if k not in ours and v is not None}
     if cohort is not None:
-        flags["cohort"] = _cohort(cohort)
+        flags["cohort"] = flag.cohort_of(cohort)
     settings = RunConfig.read(config) if config is not None else {}
     if model_option:
         stored = settings.get("model_options", {})
@@ -140,23 +110,19 @@ def run(
         summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside)
     else:
         settled = RunConfig.from_mapping(settings, where=str(config)).with_changes(**flags)
-        summary = session.run(settled, out, quiet=quiet)
+        summary = session.run(settled, out, quiet=quiet, say=aside)
     if not quiet:
         show_summary(summary, out)
-
-
-def _cohort(text: str) -> float | int:
-    from fedveil.errors import ConfigError
-
-    try:
-        return float(text) if "." in text else int(text)
-    except ValueError:
-        raise ConfigError(f"cohort is a fraction like 0.1 or a count like 5 (got {text!r}).") from None
+        show_ledger_of(summary, out)
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
     """The run in a few lines."""
     rows = [("scheme", summary["scheme"]), ("loss", summary["loss"]), ("rounds", str(summary["rounds"]))]
+    if "failed_rounds" in summary:
+        rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
+    if "stopped" in summary:
+        rows.append(("ended early", escape(summary["stopped"])))
     if "test_accuracy" in summary:
         rows.append(("test accuracy", percent(summary["test_accuracy"])))
         rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
@@ -172,5 +138,11 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     table(f"Run in {out}", ("", ""), rows)
     if "warning" in summary:
         aside(f"warning: {summary['warning']}")
-    if summary["simulation"] and "coverage" in summary:
-        console.print("[dim]simulation: the secrets follow from the seed; leave --seed out for real ones[/dim]")
+
+
+def show_ledger_of(summary: dict[str, Any], out: Path) -> None:
+    """What the run proves, and where that is written."""
+    from fedveil.runs.ledger_file import ledger_from
+
+    show_ledger(ledger_from(summary["ledger"], where=str(out)))
+    plainly(f"in full: {out / 'ledger.json'}")

@@ -25,6 +25,8 @@ def schemes(json: bool = typer.Option(False, "--json", help="As data.")) -> None
         "Schemes",
         ("name", "paper", "what it does", "what it protects from whom"),
         [(s.name, s.paper, s.summary, s.protects) for s in registered()],
+        whole=(0,),
+        ruled=True,
     )
 
 

@@ -7,19 +7,44 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 console = Console()
 complaints = Console(stderr=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """Print a table; `right` names the columns that hold numbers."""
-    made = Table(title=escape(title), title_justify="left", show_header=any(columns))
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    whole: Sequence[int] = (),
+    ruled: bool = False,
+) -> None:
+    """Print a table; `right` names the columns that hold numbers, `whole` those whose lines are not broken.
+
+    `ruled` draws a line between rows, where they are long.
+    """
+    made = Table(title=escape(title), title_justify="left", show_header=any(columns), show_lines=ruled)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number in right else "left", overflow="fold")
+        made.add_column(
+            column, justify="right" if number in right else "left", overflow="fold", no_wrap=number in whole
+        )
     for row in rows:
         made.add_row(*row)
     console.print(made)
+
+
+def listed(heading: str, texts: Sequence[str]) -> None:
+    """A heading and its points, wrapped with an indent; nothing where there are none."""
+    if not texts:
+        return
+    console.print(f"[bold]{heading}[/bold]")
+    points = Table.grid(padding=(0, 1))
+    for one in texts:
+        points.add_row(" –", Text(one))
+    console.print(points)
 
 
 def size(count: float) -> str:

@@ -1,0 +1,181 @@
+"""`fedveil ledger`: what a run has proven, or what one would prove, before anything is trained."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from fedveil.cli import options as flag
+from fedveil.cli.statement import show_ledger
+from fedveil.cli.tables import listed, percent, plainly, table
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fedveil.runs.planning import Noise, Planned, Question, Sampled
+
+_ASKED = "Instead of a run: a question"
+
+
+def ledger(
+    context: typer.Context,
+    run: Path | None = typer.Argument(None, help="A run folder, or its ledger.json."),
+    scheme: str | None = typer.Option(None, help="Named scheme: what would it prove?", rich_help_panel=_ASKED),
+    clients: int = typer.Option(100, help="Number of clients.", rich_help_panel=_ASKED),
+    rounds: int = typer.Option(200, help="Number of rounds.", rich_help_panel=_ASKED),
+    cohort: str | None = typer.Option(
+        None, help="Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)", rich_help_panel=_ASKED
+    ),
+    samples: int = typer.Option(600, help="Samples of a client, on average.", rich_help_panel=_ASKED),
+    size_ratio: float = typer.Option(1.0, help="Largest client's samples over the smallest's.", rich_help_panel=_ASKED),
+    sizes: str | None = typer.Option(None, help="Instead: every client's, like 480,600.", rich_help_panel=_ASKED),
+    batch_size: int = typer.Option(0, help="Samples per step; 0 takes all.", rich_help_panel=_ASKED),
+    local_steps: int | None = typer.Option(
+        None, help="Local steps per round; more than one make a client the unit.", rich_help_panel=_ASKED
+    ),
+    model: str | None = typer.Option(
+        None, help="mpdp: a network, for bounds that depend on one.", rich_help_panel=_ASKED
+    ),
+    model_option: flag.ModelOption = [],  # noqa: B006
+    seed: int = typer.Option(0, help="Seed from which rounds' clients are drawn.", rich_help_panel=_ASKED),
+    epsilon: flag.Epsilon = None,
+    delta: flag.Delta = None,
+    clip: flag.Clip = None,
+    accounting: flag.Accounting = None,
+    collusion: flag.Collusion = None,
+    pair_strength: flag.PairStrength = None,
+    neighbours: flag.Neighbours = None,
+    dropouts: flag.Dropouts = None,
+    honest_arrivals: flag.HonestArrivals = None,
+    secret_sampling: flag.SecretSampling = None,
+    cover: flag.Cover = None,
+    unmask: flag.Unmask = None,
+    threshold: flag.Threshold = None,
+    json: bool = typer.Option(False, "--json", help="As data."),
+) -> None:
+    """Show what a run has proven, against whom; or, with --scheme, what one would prove and the noise it takes.
+
+    [bold]Examples[/bold]
+
+      fedveil ledger runs/a
+
+      fedveil ledger --scheme nadp --clients 100 --rounds 200 --epsilon 1 --pair-strength 1
+
+      fedveil ledger --scheme nadp --clients 10000 --neighbours 5 --collusion 0.1 --json
+
+      fedveil ledger --scheme ldp --epsilon 1 --secret-sampling 0.1
+    """
+    from fedveil.errors import ConfigError
+    from fedveil.runs.ledger_file import read_ledger
+    from fedveil.runs.planning import plan_run
+    from fedveil.runs.progress import working
+
+    if (run is None) == (scheme is None):
+        raise ConfigError("Give a run folder (fedveil ledger runs/a), or ask about a scheme (--scheme nadp), not both.")
+    if run is not None:
+        found = read_ledger(run)
+        if json:
+            typer.echo(json_module.dumps(found.as_data(), indent=2, ensure_ascii=False))
+        else:
+            show_ledger(found)
+        return
+    question = _question(context.params)
+    with working(f"accounting for {clients:,} clients and {rounds:,} rounds"):
+        answer = plan_run(question, model=None if model is None else _model(model, model_option))
+    if json:
+        typer.echo(json_module.dumps(answer.as_data(), indent=2, ensure_ascii=False))
+    else:
+        show_plan(answer)
+
+
+_OPTIONS = (
+    *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "neighbours", "dropouts"),
+    *("honest_arrivals", "secret_sampling", "cover", "unmask", "threshold", "local_steps"),
+)
+
+
+def _question(given: dict[str, Any]) -> Question:
+    from fedveil.runs.planning import Question
+    from fedveil.runs.pricing import check_sizes, even_sizes
+
+    if given["sizes"] is not None:
+        counts = check_sizes(_numbers(given["sizes"]), clients=given["clients"])
+    else:
+        counts = even_sizes(given["clients"], mean=given["samples"], ratio=given["size_ratio"])
+    return Question(
+        scheme=given["scheme"],
+        samples=counts,
+        rounds=given["rounds"],
+        cohort=None if given["cohort"] is None else flag.cohort_of(given["cohort"]),
+        batch_size=given["batch_size"],
+        options={name: given[name] for name in _OPTIONS},
+        seed=given["seed"],
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    from fedveil.errors import ConfigError
+
+    try:
+        return [int(one) for one in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"Sizes are written like 480,600,720 (got {text!r}).") from None
+
+
+def _model(name: str, given: list[str]) -> tuple[nn.Module, torch.Tensor]:
+    from fedveil.cli.inspect import example_of
+    from fedveil.config import parse_model_options
+
+    return example_of(name, options=parse_model_options(given))
+
+
+def show_plan(answer: Planned) -> None:
+    """The noise, then the ledger."""
+    who = f"{answer.clients:,} clients"
+    if answer.cohort < answer.clients:
+        who += f", {answer.cohort:,} in a round, each in {answer.participations} at most"
+    if answer.exact is not None and answer.paper is not None:
+        _show_noise(answer, answer.exact, answer.paper, who)
+    show_ledger(answer.ledger, title=f"What {answer.rounds} rounds of {answer.ledger.scheme} would prove ({who})")
+    if answer.sampled is not None:
+        listed("With records sampled in secret", _sampling(answer.sampled))
+    plainly("Nothing was trained: this is what a run ends with if every client answers every time.")
+
+
+def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str) -> None:
+    rows = [
+        ("σ left in the sum of gradients", _figure(exact.in_sum), _figure(paper.in_sum)),
+        ("σ on the mean gradient", _figure(exact.on_mean), _figure(paper.on_mean)),
+        ("σ each client adds of its own", _range(exact.own), _range(paper.own)),
+    ]
+    if exact.shared is not None or paper.shared is not None:
+        rows.append(("σ shared by a pair, which cancels", _range(exact.shared), _range(paper.shared)))
+        rows.append(("strength λ of what cancels", f"{exact.strength:.4g}", f"{paper.strength:.4g}"))
+    table(f"Noise of a round ({who})", ("", "exact", "by the paper's formula"), rows, right=(1, 2))
+    saving = answer.saving or 0.0
+    less = f"{percent(abs(saving))} {'less' if saving >= 0 else 'more'}"
+    plainly(f"Exact accounting takes {less} noise than the paper's formula; this run would use: {answer.accounting}.")
+
+
+def _sampling(found: Sampled) -> list[str]:
+    return [
+        f"each record takes part in a round with probability {found.rate:g}, drawn by its client and seen by nobody",
+        f"σ of {found.multiplier:.4g} clipping bounds on the sum of a batch meets the target; "
+        f"{found.multiplier_without:.4g} would be needed if the server knew the batch",
+        f"neighbouring relation: {found.relation}",
+    ]
+
+
+def _range(values: tuple[float, float] | None) -> str:
+    if values is None:
+        return "–"
+    least, most = map(_figure, values)
+    return least if least == most else f"{least} … {most}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4g}"
