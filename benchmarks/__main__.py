@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
 
 
@@ -28,6 +29,7 @@ def main() -> int:
         *server_work(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
+        *(protection(repeats=options.repeats) if device.type == "cpu" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -1,0 +1,226 @@
+"""What protecting a contribution costs a client, and opening the sum the server, against training without it.
+
+`OMP_NUM_THREADS=1 python -m benchmarks.protection` shows these rows alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from benchmarks.rows import WORK, Bed, Row, head
+from benchmarks.timing import Ratio, Timed, interleaved, ratio
+from fedveil.downlink import Decomposed, HeadNoise, Plain
+from fedveil.downlink.messages import Downlink
+from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
+from fedveil.protocol.state import ClientState
+from fedveil.secrets import OsSecrets
+
+if TYPE_CHECKING:
+    from fedveil.protocol.directory import Directory
+
+CLIENTS = 100
+BATCH = 64
+MOST = 1.15
+CPU = torch.device("cpu")
+
+
+def protection(*, repeats: int) -> list[Row]:
+    """A client's step and the server's round, with and without protection (ResNet-20, m = 1)."""
+    return [*client_protection(repeats=repeats), *server_opening(repeats=repeats)]
+
+
+def client_protection(*, repeats: int) -> list[Row]:
+    """One whole step of one of 100 clients; what protects it is timed by itself, and takes turns with it."""
+    from fedveil.protocol.assumed import AssumedNoise
+    from fedveil.protocol.masked import Masked
+
+    bed = Bed.resnet20(BATCH, CPU)
+    decomposed = Decomposed(HeadNoise(groups=1))
+    covers: dict[str, tuple[Downlink, Uplink]] = {
+        "masks, 6 neighbours": (head(1), Masked(degree=6)),
+        "masks, 28 neighbours (the default)": (head(1), Masked()),
+        "mpdp's noise, 5-out": (decomposed, AssumedNoise(1.0, "decomposed", neighbours=5)),
+    }
+    steps = {"fedavg": Plain(), "veiled": head(1), "decomposed": decomposed}
+    timed = interleaved(
+        {
+            **{name: bed.client(downlink) for name, downlink in steps.items()},
+            **{name: _protecting(bed, *cover) for name, cover in covers.items()},
+        },
+        repeats=repeats,
+    )
+    where = f"ResNet-20, batch {BATCH}, {CLIENTS} clients"
+    against = ratio(timed["veiled"], timed["fedavg"])
+    rows = [Row(f"veiled step, m = 1 ({where})", "fedavg step", against, note=_milliseconds(timed["veiled"]))]
+    for name, (downlink, _) in covers.items():
+        step = timed["decomposed" if downlink is decomposed else "veiled"]
+        whole = _sum(step, timed[name])
+        rows += [
+            Row(f"step + {name}", "the same step bare", ratio(whole, step), MOST, note=_milliseconds(timed[name])),
+            Row(f"step + {name}", "fedavg step", ratio(whole, timed["fedavg"])),
+        ]
+    return rows
+
+
+def _milliseconds(timed: Timed) -> str:
+    return f"{1e3 * timed.median:.0f} ms"
+
+
+def _sum(one: Timed, other: Timed) -> Timed:
+    return Timed(tuple(a + b for a, b in zip(one.seconds, other.seconds, strict=True)))
+
+
+def server_opening(*, repeats: int) -> list[Row]:
+    """Accumulating, opening and decoding a round of 25, 50 and 100 masked uploads."""
+    from fedveil.protocol.masked import Masked
+
+    bed = Bed.resnet20(2, CPU)
+    rounds = {clients: _Round(bed, Masked(degree=6), clients) for clients in (25, 50, 100)}
+    candidates: dict[str, Callable[[], object]] = {str(clients): one.open for clients, one in rounds.items()}
+    step = Bed.resnet20(BATCH, CPU).client(Plain())
+    timed = interleaved({**candidates, "step": step}, repeats=max(3, repeats // 3), warm_ups=1)
+    rows = [
+        Row(
+            f"server: adding, opening and decoding {clients} masked uploads",
+            f"{clients} fedavg steps",
+            _over(timed[str(clients)], timed["step"], clients),
+            note=f"{1e3 * timed[str(clients)].median / clients:.1f} ms a client",
+        )
+        for clients in rounds
+    ]
+    for few, many in ((25, 50), (50, 100)):
+        measured = _over(timed[str(many)], timed[str(few)], 2)
+        rows.append(Row(f"the same for {many} clients, by client", f"{few} clients", measured, 1.3, note="linear: 1"))
+    return rows
+
+
+def _over(top: Timed, bottom: Timed, times: int) -> Ratio:
+    found = ratio(top, bottom)
+    return Ratio(found.middle / times, found.low / times, found.high / times)
+
+
+@cache
+def _federation(clients: int) -> tuple[dict[int, ClientState], Directory]:
+    """Clients who know each other's keys."""
+    from fedveil.protocol.directory import Announce, Directory, Hello
+    from fedveil.protocol.handshake import introduce
+
+    def told(state: ClientState, request: Hello | Directory) -> tuple[ClientState, object]:
+        return introduce(state, request, samples=BATCH, how="keys", secrets=OsSecrets(), roster=None, identity=None)
+
+    states, announced = {}, []
+    for client in range(clients):
+        states[client], reply = told(ClientState(client), Hello("bench"))
+        assert isinstance(reply, Announce)
+        announced.append(reply)
+    directory = Directory.of("bench", announced)
+    return {client: told(state, directory)[0] for client, state in states.items()}, directory
+
+
+def _terms(bed: Bed, downlink: Downlink) -> Terms:
+    layout = WORK.layout(bed.blueprint, tensors=downlink.head_tensors(bed.blueprint))
+    return Terms(bed.blueprint, layout, WORK)
+
+
+def _protecting(bed: Bed, downlink: Downlink, uplink: Uplink) -> Callable[[], object]:
+    """Protection and, under masks, the revelation; the run's keys are already agreed on."""
+    states, directory = _federation(CLIENTS)
+    terms, secrets = _terms(bed, downlink), OsSecrets()
+    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory)
+    contribution = torch.randn(terms.layout.length, generator=torch.Generator().manual_seed(0))
+    reveal = _revelation(uplink, context, terms)
+
+    def work() -> object:
+        state, reply = uplink.protect(states[0], contribution, context, terms, secrets=secrets)
+        return reply, reveal(state)
+
+    return work
+
+
+def _revelation(uplink: Uplink, context: RoundContext, terms: Terms) -> Callable[[ClientState], object]:
+    from fedveil.protocol.masked import Masked
+    from fedveil.protocol.unmasking import MaskedSum, MaskedUpload, Unmask
+
+    if not isinstance(uplink, Masked):
+        return lambda state: None
+    states, _ = _federation(CLIENTS)
+    nothing = torch.zeros(terms.layout.length)
+    total = uplink.accumulator(context, terms, device=CPU)
+    assert isinstance(total, MaskedSum)
+    for state in states.values():
+        _, reply = uplink.protect(state, nothing, context, terms, secrets=OsSecrets())
+        assert isinstance(reply, MaskedUpload)
+        total.add(reply)
+    # Ten of a hundred are missing, as on a bad day.
+    present = [one for one in context.cohort if one % 10 != 1]
+    total.close(present)
+    private = total.private(0)
+    request = Unmask(context.round, context.attempt, torch.tensor(present, dtype=torch.int64))
+
+    def reveal(state: ClientState) -> object:
+        return uplink.answer(replace(state, answered=(0, 0)), request, private)
+
+    return reveal
+
+
+class _Round:
+    """A round of masked uploads that can be opened again and again."""
+
+    def __init__(self, bed: Bed, uplink: Uplink, clients: int) -> None:
+        from fedveil.protocol.asking import Gathered
+
+        states, directory = _federation(clients)
+        self._uplink, self._terms = uplink, _terms(bed, head(1))
+        self._context = RoundContext(0, 0, tuple(range(clients)), directory)
+        self._arrived = Gathered(self._context.cohort, {}, (), 0, 0)
+        nothing = torch.zeros(self._terms.layout.length)
+        told, self._uploads = {}, []
+        for client, state in states.items():
+            told[client], upload = uplink.protect(state, nothing, self._context, self._terms, secrets=OsSecrets())
+            self._uploads.append(upload)
+        total = self._accumulated()
+        ask = uplink.open(total, self._arrived, self._context)
+        assert ask is not None
+        self._revealed = [
+            uplink.answer(replace(state, answered=(0, 0)), ask.common, ask.each[client])[1]
+            for client, state in told.items()
+        ]
+
+    def _accumulated(self) -> Summing:
+        total = self._uplink.accumulator(self._context, self._terms, device=CPU)
+        for upload in self._uploads:
+            total.add(upload)
+        return total
+
+    def open(self) -> Tensor:
+        total = self._accumulated()
+        self._uplink.open(total, self._arrived, self._context)
+        for one in self._revealed:
+            total.add(one)
+        opened = total.total()
+        assert not opened.any()
+        return opened
+
+
+def main() -> int:
+    from benchmarks.__main__ import show
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = protection(repeats=options.repeats)
+    show(f"cpu, torch {torch.__version__}, 1 thread, {options.repeats} repetitions", rows)
+    return 1 if any(row.holds is False for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
