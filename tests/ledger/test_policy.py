@@ -229,11 +229,13 @@ def test_a_policy_equal_to_the_target_allows_the_whole_run(file: File) -> None:
 
 def test_through_the_configuration_a_run_ends_where_the_policy_does(file: File) -> None:
     one = job(scheme="nadp", loss=None, rounds=6, policy=file("max_epsilon = 1.5"))
-    rows: list[dict[str, Any]] = []
-    with pytest.raises(ProtocolError, match=r"Round 3 failed: .*its policy allows 1\.5 \(δ = 1e-05\)") as caught:
-        train_job(one, state=fresh_state(one), on_round=lambda row, state: rows.append(row))
-    assert [row["clients"] for row in rows] == [5, 5]
-    assert "learning rate" not in str(caught.value)
+    said: list[str] = []
+    outcome = train_job(one, state=fresh_state(one), say=said.append)
+    assert [row["clients"] for row in outcome.rows] == [5, 5]
+    assert outcome.state.round == 2
+    assert outcome.scores is not None
+    assert "its policy allows 1.5 (δ = 1e-05)" in outcome.stopped
+    assert said == [f"The run ends after 2 rounds: {outcome.stopped}."]
 
 
 class Sleepy(ClientRole):

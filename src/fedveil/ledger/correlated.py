@@ -34,7 +34,8 @@ class Covering:
     Member i's upload has residual variance residual[i] per coordinate; pair noise of variance pairs[e] is added
     by member first[e] and subtracted by member second[e] (positions into `members`, which holds client numbers).
     `sensitivity[i]` is the largest L2 change that one unit of member i's data causes in its upload. `summed` says
-    that masks hide the single uploads, so that only their sum is ever seen.
+    that masks hide the single uploads, so that only their sum is ever seen; whoever runs the masks can open sums
+    that lack up to `removable` members.
     """
 
     members: tuple[int, ...]
@@ -44,6 +45,7 @@ class Covering:
     second: Positions
     pairs: Floats
     summed: bool = False
+    removable: int = 0
 
     def __post_init__(self) -> None:
         size, edges = (len(self.members),), self.pairs.shape
@@ -94,6 +96,8 @@ def charges(
     noise it would have cancelled stays with the others. Without `arrived` every upload counts as seen, also a
     late one. Absent members and colluders are charged 0; a member that nothing covers is charged infinity.
     """
+    if covering.summed and covering.removable:
+        return _smallest_sum(covering, colluding)
     if covering.summed:
         return central(covering, arrived=arrived, known=colluding)
     kept, graph = _seen(covering, arrived, revealed, colluding)
@@ -112,6 +116,18 @@ def central(covering: Covering, *, arrived: Collection[int] | None = None, known
     share = np.full(int(here.sum()), math.nextafter(1 / noise, math.inf) if noise else math.inf)
     result = np.zeros(len(covering.members))
     result[here] = _times(covering.sensitivity[here] ** 2, share)
+    return result
+
+
+def _smallest_sum(covering: Covering, known: Collection[int]) -> Floats:
+    """S_i²/(the least noise in any sum that can be opened and holds i), whoever is said to have arrived."""
+    honest = ~_marked(covering, known)
+    least = int(honest.sum()) - covering.removable
+    result = np.zeros(len(covering.members))
+    share = np.full(int(honest.sum()), math.inf)
+    if least >= 1:
+        share = _complete_bound(covering.residual[honest], math.inf, least)
+    result[honest] = _times(covering.sensitivity[honest] ** 2, share)
     return result
 
 
@@ -186,7 +202,10 @@ def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed
         return Collusion(_largest(covering, every), True, f"every set of {colluders} colluders was tried")
     weakest = math.inf if covering.summed else _weakest_pair(covering)
     if weakest > 0:
-        mu2 = _times(covering.sensitivity**2, _complete_bound(covering.residual, weakest, size - colluders))
+        honest = size - colluders - covering.removable
+        if honest < 1:
+            return Collusion(np.full(size, math.inf), True, "a sum of one client could be opened")
+        mu2 = _times(covering.sensitivity**2, _complete_bound(covering.residual, weakest, honest))
         return Collusion(mu2, True, f"bound over every set of {colluders} colluders")
     random = np.random.default_rng(seed)
     sets = (tuple(random.permutation(np.array(covering.members))[:colluders].tolist()) for _ in range(draws))

@@ -15,6 +15,9 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.correlated import Covering, charges
 from fedveil.ledger.gaussian import epsilon_of
 
+ENDED = "takes no further part"
+"""How a client says that its policy ends the run for it."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -95,7 +98,7 @@ class Policy:
             reached = epsilon_of(math.sqrt(total), self.delta)
             if reached > self.max_epsilon:
                 raise ProtocolError(
-                    f"client {client} takes no further part: {what} would bring it to ε = {reached:.3g}, its "
+                    f"client {client} {ENDED}: {what} would bring it to ε = {reached:.3g}, its "
                     f"policy allows {self.max_epsilon:g} (δ = {self.delta:g})"
                 )
         return total

@@ -25,6 +25,7 @@ class SampledAccount(Account):
 
     noise_multiplier: float = 0.0
     rate: float = 1.0
+    delta: float = 1e-5
 
     def prices(
         self,
@@ -38,10 +39,10 @@ class SampledAccount(Account):
         return {name: np.ones(len(covering.members)) for name in self.adversaries}
 
     def worst(self, adversary: str) -> tuple[int, float]:
-        """(client, an equivalent μ at δ = 1e-5) of whoever took part most often."""
+        """(client, the μ of a Gaussian mechanism with the same ε at `delta`) of whoever took part most often."""
         client = int(np.argmax(self.spent[adversary]))
-        reached = self.epsilon(adversary, 1e-5)
-        return client, mu_of(reached, 1e-5) if 0 < reached < math.inf else reached
+        reached = self.epsilon(adversary, self.delta)
+        return client, mu_of(reached, self.delta) if 0 < reached < math.inf else reached
 
     def epsilon(self, adversary: str, delta: float) -> float:
         """ε at δ of whoever took part most often, by privacy loss distributions, replace-one."""

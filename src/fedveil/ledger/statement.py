@@ -17,7 +17,8 @@ from fedveil.ledger.releases import Release
 from fedveil.ledger.remarks import Remarks
 
 OUTSIDER = "outsider"
-Verdict = Literal["differential privacy", "aggregate only", "none"]
+Verdict = Literal["differential privacy", "estimate", "aggregate only", "none"]
+_PLACES = "colluders do not choose their place in the graph: each round's is drawn after they are"
 _UNITS = {
     "record": ("one record of one client", "replace one record; numbers of samples are public"),
     "client": ("all data of one client", "replace one client's data; numbers of samples are public"),
@@ -44,7 +45,8 @@ class Line:
         """The verdict in a few characters."""
         if self.epsilon is None or self.delta is None:
             return self.verdict
-        return f"(ε = {self.epsilon:.4g}, δ = {self.delta:g})"
+        figures = f"(ε = {self.epsilon:.4g}, δ = {self.delta:g})"
+        return f"about {figures}, not proven" if self.verdict == "estimate" else figures
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,10 @@ def state(
     unit: str,
     paper: PaperFigure | None,
     simulation: bool,
+    rounds: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Ledger:
-    """The ledger of a run."""
+    """The ledger of a run; `rounds` counts where no account does."""
     lines = [_server_line(releases, remarks, account, delta, unit)]
     if account is not None and account.collusion > 0 and not account.trusted:
         alone = dataclasses.replace(lines[0], adversary=COLLUSION)
@@ -112,10 +115,9 @@ def state(
         lines.append(Line("server and fewer than a third of each neighbourhood", "aggregate only", why))
     lines.append(_client_line(releases, remarks, account, delta, unit))
     lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))
-    spent = () if account is None else (account,)
     return Ledger(
         scheme=scheme,
-        rounds=sum(one.rounds for one in spent),
+        rounds=rounds if account is None else account.rounds,
         lines=tuple(lines),
         unprotected=remarks.unprotected,
         paper=paper,
@@ -129,11 +131,17 @@ def _server_line(
     releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
 ) -> Line:
     carried = [one for one in releases if one.sender == "client" and "server" in one.to and one.about == "data"]
-    bare = [one.field for one in carried if one.protection == "open"]
-    if bare:
-        return Line(SERVER, "none", f"sees uncovered: {', '.join(bare)}")
+    bare = [one.field for one in carried if one.protection == "open" and one.noise == "none"]
+    futile = [one.field for one in carried if one.protection == "open" and one.noise != "none"]
+    if bare or futile:
+        seen = [f"uncovered: {', '.join(bare)}"] if bare else []
+        seen += [f"under noise that proves nothing: {', '.join(futile)}"] if futile else []
+        return Line(SERVER, "none", f"sees {'; '.join(seen)}")
     if account is not None and all(one.protection == "noised" for one in carried if one.field != "upload.weight"):
-        return _spent_line(SERVER, account, delta, unit, remarks, "sees every upload under noise")
+        summed = any(one.protection == "noised" and one.hiding != "none" for one in carried)
+        what = "sees sums under noise, sized for the smallest sum the masks open" if summed else "sees every upload"
+        why = what if summed else f"{what} under noise"
+        return _spent_line(SERVER, account, delta, unit, remarks, why)
     return Line(
         SERVER,
         "aggregate only",
@@ -159,15 +167,16 @@ def _spent_line(adversary: str, account: Account, delta: float, unit: str, remar
     what, relation = _UNITS[unit]
     if not math.isfinite(mu):
         return Line(adversary, "none", f"{why}, but nothing covers client {client}")
+    proven = adversary != COLLUSION or account.certified
     named = dataclasses.replace(
-        Line(adversary, "differential privacy", why),
+        Line(adversary, "differential privacy" if proven else "estimate", why),
         epsilon=account.epsilon(adversary, delta),
         delta=delta,
         mu=mu,
         worst_client=client,
         unit=what,
         relation=relation,
-        assumptions=remarks.assumptions,
+        assumptions=(*remarks.assumptions, *(() if proven else (_PLACES,))),
     )
     if adversary == CLIENTS or not account.honest_arrivals:
         return named

@@ -46,7 +46,7 @@ from fedveil.protocol.unmasking import (
 from fedveil.secrets import SecretSource
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.graph import Graph, default_degree, ring
-from fedveil.uplink.plan import NoisePlan
+from fedveil.uplink.plan import ROUNDING, NoisePlan
 from fedveil.work.messages import LocalWork
 
 Unmasking = Literal["always", "on-dropout"]
@@ -54,6 +54,8 @@ UNMASKING = ("always", "on-dropout")
 _MASK = "mask"
 _REVELATION = "revelation"
 _NOISE_TAIL = 12.0
+_FINEST = 1024.0
+"""In steps, the least σ at which sums of integer Gaussians count as Gaussian: they differ by e^(−2π²σ²)."""
 
 
 @lru_cache(maxsize=8)
@@ -208,7 +210,14 @@ class Masked:
 
         assert self.noise is not None
         covering = planned(self.noise, context, work)
-        sigma = math.sqrt(float(covering.residual[covering.members.index(client)])) / codec.step
+        place = covering.members.index(client)
+        sigma = math.sqrt(float(covering.residual[place])) / codec.step
+        rounded = codec.step * math.sqrt(count)
+        if rounded > ROUNDING * float(covering.sensitivity[place]) or sigma < _FINEST:
+            raise ConfigError(
+                f"The fixed-point step of {codec.step:.2g} is too coarse for noise of {sigma * codec.step:.2g}: lower "
+                "value_range, or the number of clients a round."
+            )
         seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
         noise = np.zeros(count, dtype=np.int64)
         noise[:-1] = discrete_gaussian(count - 1, sigma=sigma, seed=seed)  # the weight is public

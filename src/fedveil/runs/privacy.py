@@ -36,6 +36,7 @@ def account_for(scheme: Scheme, clients: int) -> Account | None:
             limit=float(plan.target.participations),
             noise_multiplier=plan.noise_multiplier(),
             rate=plan.sampling,
+            delta=plan.target.delta,
         )
     return Account(
         clients,
@@ -171,8 +172,8 @@ class Books:
                 file.flush()
                 os.fsync(file.fileno())
 
-    def ledger(self) -> Ledger:
-        """What the run proves."""
+    def ledger(self, *, rounds: int = 0) -> Ledger:
+        """What a run of `rounds` rounds proves."""
         job = self._job
         notes = notes_on(
             job.scheme,
@@ -183,7 +184,15 @@ class Books:
             stream=job.secrets.stream("ledger"),
         )
         releases = job.scheme.releases(job.blueprint)
-        return ledger_of(job.scheme, releases, self.account, self.first, simulation=job.secrets.simulation, notes=notes)
+        return ledger_of(
+            job.scheme,
+            releases,
+            self.account,
+            self.first,
+            simulation=job.secrets.simulation,
+            rounds=rounds,
+            notes=notes,
+        )
 
 
 def ledger_of(
@@ -193,6 +202,7 @@ def ledger_of(
     first: Covering | None,
     *,
     simulation: bool,
+    rounds: int = 0,
     notes: tuple[str, ...] = (),
 ) -> Ledger:
     """The ledger of a scheme with this account; `first` is the noise of its first round, `notes` what else to say."""
@@ -206,6 +216,7 @@ def ledger_of(
         unit="record" if plan is None else bounded(scheme.work).unit,
         paper=_paper_figure(scheme, first),
         simulation=simulation,
+        rounds=rounds,
         notes=(*scheme.remarks.notes, *notes),
     )
     if any(one.assumptions for one in found.lines):

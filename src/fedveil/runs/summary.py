@@ -51,5 +51,5 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     failed = sum("failed" in row for row in rows)
     if failed:
         summary["failed_rounds"] = failed
-    summary["ledger"] = outcome.books.ledger().as_data()
+    summary["ledger"] = outcome.books.ledger(rounds=outcome.state.round).as_data()
     return summary

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedveil.engines import LocalEngine
 from fedveil.errors import FedVeilError, NumericError, ProtocolError
+from fedveil.ledger.policy import ENDED
 from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState, Train
 from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
@@ -85,6 +86,8 @@ def train_job(
     def boundary(done: RoundDone) -> None:
         books.end(done)
         failures[0] = failures[0] + 1 if done.failed else 0
+        if done.failed and done.round > 0 and _by_policy(done):
+            raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
         if done.failed and (not done.gathered.arrived or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
         now = time.perf_counter()
@@ -99,7 +102,11 @@ def train_job(
         outcome.stopped = reason
         say(f"The run ends after {state.round} rounds: {reason}.")
 
-    engine.drive(server.run(), on_round=boundary, on_begin=books.begin, on_stop=stopped)
+    try:
+        engine.drive(server.run(), on_round=boundary, on_begin=books.begin, on_stop=stopped)
+    except _EndedError as reason:
+        state.round -= 1  # the round nobody took part in
+        stopped(str(reason))
     outcome.seconds = time.perf_counter() - started
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
@@ -133,6 +140,15 @@ def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
         return mixed_seed(seed, _DROPOUT, request.round, request.attempt, client) / 2.0**63 < rate
 
     return absent
+
+
+class _EndedError(Exception):
+    """Nobody takes part any more; what was trained so far is the result."""
+
+
+def _by_policy(done: RoundDone) -> bool:
+    refused = done.gathered.refused
+    return not done.gathered.arrived and bool(refused) and all(ENDED in reason for reason in refused.values())
 
 
 def _failure(done: RoundDone) -> FedVeilError:

@@ -113,7 +113,14 @@ def veil_dp(
         raise unknown_name("cover", cover, COVERS)
     uplink: Uplink
     if cover == "masks":
-        plan = NoisePlan(target_of(setting, epsilon, delta), "sum", accounting, collusion=collusion)
+        plan = NoisePlan(
+            target_of(setting, epsilon, delta),
+            "sum",
+            accounting,
+            collusion=collusion,
+            neighbours=neighbours,
+            quorum=threshold,
+        )
         uplink = Masked(value_range, unmask, Quorum(threshold), neighbours, plan)
     else:
         uplink = pairwise(
@@ -140,6 +147,10 @@ def veil_dp(
                 remarks.CLIP,
                 *(_masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
             ),
-            unprotected=(remarks.VEIL, "the model's outputs: without head noise clients compute them exactly"),
+            unprotected=(
+                remarks.VEIL,
+                "the model's outputs: without head noise clients compute them exactly",
+                remarks.REFUSALS,
+            ),
         ),
     )

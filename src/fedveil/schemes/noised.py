@@ -67,8 +67,8 @@ def ldp(
         work=clipped_work(setting, clip, local_steps, local_epochs, secret_sampling),
         uplink=Noised(plan),
         remarks=Remarks(
-            assumptions=(remarks.CLIP, remarks.GAUSSIAN),
-            unprotected=(remarks.MODEL_OPEN,),
+            assumptions=(remarks.CLIP, remarks.GAUSSIAN, *(() if secret_sampling is None else (remarks.SECRET_BATCH,))),
+            unprotected=(remarks.MODEL_OPEN, remarks.REFUSALS),
             paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
         ),
     )
@@ -153,7 +153,7 @@ def nadp(
         honest_arrivals=honest_arrivals,
         remarks=Remarks(
             assumptions=(remarks.SIZES, remarks.KEYS, remarks.CLIP, remarks.GAUSSIAN),
-            unprotected=(remarks.MODEL_OPEN,),
+            unprotected=(remarks.MODEL_OPEN, remarks.REFUSALS),
             paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)",
         ),
     )

@@ -10,6 +10,8 @@ HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
 CRAFTED = (
     "a server that crafts the model it sends can make the sum reveal one client: clients cannot inspect a veiled model"
 )
+SECRET_BATCH = "nobody but the client knows which records a round's batch holds: each is drawn by its own secrets"
+REFUSALS = "that a client leaves a round out because its numbers are not finite"
 VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
 MODEL_OPEN = "the model: every client sees it"
 CLIENT_VIEW = "what other clients learn from the models they are sent is bounded only through the noise in the sum"

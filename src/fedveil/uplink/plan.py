@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -22,13 +22,16 @@ from fedveil.ledger.correlated import Covering, by_peer, charges, worst_collusio
 from fedveil.ledger.gaussian import mu_of, paper_sigma
 from fedveil.ledger.sampled import sampled_noise
 from fedveil.uplink.allocation import allocate
-from fedveil.uplink.graph import complete, n_out
+from fedveil.uplink.graph import complete, default_degree, n_out
 
 Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
 ACCOUNTING = ("exact", "paper")
 
 COMPLETE_STRENGTH = 10.0
+ROUNDING = 2.0**-20
+"""By how much rounding to fixed point may lengthen the largest change of a contribution, relatively."""
+
 SPARSE_STRENGTH = math.sqrt(1000.0)
 """Pair over residual standard deviation on a sparse graph, where fewer pairs have to carry the cover."""
 
@@ -69,7 +72,8 @@ class Target:
 @dataclass(frozen=True)
 class NoisePlan:
     """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
-    cancels; "sum": shared, under masks, or added once by a `trusted` server) and how its size is found."""
+    cancels; "sum": shared, under masks that open with a `quorum` of a neighbourhood, or added once by a `trusted`
+    server) and how its size is found."""
 
     target: Target
     layout: Layout
@@ -80,6 +84,7 @@ class NoisePlan:
     tolerant: bool = False
     trusted: bool = False
     sampling: float | None = None
+    quorum: float | None = None
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -93,6 +98,14 @@ class NoisePlan:
             raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
         if self.strength is not None and not (math.isfinite(self.strength) and self.strength >= 0):
             raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    def removable(self, count: int) -> int:
+        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself."""
+        if self.quorum is None:
+            return 0
+        holders = min(default_degree(count) if self.neighbours is None else self.neighbours, count - 1)
+        needed = min(int(self.quorum * holders + 1e-9) + 1, holders)
+        return count - 1 - needed
 
     def colluders(self, count: int) -> int:
         """How many of `count` clients may be on the server's side."""
@@ -160,7 +173,9 @@ def _covering(
         return Covering(members, reach, scales**2, nobody, nobody, np.empty(0))
     residual = np.asarray(samples, dtype=np.float64) / sum(samples)
     if plan.layout == "sum":
-        unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), summed=True)
+        if plan.quorum is not None:
+            reach = reach * (1.0 + ROUNDING)
+        unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
         unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
     scale = plan.paper_scale(float(reach.max())) ** 2
@@ -174,7 +189,7 @@ def _covering(
             "No amount of this noise meets the target: a client could be left with no noise that others do not know. "
             "Lower collusion, or raise the number of clients or neighbours."
         )
-    return Covering(members, reach, unit.residual * scale, unit.first, unit.second, unit.pairs * scale, unit.summed)
+    return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
 
 
 def worst_of(covering: Covering, colluders: int) -> NDArray[np.float64]:

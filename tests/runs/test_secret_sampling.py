@@ -1,0 +1,87 @@
+"""Records that a client samples by its own secrets: what leaves, what is charged, and where it is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from federation import job
+from fedveil.errors import ConfigError
+from fedveil.ledger.sampled import sampled_epsilon
+from fedveil.runs.job import Job
+from fedveil.runs.training import fresh_state, train_job
+from fedveil.secrets import SeededSecrets
+from fedveil.work.clipped import ClippedSamples
+from fedveil.work.messages import Bench
+
+
+def sampled(**settings: object) -> Job:
+    given = {"scheme": "ldp", "secret_sampling": 0.2, "rounds": 4, "epsilon": 3.0, "clients": 3, "loss": None}
+    return job(**{**given, **settings})  # type: ignore[arg-type]
+
+
+def test_the_target_is_met_by_less_noise_than_without_sampling() -> None:
+    one, whole = sampled(), sampled(secret_sampling=None)
+    found = [train_job(each, state=fresh_state(each)).books for each in (one, whole)]
+    ledgers = [books.ledger().line("server") for books in found]
+    assert all(line.epsilon is not None and line.epsilon <= 3.0 for line in ledgers)
+    assert ledgers[0].epsilon == pytest.approx(3.0, rel=0.02)
+    # In units of the largest change of the whole sum: sampled sums are divided by their expected size.
+    noises = [float(books.first.residual[0]) ** 0.5 for books in found if books.first is not None]
+    assert noises[0] < 0.7 * noises[1] / 0.2
+
+
+def test_epsilon_is_that_of_the_rounds_a_client_took_part_in() -> None:
+    one = sampled()
+    plan = one.scheme.plan
+    assert plan is not None
+    books = train_job(one, state=fresh_state(one)).books
+    expected = sampled_epsilon(noise_multiplier=plan.noise_multiplier(), sampling_rate=0.2, rounds=4, delta=1e-5)
+    assert books.ledger().line("server").epsilon == expected
+    assert any("batch" in one for one in books.ledger().line("server").assumptions)
+
+
+def test_batches_follow_from_the_clients_secrets_and_not_from_the_runs_seed() -> None:
+    one = sampled()
+    work = one.scheme.work
+    assert isinstance(work, ClippedSamples)
+    data = one.pool.clients[0]
+    benches = [Bench(one.blueprint, one.scheme.layout(one.blueprint), SeededSecrets(seed)) for seed in (1, 1, 2)]
+    drawn = [work._chosen(bench, data, 0) for bench in benches]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    sizes = [len(work._chosen(benches[0], data, round)) for round in range(400)]
+    # 40,000 draws with probability 0.2: the mean lies within 5 standard errors (false alarm 6e-7).
+    error = (0.2 * 0.8 / (400 * len(data))) ** 0.5
+    assert abs(sum(sizes) / 400 / len(data) - 0.2) < 5 * error
+
+
+def test_the_sum_is_divided_by_its_expected_size_and_an_empty_batch_gives_zero() -> None:
+    one = sampled(secret_sampling=1.0)
+    whole = sampled(secret_sampling=None)
+    veil = one.scheme.downlink.veil(one.blueprint, one.weights, stream=one.secrets.stream("x"), head_level=None)
+    data = one.pool.clients[0]
+    results = []
+    for each in (one, whole):
+        bench = Bench(each.blueprint, each.scheme.layout(each.blueprint), SeededSecrets(1))
+        results.append(each.scheme.work.run(bench, veil.broadcast(), data, round=0))
+    torch.testing.assert_close(results[0], results[1])
+    rare = sampled(secret_sampling=1e-9, epsilon=1.0, rounds=1)
+    bench = Bench(rare.blueprint, rare.scheme.layout(rare.blueprint), SeededSecrets(1))
+    nothing = rare.scheme.work.run(bench, veil.broadcast(), data, round=0)
+    assert float(nothing[:-1].abs().max()) == 0.0
+    assert float(nothing[-1]) == len(data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"accounting": "paper"}, "exact"),
+        ({"local_steps": 3}, "local training"),
+        ({"secret_sampling": 1.5}, "secret_sampling"),
+        ({"scheme": "nadp"}, "no option"),
+    ],
+)
+def test_where_it_proves_nothing_it_is_refused(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sampled(**settings)
