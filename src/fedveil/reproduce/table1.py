@@ -35,6 +35,10 @@ SKIPPED = (
     "Pair noise is left out of the simulation, since it cancels in the sum: "
     "tests/reproduce/test_cancelling.py shows that runs with and without it end in the same model up to rounding."
 )
+_DATA = ("fashion-mnist", "mnist", "imdb")
+_NETWORKS: dict[str, dict[str, object]] = {
+    "imdb": {"model": "gru", "model_options": {"embedding": 32, "hidden": 64}},
+}
 _MARGIN = 20.0
 _EQUAL = 0.5
 
@@ -53,7 +57,7 @@ def cell(data: str, clients: int, scheme: str, epsilon: float | None = None) -> 
 def _cells(quick: bool) -> tuple[Cell, ...]:
     if quick:
         return tuple(_table(("fashion-mnist",), (10, 40), _QUICK_EPSILONS, quick=True))
-    whole = list(_table(("fashion-mnist", "mnist"), (10, 100, 50), (1.0, 0.5, 3.0, 2.0), quick=False))
+    whole = list(_table(_DATA, (10, 100, 50), (1.0, 0.5, 3.0, 2.0), quick=False))
     # What decides the verdict first, so that a run that is cut short has it.
     return tuple(sorted(whole, key=lambda one: not one.usual))
 
@@ -65,7 +69,7 @@ def _table(data: Sequence[str], clients: Sequence[int], epsilons: Sequence[float
     samples = _QUICK_SAMPLES if quick else None
     for name in data:
         for count in clients:
-            shared = {**base, "dataset": name, "clients": count}
+            shared = {**base, **_NETWORKS.get(name, {}), "dataset": name, "clients": count}
             usual = quick or (name == "fashion-mnist" and count != 50)
             found.append(Cell(cell(name, count, "fedavg"), {**shared, "scheme": "fedavg"}, samples, TIERS, usual))
             for epsilon in epsilons:
@@ -79,7 +83,7 @@ def _table(data: Sequence[str], clients: Sequence[int], epsilons: Sequence[float
 def _report(results: Results, quick: bool) -> Report:
     sizes = (10, 40) if quick else (10, 50, 100)
     rows = []
-    for data in ("fashion-mnist",) if quick else ("fashion-mnist", "mnist"):
+    for data in ("fashion-mnist",) if quick else _DATA:
         for count in sizes:
             plain = numbers(results, cell(data, count, "fedavg"))
             shown_at = _QUICK_EPSILONS if quick else TABLE1_EPSILONS
