@@ -32,11 +32,17 @@ ClientSamples = tuple[Tensor, Tensor] | TorchDataset[Any]
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A finished run: the server's model, one row of metrics per round, and the summary."""
+    """A finished run: the server's model, one row of metrics per round, the summary, and the ledger."""
 
     model: nn.Module
     metrics: list[Row]
     summary: dict[str, Any]
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """What the run has proven, against whom, and what it has not: the content of ledger.json."""
+        found: dict[str, Any] = self.summary["ledger"]
+        return found
 
 
 def train(

@@ -205,9 +205,14 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     "a policy in words": (("--scheme", "nadp", "--policy", "{p}/worded.toml"), ConfigError, ("must be a number",)),
     "a policy with a δ of more than one": (("--policy", "{p}/sure.toml"), ConfigError, ("delta must lie strictly",)),
     "a policy that the first round breaks": (
-        ("--scheme", "nadp", "--policy", "{p}/little.toml"),
+        ("--scheme", "nadp", "--dropouts", "tolerate", "--policy", "{p}/little.toml"),
         ConfigError,
         ("not even one round", "client 0", "its policy allows 0.01"),
+    ),
+    "a policy where others could give its noise away": (
+        ("--scheme", "nadp", "--policy", "{p}/little.toml"),
+        ConfigError,
+        ("--dropouts tolerate", "--honest-arrivals"),
     ),
     "a policy for larger rounds": (
         ("--scheme", "nadp", "--policy", "{p}/many.toml"),
@@ -294,10 +299,15 @@ def test_a_question_that_cannot_be_answered_is_refused_in_one_clear_line(place: 
     check(fedveil("ledger", *(str(one).format(p=place) for one in given)), error, *parts)
 
 
-def test_a_run_that_has_not_ended_has_no_ledger_yet(place: Path) -> None:
+def test_a_run_that_has_not_ended_says_what_it_has_spent_so_far(place: Path) -> None:
     (place / "run").mkdir()
-    (place / "run" / "config.toml").write_text("rounds = 3\n")
-    check(fedveil("ledger", place / "run"), CheckpointError, "no ledger yet", "--resume")
+    (place / "run" / "config.toml").write_text("rounds = 3\nseed = 1\n")
+    done = fedveil("ledger", place / "run")
+    assert done.code == 0, done.error
+    assert "the run has not ended" in done.output
+    (place / "python").mkdir()
+    (place / "python" / "config.toml").write_text('rounds = 3\nseed = 1\ndataset = "python"\n')
+    check(fedveil("ledger", place / "python"), CheckpointError, "started from Python", "resume=True")
 
 
 def test_keys_are_never_written_over(place: Path) -> None:

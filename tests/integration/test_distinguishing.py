@@ -28,12 +28,13 @@ from fedveil.downlink import Broadcast
 from fedveil.engines import ClientPool
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
 from fedveil.protocol import noised as noised_module
 from fedveil.protocol.directory import Announce, Directory, Hello
 from fedveil.protocol.noised import pair_purpose, partners
 from fedveil.protocol.parts import RoundContext, planned
-from fedveil.runs.job import Job, ModelFacts, assemble_job
+from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import client_role
 from fedveil.uplink.gaussian import add_fresh, add_seeded
@@ -118,7 +119,8 @@ class Table:
 
     def __init__(self, one: Job) -> None:
         self.job = one
-        self.role = client_role(one)
+        # Games are not rounds of one run: no client keeps count of them.
+        self.role = client_role(replace(one, guard=Guard(policy=Policy())))
         self.honest, self.canary = worlds(len(one.pool))
         self.states = [ClientState(data.client) for data in self.honest]
         self.bench = Bench(one.blueprint, one.scheme.layout(one.blueprint))

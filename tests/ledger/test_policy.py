@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from federation import job, server_of
 from fedveil.engines import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.correlated import Covering, by_peer, charges
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState, RoundDone, Train
@@ -88,7 +89,8 @@ def of(scheme: str, **settings: Any) -> Job:
 @pytest.mark.parametrize("scheme", [info.name for info in schemes()])
 def test_a_limit_on_epsilon_needs_noise_of_the_clients_own(scheme: str, file: File) -> None:
     """cdp counts too: its noise is the server's, and a client cannot rely on it."""
-    one = of(scheme, rounds=1, policy=file("max_epsilon = 50.0"))
+    paired = {"dropouts": "tolerate"} if scheme in ("nadp", "veil-dp") else {}
+    one = of(scheme, rounds=1, policy=file("max_epsilon = 50.0"), **paired)
     if scheme in ("ldp", "nadp", "veil-dp"):
         assert len(train_job(one, state=fresh_state(one)).rows) == 1
         return
@@ -162,7 +164,7 @@ def driven(one: Job, role: ClientRole, **how: Any) -> tuple[list[RoundDone], dic
 def affordable(one: Job, covering: Covering, policy: Policy) -> list[int]:
     """How many rounds of this noise each client can pay for."""
     assert policy.max_epsilon is not None
-    prices = charges(covering)
+    prices = own_charges(covering)
     return [
         max(
             n
@@ -185,7 +187,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict[str, Any]) -> None:
     """The server aims at ε = 6 in 8 rounds and keeps no account; each client stops by its own."""
-    one = job(loss="square", rounds=8, epsilon=6.0, how="size", ratio=3.0, **settings)
+    tolerant = {} if settings["scheme"] == "ldp" or settings.get("cover") == "masks" else {"dropouts": "tolerate"}
+    one = job(loss="square", rounds=8, epsilon=6.0, how="size", ratio=3.0, **tolerant, **settings)
     policy = Policy(max_epsilon=2.5)
     role = ClientRole(one.scheme, one.blueprint, secrets=one.secrets, policy=policy)
     boundaries, states = driven(one, role)
@@ -205,7 +208,7 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
         for done in refused:
             assert f"client {client} takes no further part" in done.gathered.refused[client]
             assert "its policy allows 2.5" in done.gathered.refused[client]
-        assert states[client].spent == pytest.approx(rounds * charges(covering)[client], rel=1e-9)
+        assert states[client].spent == pytest.approx(rounds * own_charges(covering)[client], rel=1e-9)
         assert epsilon_of(math.sqrt(states[client].spent), 1e-5) <= 2.5
 
 
@@ -214,28 +217,30 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
 def test_whatever_the_scheme_aims_at_a_client_counts_by_its_own_target(
     scheme: str, lie: dict[str, Any], file: File
 ) -> None:
-    one = job(scheme=scheme, loss="square", rounds=1, policy=file("max_epsilon = 1.0"), **lie)
+    tolerant = {} if scheme == "ldp" else {"dropouts": "tolerate"}
+    one = job(scheme=scheme, loss="square", rounds=1, policy=file("max_epsilon = 1.0"), **tolerant, **lie)
     with pytest.raises(ProtocolError, match="client 0 takes no further part: this round would bring it to ε"):
         train_job(one, state=fresh_state(one))
 
 
 def test_a_policy_equal_to_the_target_allows_the_whole_run(file: File) -> None:
     for rounds in (3, 7, 10):
-        one = job(scheme="nadp", loss=None, rounds=rounds, epsilon=2.0, policy=file("max_epsilon = 2.0"))
+        settings = {"dropouts": "tolerate", "policy": file("max_epsilon = 2.0")}
+        one = job(scheme="nadp", loss=None, rounds=rounds, epsilon=2.0, **settings)
         outcome = train_job(one, state=fresh_state(one))
         assert [row["clients"] for row in outcome.rows] == [5] * rounds
         assert not any("refused" in row for row in outcome.rows)
 
 
 def test_through_the_configuration_a_run_ends_where_the_policy_does(file: File) -> None:
-    one = job(scheme="nadp", loss=None, rounds=6, policy=file("max_epsilon = 1.5"))
+    one = job(scheme="nadp", loss=None, rounds=6, dropouts="tolerate", policy=file("max_epsilon = 1.5"))
     said: list[str] = []
     outcome = train_job(one, state=fresh_state(one), say=said.append)
-    assert [row["clients"] for row in outcome.rows] == [5, 5]
-    assert outcome.state.round == 2
+    assert [row["clients"] for row in outcome.rows] == [5]
+    assert outcome.state.round == 1
     assert outcome.scores is not None
     assert "its policy allows 1.5 (δ = 1e-05)" in outcome.stopped
-    assert said == [f"The run ends after 2 rounds: {outcome.stopped}."]
+    assert said == [f"The run ends after 1 round: {outcome.stopped}."]
 
 
 class Sleepy(ClientRole):
@@ -247,11 +252,11 @@ class Sleepy(ClientRole):
 
 
 def test_what_was_spent_survives_sealing() -> None:
-    one = job(scheme="nadp", loss=None, rounds=6)
+    one = job(scheme="nadp", loss=None, rounds=6, dropouts="tolerate")
     awake, asleep = (kind(one.scheme, one.blueprint, policy=Policy(1.5)) for kind in (ClientRole, Sleepy))
     ours, theirs = (driven(one, role) for role in (awake, asleep))
     for (_, states), (boundaries, _) in ((ours, theirs), (theirs, ours)):
-        assert [sorted(done.gathered.arrived) for done in boundaries] == [[0, 1, 2, 3, 4]] * 2 + [[]] * 4
+        assert [sorted(done.gathered.arrived) for done in boundaries] == [[0, 1, 2, 3, 4]] + [[]] * 5
         assert all(state.spent > 0 for state in states.values())
     assert [state.spent for state in ours[1].values()] == [state.spent for state in theirs[1].values()]
 
@@ -270,6 +275,11 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
 # --- noise that is given away counts --------------------------------------------------------------------------------
 
 
+def own_charges(covering: Covering, revealed: Any = ()) -> np.ndarray:
+    """What a client counts: against the server, or against another client if that is worse."""
+    return np.maximum(charges(covering, revealed=revealed), by_peer(covering))
+
+
 def one_is_missing(request: Any, client: int) -> bool:
     return isinstance(request, Train) and client == 4
 
@@ -282,13 +292,14 @@ def surcharge(one: Job, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
     reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
     covering = plan.covering(range(len(samples)), samples, reach, seed=bytes(32))
     pairs = [(a, b) for a in range(len(samples)) for b in missing if a not in missing]
-    return charges(covering), charges(covering, revealed=pairs)
+    return own_charges(covering), own_charges(covering, revealed=pairs)
 
 
 def test_a_client_that_repairs_pays_for_the_noise_it_gives_away() -> None:
     """The upload of whoever is said to be missing may have been seen: the noise shared with it is no cover."""
-    one = job(scheme="nadp", loss=None, rounds=1)
-    boundaries, states = driven(one, client_role(one), absent=one_is_missing)
+    one = job(scheme="nadp", loss=None, rounds=1, honest_arrivals=True)
+    role = ClientRole(one.scheme, one.blueprint, policy=Policy())
+    boundaries, states = driven(one, role, absent=one_is_missing)
     assert boundaries[0].failed == ""
     before, after = surcharge(one, {4})
     for client in range(4):
@@ -299,7 +310,7 @@ def test_a_client_that_repairs_pays_for_the_noise_it_gives_away() -> None:
 
 def test_a_client_does_not_give_away_noise_beyond_its_policy() -> None:
     """The policy pays for the upload and not for the repair: the client keeps its seeds, and the round fails."""
-    one = job(scheme="nadp", loss=None, rounds=1, dropouts="repair")
+    one = job(scheme="nadp", loss=None, rounds=1, dropouts="repair", honest_arrivals=True)
     before, after = surcharge(one, {4})
     between = (epsilon_of(math.sqrt(before[:4].max()), 1e-5) + epsilon_of(math.sqrt(after[:4].min()), 1e-5)) / 2
     role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_epsilon=between))
@@ -313,3 +324,35 @@ def test_a_client_does_not_give_away_noise_beyond_its_policy() -> None:
     state = states[0]
     with pytest.raises(ProtocolError, match="giving away noise"):
         role.handle(state, Repair(0, 0, torch.tensor([4])), one.pool.clients[0])
+
+
+def test_a_limit_cannot_be_kept_where_others_give_its_noise_away_on_the_servers_word(file: File) -> None:
+    """A server that tells everybody else that a client is missing is given what covers it; nobody asks the client."""
+    lax = of("nadp", rounds=1, policy=file("max_epsilon = 50.0"))
+    with pytest.raises(ConfigError, match="--dropouts tolerate, or accept the server's word with --honest-arrivals"):
+        train_job(lax, state=fresh_state(lax))
+    trusting = of("nadp", rounds=1, policy=file("max_epsilon = 50.0"), honest_arrivals=True)
+    assert len(train_job(trusting, state=fresh_state(trusting)).rows) == 1
+    assert any("repairs only of clients" in one for one in _assumptions(trusting))
+    assert not any("repairs" in one for one in _assumptions(of("nadp", rounds=1, dropouts="tolerate")))
+
+
+def _assumptions(one: Job) -> tuple[str, ...]:
+    return train_job(one, state=fresh_state(one)).books.ledger().line("server").assumptions
+
+
+def test_without_a_policy_a_client_holds_the_run_to_its_target() -> None:
+    one = job(scheme="nadp", loss=None, rounds=3, epsilon=1.0)
+    role = ClientRole(one.scheme, one.blueprint)
+    boundaries, _ = driven(one, role)
+    assert all(done.failed == "" for done in boundaries)
+    again = replace(one, config=one.config.with_changes(rounds=4))
+    boundaries, _ = driven(again, role)
+    assert "takes no further part" in boundaries[3].gathered.refused[0]
+
+
+def test_a_client_counts_colluders_and_other_clients_too() -> None:
+    one = job(scheme="nadp", loss=None, rounds=2, epsilon=2.0, clients=10, collusion=0.3)
+    _, states = driven(one, ClientRole(one.scheme, one.blueprint))
+    worst = max(epsilon_of(math.sqrt(state.spent), 1e-5) for state in states.values())
+    assert worst == pytest.approx(2.0, rel=1e-6)

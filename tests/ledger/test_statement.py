@@ -78,7 +78,7 @@ def test_masks_alone_leave_the_aggregate() -> None:
     ledger = stated(MASKED, WEIGHT, MODEL)
     assert ledger.line(SERVER).verdict == "aggregate only"
     assert ledger.line(SERVER).epsilon is None
-    assert ledger.line("server and fewer than a third of each neighbourhood").verdict == "aggregate only"
+    assert ledger.line("server and colluding clients").verdict == "aggregate only"
     assert ledger.line(OUTSIDER).verdict == "aggregate only"
     assert ledger.line(CLIENTS).verdict == "none"
     assert "the models" in ledger.line(CLIENTS).why

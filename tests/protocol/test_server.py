@@ -216,9 +216,9 @@ def test_a_nan_in_an_upload_is_named_in_the_row_and_the_round_equals_the_one_wit
     assert equal(ours.state, theirs.state)
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", [one for one in SUMS if of(one).scheme.plan is None])
 def test_nan_in_a_clients_data_is_refused_by_the_client_itself_and_the_round_goes_on(name: str) -> None:
-    """Under masks the server could not see it: the client must not send it."""
+    """Under masks the server could not see it: the client must not send it. (Under noise it counts as zero.)"""
     one = of(name)
     poisoned = one.pool.clients[2]
     x, y = poisoned.take(torch.arange(len(poisoned)))

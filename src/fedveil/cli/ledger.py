@@ -147,14 +147,18 @@ def show_plan(answer: Planned) -> None:
 
 
 def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str) -> None:
+    own = "σ each client's share has" if answer.ledger.scheme == "cdp" else "σ each client adds of its own"
     rows = [
         ("σ left in the sum of gradients", _figure(exact.in_sum), _figure(paper.in_sum)),
         ("σ on the mean gradient", _figure(exact.on_mean), _figure(paper.on_mean)),
-        ("σ each client adds of its own", _range(exact.own), _range(paper.own)),
+        (own, _range(exact.own), _range(paper.own)),
     ]
     if exact.shared is not None or paper.shared is not None:
         rows.append(("σ shared by a pair, which cancels", _range(exact.shared), _range(paper.shared)))
         rows.append(("strength λ of what cancels", f"{exact.strength:.4g}", f"{paper.strength:.4g}"))
+    if not answer.ledger.paper:  # our own scheme: there is no paper to compare with
+        table(f"Noise of a round ({who})", ("", "exact"), [row[:2] for row in rows], right=(1,))
+        return
     table(f"Noise of a round ({who})", ("", "exact", "by the paper's formula"), rows, right=(1, 2))
     saving = answer.saving or 0.0
     less = f"{percent(abs(saving))} {'less' if saving >= 0 else 'more'}"

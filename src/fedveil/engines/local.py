@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,7 @@ class LocalEngine:
     """Drives a server's run against clients in this process.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
+    `spent` is what clients remember of their earlier spending (μ²).
     """
 
     def __init__(
@@ -77,10 +78,14 @@ class LocalEngine:
         *,
         reorder: Callable[[list[Reply]], list[Reply]] | None = None,
         absent: Absent | None = None,
+        spent: Mapping[int, float] | None = None,
     ) -> None:
         self._role = role
         self._pool = pool
-        self._states = {data.client: ClientState(data.client) for data in pool.clients}
+        before = {} if spent is None else spent
+        self._states = {
+            data.client: ClientState(data.client, spent=before.get(data.client, 0.0)) for data in pool.clients
+        }
         self._reorder = reorder
         self._absent = absent
 

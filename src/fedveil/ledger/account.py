@@ -82,7 +82,9 @@ class Account:
         self, covering: Covering, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]
     ) -> Prices:
         hidden = without(covering, revealed)
-        hidden = hidden if seen is None else only(hidden, seen)
+        # What the masks can be made to open does not depend on who is said to have arrived.
+        fixed = covering.summed and covering.removable
+        hidden = hidden if seen is None or fixed else only(hidden, seen)
         result = np.zeros(len(covering.members))
         if not hidden.members:
             return result

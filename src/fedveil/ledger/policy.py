@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 
 ENDED = "takes no further part"
@@ -51,8 +51,19 @@ class Policy:
                 raise ConfigError(f"{where}: {name} must be a number (got {value!r}).")
         return Policy(**given)
 
-    def check_scheme(self, *, noised: bool, clip: float | None, acquainted: bool = True) -> None:
-        """Refuse a scheme under which these limits could not be kept; `clip` is None where nothing is clipped."""
+    def check_scheme(
+        self, *, noised: bool, clip: float | None, acquainted: bool = True, repaired: bool = False
+    ) -> None:
+        """Refuse a scheme under which these limits could not be kept; `clip` is None where nothing is clipped.
+
+        `repaired` says that others may give away the noise they share with a client, on the server's word alone.
+        """
+        if self.max_epsilon is not None and repaired:
+            raise ConfigError(
+                f"The client's policy allows at most ε = {self.max_epsilon:g}, but with dropouts = 'repair' the server "
+                "could tell others that this client is missing and be given the noise that covers it. Use --dropouts "
+                "tolerate, or accept the server's word with --honest-arrivals."
+            )
         if self.max_epsilon is not None and not noised:
             raise ConfigError(
                 f"The client's policy allows at most ε = {self.max_epsilon:g}, but under this scheme its uploads carry "
@@ -80,9 +91,12 @@ class Policy:
                 f"client {client} takes part in no round of {size} clients: its policy asks for {self.min_cohort}"
             )
 
-    def charged(self, covering: Covering, *, client: int, spent: float) -> float:
-        """The μ² spent after this round; refused if that is more than the policy allows."""
-        price = float(_charges(covering)[covering.members.index(client)])
+    def charged(self, covering: Covering, *, client: int, spent: float, colluders: int = 0) -> float:
+        """The μ² spent after this round, against the server with `colluders` clients or against another client.
+
+        Refused if that is more than the policy allows.
+        """
+        price = float(_charges(covering, colluders=colluders)[covering.members.index(client)])
         return self._allowed(spent + price, client=client, what="this round")
 
     def surcharged(
@@ -105,6 +119,11 @@ class Policy:
 
 
 @lru_cache(maxsize=8)
-def _charges(covering: Covering, revealed: frozenset[tuple[int, int]] = frozenset()) -> NDArray[np.float64]:
+def _charges(
+    covering: Covering, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0
+) -> NDArray[np.float64]:
     # Remembered, because in a simulation every client charges itself for the same covering.
-    return charges(covering, revealed=revealed)
+    found = charges(covering, revealed=revealed)
+    if colluders:
+        found = np.maximum(found, worst_collusion(without(covering, revealed), colluders).mu2)
+    return np.maximum(found, by_peer(covering)) if len(covering.members) > 1 else found

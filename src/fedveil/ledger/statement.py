@@ -18,7 +18,7 @@ from fedveil.ledger.remarks import Remarks
 
 OUTSIDER = "outsider"
 Verdict = Literal["differential privacy", "estimate", "aggregate only", "none"]
-_PLACES = "colluders do not choose their place in the graph: each round's is drawn after they are"
+_PLACES = "neither colluders nor the server choose a round's graph: it falls on them at random"
 _UNITS = {
     "record": ("one record of one client", "replace one record; numbers of samples are public"),
     "client": ("all data of one client", "replace one client's data; numbers of samples are public"),
@@ -112,7 +112,7 @@ def state(
         lines.append(alone if alone.verdict == "none" else with_them)
     elif lines[0].verdict == "aggregate only":
         why = "the sum over the honest clients of a round: masks between honest clients stay closed"
-        lines.append(Line("server and fewer than a third of each neighbourhood", "aggregate only", why))
+        lines.append(Line(COLLUSION, "aggregate only", why, assumptions=remarks.assumptions))
     lines.append(_client_line(releases, remarks, account, delta, unit))
     lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))
     return Ledger(
@@ -154,8 +154,8 @@ def _client_line(
     releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
 ) -> Line:
     if account is not None:
-        own = "" if account.trusted else ", of which each knows its own part"
-        why = f"see the models of all rounds, which hold others' data only under the noise in the sums{own}"
+        own = "" if account.trusted else "; each knows its own part of it, several together more"
+        why = f"see the models, where others' data lie under the noise of the sums{own}"
         return _spent_line(CLIENTS, account, delta, unit, remarks, why)
     hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
     how = "veiled models" if hidden else "the models"

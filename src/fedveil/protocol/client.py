@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 Answer = Reply | FedVeilError
 
 
+def _own_target(scheme: Scheme) -> Policy:
+    """The target a scheme names, as a limit."""
+    plan = scheme.uplink.plan
+    if plan is None or plan.accounting != "exact" or plan.sampling is not None:
+        return Policy()
+    return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
+
+
 class ClientRole:
     """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server.
 
-    `policy` is the client's own: no message can widen it. `roster` pins everybody's signing key, and
+    `policy` is the client's own: no message to it can widen it. `roster` pins everybody's signing key, and
     `identities` holds this machine's own private ones.
     """
 
@@ -46,7 +54,10 @@ class ClientRole:
         self._terms = scheme.terms(blueprint)
         self._secrets = OsSecrets() if secrets is None else secrets
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
-        self._policy = Policy() if policy is None else policy
+        # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
+        # price of repairs to the server's books.
+        self._policy = _own_target(scheme) if policy is None else policy
+        self._books_repairs = policy is not None
         self._roster = roster
         self._identities = {} if identities is None else identities
         self._latest: tuple[Train, RoundContext] | None = None
@@ -55,6 +66,7 @@ class ClientRole:
                 noised=scheme.uplink.plan is not None,
                 clip=getattr(scheme.work, "clip", None),
                 acquainted=scheme.uplink.introduction != "none",
+                repaired=scheme.repairs and not scheme.honest_arrivals,
             )
 
     def handle(
@@ -107,9 +119,11 @@ class ClientRole:
         self._scheme.uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
         spent = state.spent
-        if self._scheme.uplink.plan is not None:
-            covering = planned(self._scheme.uplink.plan, context, self._terms.work)
-            spent = self._policy.charged(covering, client=state.client, spent=spent)
+        plan = self._scheme.uplink.plan
+        if plan is not None:
+            covering = planned(plan, context, self._terms.work)
+            colluders = min(plan.colluders(len(context.cohort)), len(context.cohort) - 1)
+            spent = self._policy.charged(covering, client=state.client, spent=spent, colluders=colluders)
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
         return replace(state.answering(request.round, request.attempt), spent=spent), context
 
@@ -141,7 +155,7 @@ class ClientRole:
             )
         advanced, reply = self._scheme.uplink.answer(state, request, private)
         plan, given = self._scheme.uplink.plan, self._scheme.uplink.gives_away(state, request)
-        if plan is None or not given:
+        if plan is None or not given or not self._books_repairs:
             return advanced, reply
         covering = answered(plan, state, self._terms.work)
         spent = self._policy.surcharged(covering, client=state.client, spent=state.spent, revealed=given)

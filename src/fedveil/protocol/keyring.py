@@ -85,8 +85,10 @@ class Keyring(Guarded):
             )
         if roster is not None:
             for peer in directory.clients.tolist():
-                _, key, signature, counted = directory.entry(peer)
+                identity, key, signature, counted = directory.entry(peer)
                 roster.check(client=peer, run=self.run, public=key, signature=signature, samples=counted)
+                if roster.keys.get(peer, identity) != identity:
+                    raise ProtocolError(f"the directory shows client {peer} with another signing key than the roster")
         self.directory = directory
 
     def known(self) -> Directory:

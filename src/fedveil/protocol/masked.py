@@ -20,13 +20,14 @@ from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.flat import Layout
-from fedveil.ledger.releases import Party, Protection, Release
+from fedveil.ledger.releases import Release
 from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.keyring import Keyring
+from fedveil.protocol.masked_releases import masked_releases
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, planned
+from fedveil.protocol.parts import RoundContext, Summing, Terms, planned
 from fedveil.protocol.shares import LOCK, SHARE_BYTES, Item, Label, Quorum, deal, lock_shares, open_bundle
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import (
@@ -180,6 +181,7 @@ class Masked:
         client, label = state.client, Label(context.round, context.attempt, context.graph_seed())
         keys, graph = state.ring(), self.graph(context)
         codec = self.codec(context, terms.work)
+        self._check_range(client, context, terms)
         words = codec.encode(vector)
         if self.noise is not None:
             words += self._integer_noise(client, len(words), codec, context, terms.work, secrets)
@@ -196,6 +198,17 @@ class Masked:
         payload = torch.from_numpy(words.view(np.int64))
         upload = MaskedUpload(client, context.round, context.attempt, payload, *packed(bundles))
         return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
+
+    def _check_range(self, client: int, context: RoundContext, terms: Terms) -> None:
+        """Refuse by public facts what might not fit: under a DP claim, a refusal by the data would tell about it."""
+        if self.noise is None or context.directory is None:
+            return
+        largest = getattr(terms.work, "clip", 0.0) * context.directory.samples_of([client])[0]
+        if largest > self.value_range:
+            raise ConfigError(
+                f"Client {client} may send numbers of up to clip × samples = {largest:g}, more than value_range = "
+                f"{self.value_range:g}. Raise value_range, or lower clip."
+            )
 
     def _integer_noise(
         self,
@@ -339,53 +352,4 @@ class Masked:
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything masked; what opens masks is declared too."""
-        hiding = "masks modulo 2^64: the server learns the sum"
-        protection: Protection = "masked" if self.noise is None else "noised"
-        noise = "none" if self.noise is None else "integer Gaussian, in the sum"
-        known = [name for name in layout.names if name in UPLOAD_FIELDS]
-        both: tuple[Party, ...] = ("server", "clients")
-        return (
-            *(
-                Release(
-                    f"upload.{name}",
-                    "client",
-                    ("server",),
-                    UPLOAD_FIELDS[name],
-                    noise="none" if name == "weight" else noise,
-                    hiding=hiding,
-                    about="data",
-                    protection="masked" if name == "weight" else protection,
-                )
-                for name in known
-            ),
-            Release("upload.holders", "client", ("server",), "to whom shares are dealt"),
-            Release("upload.lengths", "client", ("server",), "how long the sealed shares are"),
-            Release("upload.bundles", "client", both, "shares of the round's secrets", hiding="sealed for each holder"),
-            Release("unmask.round", "server", ("clients",), "the round's number"),
-            Release("unmask.attempt", "server", ("clients",), "the round's repetition"),
-            Release("unmask.survivors", "server", ("clients",), "whose uploads arrived"),
-            Release("relayed.senders", "server", ("clients",), "who dealt the shares"),
-            Release("relayed.lengths", "server", ("clients",), "how long they are"),
-            Release("relayed.bundles", "server", ("clients",), "sealed shares", hiding="sealed for each holder"),
-            Release("revealed.client", "client", ("server",), "the client's number"),
-            Release("revealed.round", "client", ("server",), "the round's number"),
-            Release("revealed.attempt", "client", ("server",), "the round's repetition"),
-            Release("revealed.signature", "client", both, "its signature on the survivor list"),
-            Release("revealed.peers", "client", ("server",), "whose keys the shares belong to"),
-            Release("revealed.keys", "client", ("server",), "shares of the keys that lock what survivors reveal"),
-            Release(
-                "revealed.locked",
-                "client",
-                ("server",),
-                "shares of this round's seeds, one kind per neighbour",
-                hiding="readable if enough neighbours were told that this client's upload arrived",
-            ),
-            *(_EVIDENCE if self.unmask == "always" else ()),
-        )
-
-
-_EVIDENCE = (
-    Release("evidence.opened", "server", ("clients",), "whether the round before could be opened"),
-    Release("evidence.signers", "server", ("clients",), "who signed the last survivor list"),
-    Release("evidence.signatures", "server", ("clients",), "their signatures"),
-)
+        return masked_releases(layout, noised=self.noise is not None, evidence=self.unmask == "always")

@@ -79,6 +79,11 @@ class Noised:
         return self._paired and self.dropouts == "repair"
 
     @property
+    def repairs(self) -> bool:
+        """Whether survivors reveal noise that they share with missing clients."""
+        return self._paired and self.dropouts == "repair"
+
+    @property
     def introduction(self) -> Introduction:
         """Pairs share secrets; the size of noise depends on everybody's sample count."""
         return "keys" if self._paired else "sizes"

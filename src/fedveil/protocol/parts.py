@@ -275,6 +275,11 @@ class Scheme:
     remarks: Remarks = field(default_factory=Remarks)
 
     @property
+    def repairs(self) -> bool:
+        """Whether clients give away, on the server's word, noise that they share with others."""
+        return bool(getattr(self.uplink, "repairs", False))
+
+    @property
     def plan(self) -> NoisePlan | None:
         """The noise plan, wherever the noise is added."""
         return self.uplink.plan if self.central is None else self.central.plan

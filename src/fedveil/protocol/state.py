@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _PURPOSE = "client state"
 _NEVER = (-1, 0)
+_MOST_SKIPPED = 16
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ class ClientState:
         A new attempt may go back to an earlier round: the server resumes from a checkpoint.
         """
         last_round, last_attempt = self.answered
+        if round < 0 or attempt < 0:
+            raise ProtocolError(f"client {self.client} was asked for round {round + 1}, attempt {attempt}")
+        if self.answered != _NEVER and attempt > last_attempt + _MOST_SKIPPED:
+            raise ProtocolError(
+                f"client {self.client} was asked for attempt {attempt} after {last_attempt}: a server that skips "
+                "attempts could pick the graph that suits it"
+            )
         if (attempt, round) <= (last_attempt, last_round):
             raise ProtocolError(
                 f"client {self.client} was asked for round {round + 1}, attempt {attempt}, which it has answered "

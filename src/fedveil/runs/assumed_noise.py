@@ -35,7 +35,7 @@ class Composed:
     def said(self) -> str:
         """In a sentence."""
         return (
-            f"were the noise Gaussian for the server and S enforced, σ = {self.sigma:.4g} would give "
+            f"were the noise Gaussian for whom it is meant against and S enforced, σ = {self.sigma:.4g} would give "
             f"ε = {self.one_round:.3g} in one round and ε = {self.all_rounds:.3g} in {self.rounds} "
             f"(exactly, δ = {self.delta:g})"
         )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.runs.folder import RunFolder
+from fedveil.runs.job import job_from_config
+from fedveil.runs.privacy import Books
 
 
 def read_ledger(run: str | Path) -> Ledger:
@@ -19,16 +23,26 @@ def read_ledger(run: str | Path) -> Ledger:
     file = RunFolder(path).ledger_file if path.is_dir() else path
     if not file.exists():
         if (path / "config.toml").exists():
-            raise CheckpointError(
-                f"The run in {path} has no ledger yet: it is written when the run ends. Continue it with "
-                f"fedveil run --resume --out {path}."
-            )
+            return _so_far(RunFolder(path))
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as reason:
         raise CheckpointError(f"{file} is damaged or not a ledger: {reason}.") from reason
     return ledger_from(data, where=str(file))
+
+
+def _so_far(folder: RunFolder) -> Ledger:
+    """The ledger of a run that has not ended, from its journal."""
+    config = RunConfig.from_mapping(folder.stored_settings(), where=str(folder.config_file))
+    if config.dataset == "python":
+        raise CheckpointError(
+            f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
+        )
+    job = job_from_config(config)
+    rounds = len(folder.metrics())
+    found = Books(job, folder.privacy_journal).ledger(rounds=rounds)
+    return replace(found, notes=("the run has not ended: this is what it has spent so far", *found.notes))
 
 
 def ledger_from(data: Mapping[str, Any], *, where: str = "the ledger") -> Ledger:

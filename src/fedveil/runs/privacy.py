@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedveil.errors import ConfigError
 from fedveil.ledger.account import Account
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
@@ -20,6 +23,7 @@ from fedveil.protocol import RoundBegins, RoundDone, Scheme
 from fedveil.protocol.parts import bounded
 from fedveil.runs.assumed_noise import notes_on
 from fedveil.runs.job import Job
+from fedveil.schemes import remarks
 from fedveil.uplink.plan import NoisePlan, Target
 
 _DELTA = 1e-5
@@ -83,6 +87,7 @@ class Books:
         self._open: RoundBegins | None = None
         self.account = account_for(job.scheme, len(job.pool))
         self.first: Covering | None = None
+        self._first_plan = job.scheme.plan
         if self.account is None:
             return
         self._terms = _Terms.of(job.scheme, self._sizes)
@@ -104,11 +109,14 @@ class Books:
             entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
         self._write(entry)
 
-    def end(self, done: RoundDone) -> None:
-        """Book a round that is over."""
+    def end(self, done: RoundDone, *, void: bool = False) -> None:
+        """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
         if self.account is None or self._open is None:
             return
         begins, self._open = self._open, None
+        if void:
+            self._write({"end": [begins.round, begins.attempt], "void": True})
+            return
         arrived = list(done.gathered.arrived)
         entry = {
             "end": [begins.round, begins.attempt],
@@ -131,7 +139,8 @@ class Books:
         assert self.account is not None
         samples, reach = [self._sizes[client] for client in cohort], [terms.reach[client] for client in cohort]
         covering = terms.plan.covering(cohort, samples, reach, seed=graph)
-        self.first = self.first or covering
+        if self.first is None:
+            self.first, self._first_plan = covering, terms.plan
         pairs = [(one, other) for one, other in revealed]
         self.account.charge(covering, arrived=arrived, revealed=pairs, published=published)
 
@@ -143,6 +152,11 @@ class Books:
         for entry in entries:
             if "plan" in entry:
                 terms = _Terms.parse(entry)
+                if terms.plan.sampling is not None and terms != self._terms:
+                    raise ConfigError(
+                        "Under secret sampling the noise of all rounds is found together: resume with the settings the "
+                        f"run was started with (rounds = {terms.plan.target.rounds}), or start anew with another --out."
+                    )
             elif "begin" in entry:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
@@ -150,6 +164,8 @@ class Books:
                 begun.append((terms, entry))
             elif begun and begun[-1][1]["begin"] == entry["end"]:
                 noise, begins = begun.pop()
+                if entry.get("void"):
+                    continue
                 cohort = everybody if begins["cohort"] is None else begins["cohort"]
                 arrived = cohort if entry["arrived"] is None else entry["arrived"]
                 self._charge(
@@ -164,6 +180,13 @@ class Books:
             cohort = everybody if begins["cohort"] is None else begins["cohort"]
             graph = bytes.fromhex(begins["graph"])
             self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
+
+    def remembered(self) -> dict[int, float]:
+        """μ² that each client has spent in earlier attempts, against whomever it spent most."""
+        if self.account is None or isinstance(self.account, SampledAccount) or self.account.trusted:
+            return {}
+        most = np.maximum.reduce(list(self.account.spent.values()))
+        return dict(enumerate(most.tolist()))
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._journal is not None:
@@ -184,7 +207,11 @@ class Books:
             stream=job.secrets.stream("ledger"),
         )
         releases = job.scheme.releases(job.blueprint)
-        return ledger_of(
+        again = 0 if self.account is None or not rounds else self.account.rounds - rounds
+        if again > 0:
+            lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
+            notes = (*notes, lost)
+        found = ledger_of(
             job.scheme,
             releases,
             self.account,
@@ -192,7 +219,9 @@ class Books:
             simulation=job.secrets.simulation,
             rounds=rounds,
             notes=notes,
+            plan=self._first_plan,
         )
+        return found if job.guard.roster is None else _with_roster(found)
 
 
 def ledger_of(
@@ -204,8 +233,10 @@ def ledger_of(
     simulation: bool,
     rounds: int = 0,
     notes: tuple[str, ...] = (),
+    plan: NoisePlan | None = None,
 ) -> Ledger:
     """The ledger of a scheme with this account; `first` is the noise of its first round, `notes` what else to say."""
+    told = plan
     plan = scheme.plan
     found = state(
         scheme=scheme.name,
@@ -214,7 +245,7 @@ def ledger_of(
         account=account,
         delta=_DELTA if plan is None else plan.target.delta,
         unit="record" if plan is None else bounded(scheme.work).unit,
-        paper=_paper_figure(scheme, first),
+        paper=_paper_figure(scheme, first, told or plan),
         simulation=simulation,
         rounds=rounds,
         notes=(*scheme.remarks.notes, *notes),
@@ -225,8 +256,21 @@ def ledger_of(
     return replace(found, notes=(*scheme.remarks.assumptions, *found.notes))
 
 
-def _paper_figure(scheme: Scheme, first: Covering | None) -> PaperFigure | None:
-    plan, formula = scheme.plan, scheme.remarks.paper
+def _with_roster(ledger: Ledger) -> Ledger:
+    """The same, where keys are known beforehand and nobody could swap or invent any."""
+
+    def told(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(remarks.ROSTER if one == remarks.KEYS else one for one in texts)
+
+    return replace(
+        ledger,
+        lines=tuple(replace(one, assumptions=told(one.assumptions)) for one in ledger.lines),
+        notes=told(ledger.notes),
+    )
+
+
+def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None) -> PaperFigure | None:
+    formula = scheme.remarks.paper
     if plan is None or first is None or not formula:
         return PaperFigure(formula) if formula else None
     # Noise that stays in the sum, in the units of a summed contribution.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.engines import LocalEngine
-from fedveil.errors import FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.policy import ENDED
 from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState, Train
 from fedveil.protocol.messages import Request
@@ -77,14 +77,19 @@ def train_job(
         rounds=job.config.rounds,
         account=books.account,
     )
-    engine = LocalEngine(client_role(job), job.pool, absent=_simulated_dropout(job))
+    if journal is not None and books.account is not None and books.account.rounds < state.round:
+        raise CheckpointError(
+            f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
+            "spent is no longer known. Put the file back, or start anew with another --out."
+        )
+    engine = LocalEngine(client_role(job), job.pool, absent=_simulated_dropout(job), spent=books.remembered())
     outcome = Outcome(state, books)
     started = time.perf_counter()
     last = [started]
     failures = [0]
 
     def boundary(done: RoundDone) -> None:
-        books.end(done)
+        books.end(done, void=_by_policy(done))
         failures[0] = failures[0] + 1 if done.failed else 0
         if done.failed and done.round > 0 and _by_policy(done):
             raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
@@ -100,7 +105,7 @@ def train_job(
         if state.round == 0:
             raise ProtocolError(f"The run cannot start: {reason}.")
         outcome.stopped = reason
-        say(f"The run ends after {state.round} rounds: {reason}.")
+        say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
 
     try:
         engine.drive(server.run(), on_round=boundary, on_begin=books.begin, on_stop=stopped)
@@ -108,6 +113,8 @@ def train_job(
         state.round -= 1  # the round nobody took part in
         stopped(str(reason))
     outcome.seconds = time.perf_counter() - started
+    if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
+        raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
         outcome.client_view = _client_view(job, state)

@@ -25,6 +25,8 @@ def _masked_assumptions(threshold: float, unmask: Unmasking) -> tuple[str, ...]:
     share = Quorum(threshold).colluding
     few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
     collusion = f"fewer than {few} of each client's neighbours collude (threshold {threshold:.3g})"
+    if share < 1e-9:
+        collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
     return (collusion, remarks.HONEST_ARRIVALS) if unmask == "on-dropout" else (collusion,)
 
 
@@ -146,11 +148,11 @@ def veil_dp(
                 remarks.KEYS,
                 remarks.CLIP,
                 *(_masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
+                *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
             ),
             unprotected=(
                 remarks.VEIL,
                 "the model's outputs: without head noise clients compute them exactly",
-                remarks.REFUSALS,
             ),
         ),
     )

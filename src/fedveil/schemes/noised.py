@@ -68,7 +68,7 @@ def ldp(
         uplink=Noised(plan),
         remarks=Remarks(
             assumptions=(remarks.CLIP, remarks.GAUSSIAN, *(() if secret_sampling is None else (remarks.SECRET_BATCH,))),
-            unprotected=(remarks.MODEL_OPEN, remarks.REFUSALS),
+            unprotected=(remarks.MODEL_OPEN,),
             paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
         ),
     )
@@ -152,8 +152,11 @@ def nadp(
         ),
         honest_arrivals=honest_arrivals,
         remarks=Remarks(
-            assumptions=(remarks.SIZES, remarks.KEYS, remarks.CLIP, remarks.GAUSSIAN),
-            unprotected=(remarks.MODEL_OPEN, remarks.REFUSALS),
+            assumptions=(
+                *(remarks.SIZES, remarks.KEYS, remarks.CLIP, remarks.GAUSSIAN),
+                *((remarks.REPAIRS,) if dropouts == "repair" else ()),
+            ),
+            unprotected=(remarks.MODEL_OPEN,),
             paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)",
         ),
     )

@@ -1,7 +1,8 @@
 """Neighbourhoods: who masks with whom, derived by every client for itself from public facts.
 
-Nobody hands a graph out, so nobody can choose one: its seed is a hash of the run, the round and the
-members, and the same members give the same graph whatever order they are listed in.
+Nobody hands a graph out: its seed is a hash of the run, the round, the attempt and the members, and the
+same members give the same graph whatever order they are listed in. A server can still try a few: it names
+the members and counts attempts, of which clients let it skip only so many.
 """
 
 from __future__ import annotations

@@ -13,13 +13,12 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.errors import ConfigError, NumericError
-from fedveil.flat import LARGEST, Layout
+from fedveil.flat import Layout
 from fedveil.work.batches import Batches
-from fedveil.work.checks import check_finite
 from fedveil.work.dropout import has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss
 from fedveil.work.messages import Bench, ClientData
-from fedveil.work.persample import PerSample, Sums, joined, looped, trained_names
+from fedveil.work.persample import PerSample, Sums, clip_factors, joined, looped, trained_names
 from fedveil.work.step import prepare, weighted
 from fedveil.work.updates import LocalSteps
 
@@ -105,6 +104,12 @@ class ClippedSamples:
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """gradients and weight; nothing else leaves."""
+        if self.sampling is not None and has_random_layers(blueprint.skeleton):
+            raise ConfigError(
+                "Secret sampling does not go with dropout: which numbers a sample is given would depend on which "
+                "others were drawn, and one record would change the whole sum. Set dropout to 0, or leave "
+                "secret_sampling out."
+            )
         return bounded_layout(blueprint, tensors=tensors)
 
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
@@ -119,6 +124,9 @@ class ClippedSamples:
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Clients with small batches of equal size together, the others one by one."""
         _refuse_head(broadcast)
+        if (reason := _broken(broadcast, round)) is not None:
+            yield from ((position, reason) for position in range(len(clients)))
+            return
         engine = self._engine(bench)
         prepare(bench.blueprint, engine.module, broadcast)
         for positions in self._groups(bench, broadcast, clients):
@@ -162,16 +170,34 @@ class ClippedSamples:
             prepare(bench.blueprint, bench.module, broadcast)
             found = joined([self._loop(bench, data, which, round) for data, which in zip(part, chosen, strict=True)])
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
-        means = found.sums / expected
-        vectors: list[Tensor | NumericError] = [weighted(row, len(d)) for row, d in zip(means, part, strict=True)]
-        if bool(found.norms.isfinite().all() & (means.abs().amax() * max(map(len, part)) < LARGEST)):
-            return vectors
+        sums = found.sums
+        if not bool(found.norms.isfinite().all()):
+            sums = self._without_odd_samples(bench, engine, part, chosen, found, round)
+        return [weighted(row / expected, len(data)) for row, data in zip(sums, part, strict=True)]
+
+    def _without_odd_samples(
+        self,
+        bench: Bench,
+        engine: PerSample,
+        part: Sequence[ClientData],
+        chosen: Sequence[Tensor],
+        found: Sums,
+        round: int,
+    ) -> Tensor:
+        """The sums again, samples without a finite gradient counted as zero.
+
+        Zero is within every bound; a refusal that depends on one record would tell about it.
+        """
+        sums = found.sums.clone()
         for number, (data, which) in enumerate(zip(part, chosen, strict=True)):
-            try:
-                _check(found, number, len(data) * means[number], client=data.client, round=round, chosen=which)
-            except NumericError as reason:
-                vectors[number] = reason
-        return vectors
+            kept = found.norms[number].isfinite().cpu()
+            if bool(kept.all()):
+                continue
+            sums[number] = 0.0
+            if bool(kept.any()):
+                again = self._together(bench, engine, [data], [which[kept]], round) if bench.vectorisable else None
+                sums[number] = (again or self._loop(bench, data, which[kept], round)).sums[0]
+        return sums
 
     def _chosen(self, bench: Bench, data: ClientData, round: int) -> Tensor:
         if self.sampling is None:
@@ -201,14 +227,14 @@ def _dtype(bench: Bench) -> torch.dtype:
     return next(bench.module.parameters()).dtype
 
 
-def _check(found: Sums, number: int, vector: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
-    """Refuse a sample whose gradient is no number: clipping would turn an infinite one into zero.
-
-    A long gradient is no reason to refuse: a refusal that depends on one record would tell about it.
-    """
-    norms = found.norms[number]
-    odd = torch.where(norms.isfinite(), torch.zeros_like(norms), norms)
-    check_finite(torch.cat([vector, odd]), found.losses[number], client=client, round=round, chosen=chosen)
+def _broken(broadcast: Broadcast, round: int) -> NumericError | None:
+    """Why nothing can be computed on a model: it, and not a client's data, holds what is not a number."""
+    if bool(broadcast.parameters.isfinite().all()):
+        return None
+    return NumericError(
+        f"The model of round {round + 1} holds numbers that are not finite: training has diverged. Lower the learning "
+        "rate. Checkpoints written so far are untouched."
+    )
 
 
 @dataclass(frozen=True)
@@ -233,11 +259,16 @@ class ClippedUpdate:
         return bounded_layout(blueprint, tensors=tensors)
 
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """Train locally, then clip how far the parameters moved."""
+        """Train locally, then clip how far the parameters moved; a training that ran away has moved nothing."""
         _refuse_head(broadcast)
-        moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
+        if (reason := _broken(broadcast, round)) is not None:
+            raise reason
+        try:
+            moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
+        except NumericError:  # a refusal would tell about the data
+            moved = torch.zeros_like(broadcast.parameters)
         bound = self.clip * len(data)
-        return weighted(moved * ((bound / moved.norm()).clamp(max=1.0) / len(data)), len(data))
+        return weighted(moved * (clip_factors(moved.norm(), bound) / len(data)), len(data))
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int

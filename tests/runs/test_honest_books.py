@@ -1,0 +1,116 @@
+"""What the books say when something went wrong: a lost journal, a policy that ends a run, an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from federation import job
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError
+from fedveil.runs import session
+from fedveil.runs.ledger_file import read_ledger
+from fedveil.runs.training import fresh_state, train_job
+from fedveil.schemes import remarks
+
+
+def small(**settings: object) -> RunConfig:
+    given = {
+        "scheme": "nadp",
+        "dropouts": "tolerate",
+        "clients": 4,
+        "rounds": 4,
+        "seed": 1,
+        "evaluate_every": 0,
+        "checkpoint_every": 1,
+        "model_options": {"depth": 2, "width": 8},
+    }
+    return RunConfig.from_mapping({**given, **settings})
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_a_lost_or_shortened_journal_is_refused_and_not_taken_for_privacy_to_spend(tmp_path: Path, kept: int) -> None:
+    session.run(small(), tmp_path / "run", quiet=True)
+    journal = tmp_path / "run" / "privacy.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:kept]))
+    with pytest.raises(CheckpointError, match=r"privacy.jsonl tells of .* but the checkpoint is of round 4"):
+        session.resume(tmp_path / "run", changes={"rounds": 6}, quiet=True)
+
+
+def test_a_round_that_every_clients_policy_declined_is_not_charged(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.toml"
+    policy.write_text("max_epsilon = 2.0\n")
+    summary = session.run(small(scheme="ldp", dropouts=None, policy=str(policy)), tmp_path / "run", quiet=True)
+    assert "policy allows 2" in summary["stopped"]
+    ledger = read_ledger(tmp_path / "run")
+    assert ledger.rounds == summary["rounds"] < 4
+    assert ledger.line("server").epsilon is not None
+    assert ledger.line("server").epsilon <= 2.0  # type: ignore[operator]
+    entries = [json.loads(line) for line in (tmp_path / "run" / "privacy.jsonl").read_text().splitlines()]
+    assert entries[-1]["void"] is True
+    again = session.resume(tmp_path / "run", quiet=True)
+    assert again["ledger"]["lines"][0]["epsilon"] == ledger.line("server").epsilon
+
+
+def test_a_run_that_was_killed_can_be_asked_what_it_has_spent(tmp_path: Path) -> None:
+    session.run(small(), tmp_path / "run", quiet=True)
+    whole = read_ledger(tmp_path / "run")
+    (tmp_path / "run" / "ledger.json").unlink()
+    found = read_ledger(tmp_path / "run")
+    assert found.line("server") == whole.line("server")
+    assert "has not ended" in found.notes[0]
+
+
+def test_rounds_begun_again_are_told_and_the_papers_figure_keeps_its_rounds(tmp_path: Path) -> None:
+    session.run(small(), tmp_path / "run", quiet=True)
+    before = read_ledger(tmp_path / "run")
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    newest.unlink()
+    session.resume(tmp_path / "run", changes={"rounds": 40}, quiet=True)
+    after = read_ledger(tmp_path / "run")
+    assert any("not in the model" in note and ": 1;" in note for note in after.notes)
+    assert after.rounds == 4
+    assert before.paper is not None
+    assert after.paper is not None
+    assert after.paper.saving == before.paper.saving
+
+
+def test_a_run_in_which_every_round_failed_is_an_error() -> None:
+    one = job(scheme="nadp", loss=None, rounds=3, clients=12, simulate_dropout=0.3, epsilon=1.0)
+    with pytest.raises(ProtocolError, match="Every round failed; the last because"):
+        train_job(one, state=fresh_state(one))
+
+
+def test_with_a_roster_the_ledger_says_so(tmp_path: Path) -> None:
+    from fedveil.runs.identities import create_identities
+
+    roster = create_identities(tmp_path / "keys", clients=4)
+    session.run(small(roster=str(roster)), tmp_path / "run", quiet=True)
+    assumed = read_ledger(tmp_path / "run").line("server").assumptions
+    assert remarks.ROSTER in assumed
+    assert remarks.KEYS not in assumed
+
+
+def test_secret_sampling_is_not_resumed_with_another_number_of_rounds(tmp_path: Path) -> None:
+    settings = small(scheme="ldp", dropouts=None, secret_sampling=0.3, rounds=2)
+    session.run(settings, tmp_path / "run", quiet=True)
+    with pytest.raises(ConfigError, match="rounds = 2"):
+        session.resume(tmp_path / "run", changes={"rounds": 20}, quiet=True)
+
+
+def test_secret_sampling_does_not_go_with_dropout() -> None:
+    import torch
+    from torch import nn
+
+    from fedveil.downlink import draw
+    from fedveil.work import Batches, make_loss
+    from fedveil.work.clipped import ClippedSamples
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    blueprint, _ = draw(model, torch.randn(2, 4), traced=False)
+    work = ClippedSamples(make_loss("cross-entropy"), Batches(0, 1), 1.0, sampling=0.5)
+    with pytest.raises(ConfigError, match="does not go with dropout"):
+        work.layout(blueprint, tensors=1)
