@@ -8,7 +8,6 @@ and no plan is handed to the ledger.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -22,10 +21,10 @@ from fedveil.downlink.samplers import simulated_noise
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
-from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum
+from fedveil.protocol.one_phase import OnePhase
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 from fedveil.uplink.graph import Graph, complete, n_out
@@ -37,7 +36,7 @@ _PAIR = "pair noise"
 
 
 @dataclass(frozen=True)
-class AssumedNoise:
+class AssumedNoise(OnePhase):
     """Independent noise η and pair noise Δ on one client gradient.
 
     `sigma` is the standard deviation that the sum of K gradients shall carry. With `shared`, each client
@@ -128,30 +127,6 @@ class AssumedNoise:
     def _add(self, target: Tensor, terms: Terms, *, sigma: float, seed: bytes, sign: float = 1.0) -> None:
         noise = client_noise(self._kinds(terms), sigma=sigma, seed=seed)
         target.add_(torch.from_numpy(np.asarray(noise)).to(target), alpha=sign)
-
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
-        """There are no phases beyond the upload."""
-        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
-        """Nothing."""
-        return ()
-
-    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
-        """An exact sum."""
-        return UploadSum(terms.layout, context, device=device)
-
-    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
-        """Already open; noise shared with missing clients stays in it."""
-        return None
-
-    def parting(self, total: Summing) -> Mapping[int, Request]:
-        """Nothing."""
-        return {}
-
-    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
-        """Nothing."""
-        return ()
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """The first tensor under noise of an assumed size; everything else bare."""

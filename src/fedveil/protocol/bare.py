@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedveil.errors import ProtocolError
 from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
-from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum
+from fedveil.protocol.one_phase import OnePhase
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 from fedveil.uplink.plan import NoisePlan
 
 
 @dataclass(frozen=True)
-class Bare:
+class Bare(OnePhase):
     """No protection on the way up: the server sees every contribution.
 
     `acquainted` clients announce their sample counts, where the size of a central noise depends on them.
@@ -50,30 +47,6 @@ class Bare:
     ) -> tuple[ClientState, Reply]:
         """As it is."""
         return state, Upload(state.client, context.round, context.attempt, vector)
-
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
-        """A bare uplink has no phases of its own."""
-        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
-        """Nothing."""
-        return ()
-
-    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
-        """An exact sum."""
-        return UploadSum(terms.layout, context, device=device)
-
-    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
-        """Already open."""
-        return None
-
-    def parting(self, total: Summing) -> Mapping[int, Request]:
-        """Nothing."""
-        return {}
-
-    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
-        """There are no pairs."""
-        return ()
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""
