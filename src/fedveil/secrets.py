@@ -74,6 +74,20 @@ class SecretStream(Guarded):
         return torch.where(self.uniform(count) < 0.5, -1.0, 1.0).to(torch.float64)
 
 
+class StoredSecret(SecretStream):
+    """A stream of bytes that were drawn earlier: a key that was kept."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(None)
+        self._content = content
+
+    def bytes(self, count: int) -> bytes:
+        """All of them."""
+        if count != len(self._content):
+            raise ValueError("a stored key has another length")
+        return self._content
+
+
 class SecretSource(Protocol):
     """Where a role's secrets come from."""
 

@@ -139,8 +139,8 @@ def _server_line(
         return Line(SERVER, "none", f"sees {'; '.join(seen)}")
     if account is not None and all(one.protection == "noised" for one in carried if one.field != "upload.weight"):
         summed = any(one.protection == "noised" and one.hiding != "none" for one in carried)
-        what = "sees sums under noise, sized for the smallest sum the masks open" if summed else "sees every upload"
-        why = what if summed else f"{what} under noise"
+        masked = "sees sums under noise, sized for the smallest sum the masks open"
+        why = masked if summed else "sees every upload under noise"
         return _spent_line(SERVER, account, delta, unit, remarks, why)
     return Line(
         SERVER,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedveil.downlink import Blueprint, client_noise, noise_kinds
 from fedveil.downlink.samplers import simulated_noise
-from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.errors import ConfigError, unknown_name
 from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
 from fedveil.protocol.handshake import Introduction
@@ -27,7 +27,7 @@ from fedveil.protocol.one_phase import OnePhase
 from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
-from fedveil.uplink.graph import Graph, complete, n_out
+from fedveil.uplink.graph import Graph, complete, covering_graph
 from fedveil.uplink.plan import NoisePlan
 
 Law = Literal["gaussian", "decomposed"]
@@ -76,13 +76,7 @@ class AssumedNoise(OnePhase):
         members = context.cohort
         if self.neighbours is None or self.neighbours >= len(members) - 1:
             return complete(members)
-        graph = n_out(members, neighbours=self.neighbours, seed=context.graph_seed())
-        if not graph.connected():
-            raise ConfigError(
-                f"The graph of {len(members)} clients with {self.neighbours} neighbours each is not connected. Raise "
-                "neighbours."
-            )
-        return graph
+        return covering_graph(members, neighbours=self.neighbours, seed=context.graph_seed())
 
     def fits(self, clients: int) -> None:
         """Noise shared by pairs needs a pair."""
@@ -94,8 +88,7 @@ class AssumedNoise(OnePhase):
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
         """Refuse a round without this client."""
-        if state.client not in context.cohort:
-            raise ProtocolError(f"client {state.client} was sent a round in which it has no part")
+        context.check_member(state.client)
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource

@@ -9,25 +9,11 @@ from typing import TYPE_CHECKING
 from fedveil.errors import ProtocolError
 from fedveil.protocol.directory import Announce, Directory, from_bytes
 from fedveil.protocol.wire import decode, encode
-from fedveil.secrets import Guarded, SecretStream
+from fedveil.secrets import Guarded, StoredSecret
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Identity, PairSecret, RunKey
     from fedveil.crypto.roster import Roster
-
-
-class _Known(SecretStream):
-    """A stream of bytes that are already there."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(None)
-        self._content = content
-
-    def bytes(self, count: int) -> bytes:
-        """All of them, once."""
-        if count != len(self._content):
-            raise ValueError("a stored key has another length")
-        return self._content
 
 
 class Keyring(Guarded):
@@ -50,8 +36,8 @@ class Keyring(Guarded):
         if identity:
             from fedveil.crypto.keys import Identity, RunKey
 
-            self._identity = Identity(_Known(identity))
-            self._key = RunKey(_Known(key))
+            self._identity = Identity(StoredSecret(identity))
+            self._key = RunKey(StoredSecret(key))
 
     def announce(self, samples: int) -> Announce:
         """What the others need to know, signed if there are keys."""

@@ -108,6 +108,11 @@ class Masked:
             )
         FixedPoint(self.value_range, clients)
 
+    @property
+    def repairs(self) -> bool:
+        """No noise is shared by pairs."""
+        return False
+
     def graph(self, context: RoundContext) -> Graph:
         """Who masks with whom, derived from the round alone."""
         return self._graph_of(context.cohort, context.graph_seed())
@@ -133,11 +138,9 @@ class Masked:
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
         """Refuse a server that showed other clients another survivor list in the round before."""
         self.graph(context)
-        if state.client not in context.cohort:
-            raise ProtocolError(f"client {state.client} was sent a round in which it has no part")
+        context.check_member(state.client)
         if self.noise is not None:  # its size rests on everybody's sample count
-            for peer in context.cohort:
-                state.ring().vouched(peer)
+            state.ring().vouch_for(context.cohort)
         revealed_last = bool(state.listed) and state.revealed == state.answered
         if self.unmask != "always" or not revealed_last or state.revealed[1] != context.attempt:
             return

@@ -98,8 +98,7 @@ class Noised:
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
         """Refuse a round without this client, or one whose sample counts are not vouched for."""
-        if state.client not in context.cohort:
-            raise ProtocolError(f"client {state.client} was sent a round in which it has no part")
+        context.check_member(state.client)
         if self._paired:
             state.ring().vouch_for(context.cohort)
 

@@ -16,6 +16,11 @@ from fedveil.protocol.state import ClientState
 class OnePhase:
     """One phase a round: uploads are summed exactly, and nothing has to be opened or given away."""
 
+    @property
+    def repairs(self) -> bool:
+        """Nothing is given away."""
+        return False
+
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """There are no phases beyond the upload."""
         raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")

@@ -38,6 +38,11 @@ class RoundContext:
     cohort: tuple[int, ...]
     directory: Directory | None = None
 
+    def check_member(self, client: int) -> None:
+        """Refuse a round to a client that is not of its cohort."""
+        if client not in self.cohort:
+            raise ProtocolError(f"client {client} was sent a round in which it has no part")
+
     def samples(self) -> list[int]:
         """The cohort's sample counts, as announced."""
         if self.directory is None:
@@ -149,6 +154,11 @@ class Uplink(Protocol):
 
     def fits(self, clients: int) -> None:
         """Refuse rounds of so few clients that this uplink could hide nothing (ConfigError)."""
+        ...
+
+    @property
+    def repairs(self) -> bool:
+        """Whether clients give away, on the server's word, noise that they share with others."""
         ...
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
@@ -277,7 +287,7 @@ class Scheme:
     @property
     def repairs(self) -> bool:
         """Whether clients give away, on the server's word, noise that they share with others."""
-        return bool(getattr(self.uplink, "repairs", False))
+        return self.uplink.repairs
 
     @property
     def plan(self) -> NoisePlan | None:

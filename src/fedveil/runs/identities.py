@@ -8,19 +8,10 @@ from pathlib import Path
 from fedveil.crypto.keys import Identity
 from fedveil.crypto.roster import Roster
 from fedveil.errors import ConfigError
-from fedveil.secrets import OsSecrets, SecretStream
+from fedveil.secrets import OsSecrets, StoredSecret
 
 _KEY_BYTES = 32
 ROSTER = "roster.toml"
-
-
-class _Stored(SecretStream):
-    def __init__(self, content: bytes) -> None:
-        super().__init__(None)
-        self._content = content
-
-    def bytes(self, count: int) -> bytes:
-        return self._content[:count]
 
 
 def create_identities(folder: str | Path, *, clients: int) -> Path:
@@ -34,7 +25,7 @@ def create_identities(folder: str | Path, *, clients: int) -> Path:
     public = {}
     for client in range(clients):
         secret = OsSecrets().stream("identity").bytes(_KEY_BYTES)
-        public[client] = Identity(_Stored(secret)).public
+        public[client] = Identity(StoredSecret(secret)).public
         handle = os.open(_file(folder, client), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w", encoding="ascii") as file:
             file.write(secret.hex() + "\n")

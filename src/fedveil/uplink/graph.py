@@ -167,6 +167,20 @@ def n_out(members: Sequence[int], *, neighbours: int, seed: bytes) -> Graph:
     return _joined(ordered, np.concatenate(pickers), np.concatenate(picked))
 
 
+def covering_graph(members: Sequence[int], *, neighbours: int, seed: bytes, because: str = "") -> Graph:
+    """An n-out graph on which noise covers everybody; one that falls apart is refused, `because` of what it does.
+
+    A cohort may shrink below the number of neighbours asked for; then everybody is one.
+    """
+    graph = n_out(members, neighbours=min(neighbours, len(members) - 1), seed=seed)
+    if not graph.connected():
+        raise ConfigError(
+            f"The graph of {len(members)} clients with {neighbours} neighbours each is not connected{because}. Raise "
+            "neighbours."
+        )
+    return graph
+
+
 def _distinct(words: NDArray[np.uint64], *, choices: int) -> Positions:
     """Per column of `words`, as many distinct numbers below `choices` as it has rows (Floyd's sampling)."""
     wanted, columns = words.shape

@@ -22,7 +22,7 @@ from fedveil.ledger.correlated import Covering, by_peer, charges, worst_collusio
 from fedveil.ledger.gaussian import mu_of, paper_sigma
 from fedveil.ledger.sampled import sampled_noise
 from fedveil.uplink.allocation import allocate
-from fedveil.uplink.graph import complete, default_degree, n_out
+from fedveil.uplink.graph import complete, covering_graph, default_degree
 
 Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
@@ -208,11 +208,6 @@ def _pairs(
         graph = complete(members)
         shares = allocate(samples).pairs[graph.first, graph.second]
         return graph.first, graph.second, shares * strength**2
-    # A cohort may shrink below the number of neighbours asked for; then everybody is one.
-    graph = n_out(members, neighbours=min(plan.neighbours, len(members) - 1), seed=seed)
-    if not graph.connected():
-        raise ConfigError(
-            f"The graph of {len(members)} clients with {plan.neighbours} neighbours each is not connected, so that a "
-            "group of clients would be covered by its own noise alone. Raise neighbours."
-        )
+    alone = ", so that a group of clients would be covered by its own noise alone"
+    graph = covering_graph(members, neighbours=plan.neighbours, seed=seed, because=alone)
     return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))

@@ -17,7 +17,7 @@ from fedveil.flat import Layout
 from fedveil.work.batches import Batches
 from fedveil.work.dropout import has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData
+from fedveil.work.messages import Bench, ClientData, one_by_one
 from fedveil.work.persample import PerSample, Sums, clip_factors, joined, looped, trained_names
 from fedveil.work.step import prepare, weighted
 from fedveil.work.updates import LocalSteps
@@ -274,8 +274,4 @@ class ClippedUpdate:
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """One client after the other."""
-        for position, data in enumerate(clients):
-            try:
-                yield position, self.run(bench, broadcast, data, round=round)
-            except NumericError as reason:
-                yield position, reason
+        return one_by_one(self, bench, broadcast, clients, round=round)

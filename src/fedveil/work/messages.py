@@ -80,3 +80,14 @@ class Bench:
         self.functional = self.blueprint.new_skeleton(fused=False)
         self.vectorisable = True
         self.captured: dict[object, Callable[..., Tensor]] = {}
+
+
+def one_by_one(
+    work: LocalWork, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+) -> Iterator[tuple[int, Tensor | NumericError]]:
+    """`run_many` for work that shares nothing between clients."""
+    for position, data in enumerate(clients):
+        try:
+            yield position, work.run(bench, broadcast, data, round=round)
+        except NumericError as reason:
+            yield position, reason

@@ -16,7 +16,7 @@ from fedveil.work.batches import Batches
 from fedveil.work.checks import check_finite
 from fedveil.work.dropout import seeded_dropout
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData
+from fedveil.work.messages import Bench, ClientData, one_by_one
 from fedveil.work.schedule import Schedule
 from fedveil.work.step import collect_statistics, contribution_layout, prepare, weighted
 
@@ -74,11 +74,7 @@ class LocalSteps:
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """One client after the other: local steps change the parameters, so nothing is shared."""
-        for position, data in enumerate(clients):
-            try:
-                yield position, self.run(bench, broadcast, data, round=round)
-            except NumericError as reason:
-                yield position, reason
+        return one_by_one(self, bench, broadcast, clients, round=round)
 
 
 def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:
