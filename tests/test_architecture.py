@@ -44,6 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 PURE = ("crypto", "ledger", "downlink", "work", "uplink", "protocol")
 NOT_PURE = {"threading", "multiprocessing", "asyncio", "socket", "subprocess", "time", "datetime", "logging", "pickle"}
+# Worker processes of a cipher are arithmetic on more cores: what goes in comes out, and nobody else is spoken to.
+ALLOWED = {"crypto/ckks/processes.py": {"subprocess", "threading"}}
 
 
 def part_of(path: Path) -> str:
@@ -133,7 +135,7 @@ def test_the_protocol_and_what_it_stands_on_know_no_clock_no_thread_and_no_socke
     for path in FILES:
         if part_of(path) in PURE:
             names = {name.split(".")[0] for name in modules_imported(ast.parse(path.read_text()), ["fedveil"])}
-            assert names & NOT_PURE == set(), path
+            assert names & (NOT_PURE - ALLOWED.get(str(path.relative_to(ROOT)), set())) == set(), path
 
 
 def test_nothing_unpickles_but_the_one_place_that_does_so_safely() -> None:
