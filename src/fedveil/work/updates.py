@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import NumericError
+from fedveil.downlink.norms import batch_norms
+from fedveil.errors import ConfigError, NumericError
 from fedveil.flat import Layout, flatten
 from fedveil.work.batches import Batches
+from fedveil.work.captured import CapturedDescent
 from fedveil.work.checks import check_finite
-from fedveil.work.dropout import seeded_dropout
+from fedveil.work.dropout import has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss
 from fedveil.work.messages import Bench, ClientData, one_by_one
 from fedveil.work.schedule import Schedule
 from fedveil.work.step import collect_statistics, contribution_layout, prepare, weighted
+
+Descent = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class LocalSteps:
     epochs: int | None = None
 
     returns = "update"
+
+    def __post_init__(self) -> None:
+        for name, value in (("local_steps", self.steps), ("local_epochs", self.epochs)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1 (got {value}).")
 
     def count(self, samples: int) -> int:
         """Local steps of a client with `samples` samples."""
@@ -49,19 +58,21 @@ class LocalSteps:
         prepare(bench.blueprint, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
         moving = _moving(bench.blueprint, parameters)
+        descend = self._descent(bench, broadcast, moving, data)
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
+        drawn = [
+            self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
+            for step in range(count)
+        ]
+        # One transfer instead of one a step, each of which a GPU would wait for.
+        there = torch.stack(drawn).to(data.x.device)
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for step in range(count):
-                chosen = self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
+            for chosen in there:
                 x, y = data.take(chosen)
-                with torch.enable_grad():
-                    loss = self.loss.mean(module(x), y)
-                    grads = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
-                with torch.no_grad():
-                    torch._foreach_add_(moving, grads, alpha=-rate)
-                losses.append(loss.detach())
-                if not torch.isfinite(losses[-1]):
+                loss = descend(x, y, rate)
+                losses.append(loss)
+                if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
                     break
         value = torch.stack(losses).mean().reshape(1)
         moved = broadcast.parameters - flatten([one.detach() for one in parameters])
@@ -70,11 +81,36 @@ class LocalSteps:
         check_finite(vector, value, client=data.client, round=round, chosen=chosen)
         return vector
 
+    def _descent(self, bench: Bench, broadcast: Broadcast, moving: list[Tensor], data: ClientData) -> Descent:
+        """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
+        module = bench.module
+        x, y = data.take(self.batches.indices(client=data.client, samples=len(data), step=0))
+        fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
+        if x.device.type != "cuda" or not fixed:
+            return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
+        key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
+        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        captured = made.get(key)
+        if not isinstance(captured, CapturedDescent):
+            captured = made[key] = CapturedDescent(module, self.loss, moving, x, y)
+            prepare(bench.blueprint, module, broadcast)
+        return lambda x, y, rate: captured(x, y, rate=rate)
+
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """One client after the other: local steps change the parameters, so nothing is shared."""
         return one_by_one(self, bench, broadcast, clients, round=round)
+
+
+def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:
+    """w ← w − lr·g on one batch, in place; the loss before it."""
+    with torch.enable_grad():
+        value = loss.mean(module(x), y)
+        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        torch._foreach_add_(moving, grads, alpha=-rate)
+    return value.detach()
 
 
 def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:
