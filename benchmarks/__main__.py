@@ -11,8 +11,11 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.encryption import encryption
+from benchmarks.hiding import hiding
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
+from benchmarks.voting import voting
 
 
 def main() -> int:
@@ -30,6 +33,9 @@ def main() -> int:
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *(protection(repeats=options.repeats) if device.type == "cpu" else []),
+        *(voting(repeats=options.repeats) if device.type == "cpu" else []),
+        *(encryption(repeats=options.repeats) if device.type == "cpu" else []),
+        *(hiding(repeats=options.repeats) if device.type == "cpu" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -108,7 +108,7 @@ def _over(top: Timed, bottom: Timed, times: int) -> Ratio:
 
 
 @cache
-def _federation(clients: int) -> tuple[dict[int, ClientState], Directory]:
+def federation(clients: int) -> tuple[dict[int, ClientState], Directory]:
     """Clients who know each other's keys."""
     from fedveil.protocol.directory import Announce, Directory, Hello
     from fedveil.protocol.handshake import introduce
@@ -132,7 +132,7 @@ def _terms(bed: Bed, downlink: Downlink) -> Terms:
 
 def _protecting(bed: Bed, downlink: Downlink, uplink: Uplink) -> Callable[[], object]:
     """Protection and, under masks, the revelation; the run's keys are already agreed on."""
-    states, directory = _federation(CLIENTS)
+    states, directory = federation(CLIENTS)
     terms, secrets = _terms(bed, downlink), OsSecrets()
     context = RoundContext(0, 0, tuple(range(CLIENTS)), directory)
     contribution = torch.randn(terms.layout.length, generator=torch.Generator().manual_seed(0))
@@ -151,7 +151,7 @@ def _revelation(uplink: Uplink, context: RoundContext, terms: Terms) -> Callable
 
     if not isinstance(uplink, Masked):
         return lambda state: None
-    states, _ = _federation(CLIENTS)
+    states, _ = federation(CLIENTS)
     nothing = torch.zeros(terms.layout.length)
     total = uplink.accumulator(context, terms, device=CPU)
     assert isinstance(total, MaskedSum)
@@ -177,7 +177,7 @@ class _Round:
     def __init__(self, bed: Bed, uplink: Uplink, clients: int) -> None:
         from fedveil.protocol.asking import Gathered
 
-        states, directory = _federation(clients)
+        states, directory = federation(clients)
         self._uplink, self._terms = uplink, _terms(bed, head(1))
         self._context = RoundContext(0, 0, tuple(range(clients)), directory)
         self._arrived = Gathered(self._context.cohort, {}, (), 0, 0)

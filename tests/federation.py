@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -14,9 +15,20 @@ from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.engines import ClientPool, LocalEngine
 from fedveil.engines.local import Absent
-from fedveil.protocol import Ask, Gathered, RoundDone, ServerRole, ServerState, Steps
+from fedveil.protocol import (
+    Ask,
+    Gathered,
+    HolderRole,
+    RelayRole,
+    RelayState,
+    RoundDone,
+    ServerRole,
+    ServerState,
+    Steps,
+)
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
-from fedveil.runs.training import client_role, fresh_state
+from fedveil.runs.roles import client_role, taken_from_a_client
+from fedveil.runs.training import fresh_state
 
 Reorder = Callable[[list[Any]], list[Any]]
 
@@ -76,6 +88,61 @@ def trained(
     boundaries: list[RoundDone] = []
     LocalEngine(chosen, one.pool, reorder=reorder, absent=absent).drive(server.run(), on_round=boundaries.append)
     return server.state, boundaries
+
+
+def relay_of(one: Job, *, round: int = 0, attempt: int = 0) -> RelayRole:
+    """The server of a run whose model lives with the clients."""
+    return RelayRole(
+        one.scheme,
+        one.blueprint,
+        RelayState(round, attempt),
+        secrets=one.secrets,
+        cohort=one.cohort,
+        rounds=one.config.rounds,
+    )
+
+
+@dataclass(eq=False)
+class HeldRun:
+    """A run whose model lived with the clients: both roles, and the model that clients had after each round."""
+
+    job: Job
+    relay: RelayRole
+    role: HolderRole
+    engine: LocalEngine
+    state: ServerState
+    rounds: list[RoundDone] = field(default_factory=list)
+    models: list[Tensor] = field(default_factory=list)
+    stops: list[str] = field(default_factory=list)
+
+    @property
+    def model(self) -> Tensor:
+        """The parameters at the end."""
+        return self.state.weights.parameters
+
+
+def held_run(
+    one: Job,
+    *,
+    reorder: Reorder | None = None,
+    absent: Absent | None = None,
+    through: Callable[[HolderRole], Any] = lambda role: role,
+    engine: type[LocalEngine] = LocalEngine,
+) -> HeldRun:
+    """Run a job to its end; the clients' role is asked by way of what `through` makes of it."""
+    role = client_role(one)
+    assert isinstance(role, HolderRole)
+    driver = engine(through(role), one.pool, reorder=reorder, absent=absent)
+    run = HeldRun(one, relay_of(one), role, driver, fresh_state(one))
+
+    def boundary(done: RoundDone) -> None:
+        if done.aggregate is not None:
+            done = taken_from_a_client(role, driver, done, run.state)
+        run.rounds.append(done)
+        run.models.append(run.state.weights.parameters.clone())
+
+    driver.drive(run.relay.run(), on_round=boundary, on_stop=run.stops.append)
+    return run
 
 
 def next_ask(steps: Steps, answer: Gathered | None = None) -> Ask:

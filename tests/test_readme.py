@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -52,6 +53,13 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
         assert point in said["fedveil ledger runs/nadp"]
     (asked,) = (text for command, text in said.items() if "--clients 100 --rounds 200" in command)
     assert "44.7% less noise than the paper's formula" in asked
+    summary = json.loads((tmp_path / "runs" / "paraaegis" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.9
+    assert "any case ε = 11.72" in said[next(one for one in said if "--out runs/paraaegis" in one)]
+    (asked,) = (text for command, text in said.items() if "--samples 947" in command)
+    assert "(ε = 20,315, δ = 1e-05)" in asked
+    for figure in ("ε = 11.72 in any case", "ε = 20,315"):
+        assert figure in README
 
 
 @pytest.mark.parametrize("target", ["run", "test"])

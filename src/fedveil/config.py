@@ -22,7 +22,7 @@ _SCHEME_OPTIONS = (
     *("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs"),
     *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "dropouts", "repair_limit"),
     *("honest_arrivals", "neighbours", "skip_cancelling", "cover", "unmask", "threshold", "value_range"),
-    "secret_sampling",
+    *("secret_sampling", "share", "share_decay", "strategy", "vote", "cipher"),
 )
 
 
@@ -87,6 +87,11 @@ class RunConfig:
     threshold: float | None = _option("veil-secagg: more than this share of a neighbourhood must answer")
     value_range: float | None = _option("veil-secagg: largest number a client may send")
     secret_sampling: float | None = _option("ldp: chance of each record to be in a round's secret batch")
+    share: float | None = _option("paraaegis: share r of the parameters that travels hidden, 0 to 1")
+    share_decay: float | None = _option("paraaegis: factor λ on the share per round, above 0 and up to 1")
+    strategy: str | None = _option("paraaegis: hide the max (largest), min or random coordinates")
+    vote: str | None = _option("paraaegis: tags, or histogram (hides who voted alike; 8 bytes per parameter)")
+    cipher: str | None = _option("paraaegis, ckks-fedavg, serial: ckks, or pads (masks and pads)")
     policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, max_clip")
     roster: str | None = _option("clients' public signing keys: a TOML file made by `fedveil keys`")
     identities: str | None = _option("folder of the clients' private signing keys")

@@ -128,6 +128,10 @@ EXPECTED = {
     "nadp": {"differential privacy"},
     "veil-dp": {"differential privacy"},
     "cdp": {"differential privacy", "none"},
+    "dp-fedavg": {"differential privacy"},
+    "ckks-fedavg": {"ciphertexts only", "none", "aggregate only"},
+    "serial": {"ciphertexts only", "differential privacy"},
+    "paraaegis": {"conditional", "none", "aggregate only"},
 }
 
 

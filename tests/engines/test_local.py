@@ -135,7 +135,7 @@ def test_a_repeated_upload_counts_once_and_its_sender_is_named() -> None:
 def test_the_metrics_name_refused_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     one = job(rounds=3)
     spoilt = Spoiling(ClientRole(one.scheme, one.blueprint), lambda r: [with_nan(r)])
-    monkeypatch.setattr(training, "client_role", lambda job: spoilt)
+    monkeypatch.setattr(training, "client_role", lambda job, state: spoilt)
     rows = train_job(one, state=fresh_state(one)).rows
     assert [row["clients"] for row in rows] == [5, 4, 5]
     assert [list(row.get("refused", {})) for row in rows] == [[], ["2"], []]

@@ -338,6 +338,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
 
 COVERED: dict[str, dict[str, Any]] = {
     "ldp": {"scheme": "ldp"},
+    "dp-fedavg": {"scheme": "dp-fedavg"},
     "nadp": {"scheme": "nadp"},
     "veil-dp": {"scheme": "veil-dp"},
     "veil-dp under masks": {"scheme": "veil-dp", "cover": "masks"},
@@ -346,9 +347,10 @@ COVERED: dict[str, dict[str, Any]] = {
     "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
     "mpdp": {"scheme": "mpdp"},
 }
-PAIRED = set(COVERED) - {"ldp"}
+PAIRED = set(COVERED) - {"ldp", "dp-fedavg"}
 KEPT = {
     "ldp": {"a client's residual", "residual noise"},
+    "dp-fedavg": {"a client's residual", "residual noise"},
     "nadp": {"a client's residual", "residual noise", "a client's run key"},
     "veil-dp": {"a client's residual", "residual noise", "a client's identity"},
     "veil-dp under masks": {"a client's residual", "integer noise", "a client's self mask", "a client's shares"},

@@ -22,8 +22,10 @@ from fedveil.protocol.wire import registered
 from fedveil.runs.job import Job
 from fedveil.runs.training import client_role
 from fedveil.schemes import find, schemes
+from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES
 
-NAMES = [info.name for info in schemes()]
+# Schemes whose model lives with the clients, and their messages, have a file of their own.
+NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
 INSIDE = {Broadcast: "train", PublicHead: "train.head"}
 REQUESTS = (Hello, Directory, Train, Unmask, Relayed, Evidence, Repair)
@@ -41,6 +43,7 @@ SPEAKS: dict[str, set[type]] = {
     "ldp": COMMON | SIZES,
     "cdp": COMMON | SIZES,
     "nadp": COMMON | SIZES | REPAIR,
+    "dp-fedavg": COMMON | SIZES,
     "mpdp": COMMON | SIZES,
     "mpdp-naive": COMMON | SIZES,
     "mp-cdp": COMMON | SIZES,
@@ -55,7 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
     "nadp, tolerant": {"scheme": "nadp", "dropouts": "tolerate"},
 }
-NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant"}
+NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "dp-fedavg"}
 
 
 def of(name: str, **settings: Any) -> Job:
@@ -126,7 +129,7 @@ def last_is_missing_in_round_two(request: Any, client: int) -> bool:
 
 
 def test_every_message_class_has_its_place_here() -> None:
-    assert set(registered()) == {*INSIDE, *REQUESTS, *REPLIES}
+    assert set(registered()) == {*INSIDE, *REQUESTS, *REPLIES, *HELD_MESSAGES}
     assert set(SPEAKS) == {*NAMES, *VARIANTS}
     assert set.union(*SPEAKS.values()) == {*REQUESTS, *REPLIES}
 
@@ -232,7 +235,7 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
-    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant"}
+    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant", "dp-fedavg"}
     for name in SPEAKS:
         one = of(name)
         by_field = {release.field: release for release in one.scheme.releases(one.blueprint)}

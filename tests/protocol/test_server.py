@@ -204,10 +204,10 @@ def test_a_nan_in_an_upload_is_named_in_the_row_and_the_round_equals_the_one_wit
     spoilt, away = of(name), of(name)
     original = training.client_role
     with monkeypatch.context() as patched:
-        patched.setattr(training, "client_role", lambda one: Spoiling(original(one), lambda r: [with_nan(r)]))
+        patched.setattr(training, "client_role", lambda one, state: Spoiling(original(one), lambda r: [with_nan(r)]))
         ours = train_job(spoilt, state=fresh_state(spoilt))
     with monkeypatch.context() as patched:
-        patched.setattr(training, "client_role", lambda one: Spoiling(original(one), lambda r: []))
+        patched.setattr(training, "client_role", lambda one, state: Spoiling(original(one), lambda r: []))
         theirs = train_job(away, state=fresh_state(away))
     assert [list(row.get("refused", {})) for row in ours.rows] == [[], ["2"], [], []]
     assert "NaN" in ours.rows[1]["refused"]["2"]

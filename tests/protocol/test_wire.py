@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import ProtocolError
-from fedveil.protocol import Train, Upload, noised, unmasking  # noqa: F401  (their messages register themselves)
+from fedveil.protocol import Train, Upload, dividing, noised  # noqa: F401  (their messages register themselves)
+from fedveil.protocol.hiding import Ciphertext
+from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.protocol.wire import decode, encode, registered, size
 
 NUMBERS = st.integers(0, 2**40)
@@ -61,10 +63,18 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
 }
 COLUMN = tensors(dtypes=(torch.int64,))
 BYTES = tensors(dtypes=(torch.uint8,))
-FIELDS: dict[str, st.SearchStrategy[Any]] = {"int": NUMBERS, "str": st.text(max_size=9), "bool": st.booleans()}
+FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "int": NUMBERS,
+    "str": st.text(max_size=9),
+    "bool": st.booleans(),
+    "Tensor | None": st.none() | COLUMN | BYTES,
+}
 for kind in registered():
-    if kind not in MESSAGES:  # everything else is flat: numbers, texts, and tensors of numbers or bytes
+    if kind not in MESSAGES:  # numbers, texts, tensors of numbers or bytes, and, where named here, other messages
         MESSAGES[kind] = st.builds(kind, **{one.name: FIELDS.get(one.type, COLUMN | BYTES) for one in fields(kind)})
+    FIELDS[f"{kind.__name__} | None"] = st.none() | MESSAGES[kind]
+    if kind is Ciphertext:
+        FIELDS["Ciphertext | MaskedUpload | None"] = st.none() | MESSAGES[Ciphertext] | MESSAGES[MaskedUpload]
 ANY = st.one_of(*MESSAGES.values())
 UPLOAD = Upload(3, 1, 0, torch.tensor([1.0, float("nan"), -0.0, 5e-324], dtype=torch.float64))
 
@@ -100,10 +110,13 @@ def test_every_registered_message_is_tried_here() -> None:
         *("Hello", "Announce", "Directory", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),
+        *("Found", "Founded", "Join", "Invitation", "Joined"),
+        *("Begin", "Vote", "Divide", "Divided", "Ciphertext", "Aggregate"),
+        *("Lend", "Lent", "Borrowed", "Finish", "Finished"),
     }
     for kind in registered():
         if kind.__name__ not in own:
-            assert {str(one.type) for one in fields(kind)} <= {"int", "str", "bool", "Tensor"}
+            assert {str(one.type) for one in fields(kind)} <= {"Tensor", *FIELDS}
 
 
 @given(ANY)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.protocol import ClientRole
-from fedveil.runs import session, training
+from fedveil.runs import roles, session
 from fedveil.runs.folder import RunFolder
 
 Interrupted = Callable[..., Path]
@@ -123,7 +123,7 @@ def test_repeated_rounds_are_a_new_attempt(
             asked.append((request.round, request.attempt))
             return super().handle_many(states, request, clients, private)
 
-    monkeypatch.setattr(training, "ClientRole", Listening)
+    monkeypatch.setattr(roles, "ClientRole", Listening)
     resume(folder, rounds=6)
     resume(folder, rounds=8)
     assert asked == [(3, 1), (4, 1), (5, 1), (6, 2), (7, 2)]

@@ -11,6 +11,7 @@ from fedveil.downlink import Plain, Rescaling
 from fedveil.errors import ConfigError
 from fedveil.protocol import Scheme
 from fedveil.protocol.masked import Masked
+from fedveil.protocol.parallel import Parallel
 from fedveil.schemes import Setting, assemble, find, schemes
 from fedveil.uplink.plan import Target
 from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
@@ -18,9 +19,12 @@ from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule,
 SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))
 ENTROPY = Setting(CrossEntropy(), Batches(0, 1), Schedule(0.1))
 VEILED = ("pbpfl", "lossless")
-NAMES = ["fedavg", "ldp", "cdp", "nadp", "lossless", "pbpfl", "veil-secagg", "veil-dp", "mpdp", "mpdp-naive", "mp-cdp"]
-COVERED = {"ldp", "nadp", "veil-secagg", "veil-dp"}
-PLANNED = {"ldp", "cdp", "nadp", "veil-dp"}
+NAMES = [
+    *("fedavg", "ldp", "cdp", "nadp", "lossless", "pbpfl", "veil-secagg", "veil-dp", "mpdp", "mpdp-naive", "mp-cdp"),
+    *("dp-fedavg", "ckks-fedavg", "serial", "paraaegis"),
+]
+COVERED = {"ldp", "nadp", "veil-secagg", "veil-dp", "dp-fedavg", "ckks-fedavg", "serial", "paraaegis"}
+PLANNED = {"ldp", "cdp", "nadp", "veil-dp", "dp-fedavg", "serial", "paraaegis"}
 
 
 def head(scheme: Scheme) -> tuple[int | None, float] | None:
@@ -42,7 +46,8 @@ def test_exactly_the_schemes_that_cover_uploads_promise_to_protect_client_data_f
         denied = "not at all" in one.protects or "nothing" in one.protects
         assert denied is (one.name not in COVERED), one.name
         built = assemble(one.name, SQUARE, {})
-        assert (built.uplink.plan is not None or isinstance(built.uplink, Masked)) is (one.name in COVERED)
+        hides = isinstance(built.uplink, (Masked, Parallel))
+        assert (built.uplink.plan is not None or hides) is (one.name in COVERED)
 
 
 def test_exactly_the_schemes_with_a_proof_have_a_plan_for_the_ledger() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fedveil.cli import options as flag
-from fedveil.cli.statement import show_ledger
-from fedveil.cli.tables import listed, percent, plainly, table
+from fedveil.cli.statement import compared, show_ledger, summed
+from fedveil.cli.tables import listed, plainly, table
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,11 @@ def ledger(
     cover: flag.Cover = None,
     unmask: flag.Unmask = None,
     threshold: flag.Threshold = None,
+    share: flag.Share = None,
+    share_decay: flag.ShareDecay = None,
+    strategy: flag.Strategy = None,
+    vote: flag.Vote = None,
+    cipher: flag.Cipher = None,
     json: bool = typer.Option(False, "--json", help="As data."),
 ) -> None:
     """Show what a run has proven, against whom; or, with --scheme, what one would prove and the noise it takes.
@@ -68,6 +74,8 @@ def ledger(
       fedveil ledger --scheme nadp --clients 10000 --neighbours 5 --collusion 0.1 --json
 
       fedveil ledger --scheme ldp --epsilon 1 --secret-sampling 0.1
+
+      fedveil ledger --scheme paraaegis --clients 10 --rounds 50 --samples 947 --epsilon 1 --accounting paper
     """
     from fedveil.errors import ConfigError
     from fedveil.runs.ledger_file import read_ledger
@@ -89,12 +97,13 @@ def ledger(
     if json:
         typer.echo(json_module.dumps(answer.as_data(), indent=2, ensure_ascii=False))
     else:
-        show_plan(answer)
+        show_plan(answer, samples=question.samples)
 
 
 _OPTIONS = (
     *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "neighbours", "dropouts"),
     *("honest_arrivals", "secret_sampling", "cover", "unmask", "threshold", "local_steps"),
+    *("share", "share_decay", "strategy", "vote", "cipher"),
 )
 
 
@@ -133,26 +142,31 @@ def _model(name: str, given: list[str]) -> tuple[nn.Module, torch.Tensor]:
     return example_of(name, options=parse_model_options(given))
 
 
-def show_plan(answer: Planned) -> None:
-    """The noise, then the ledger."""
+def show_plan(answer: Planned, *, samples: Sequence[int]) -> None:
+    """The noise, then the ledger; `samples` are the clients'."""
     who = f"{answer.clients:,} clients"
     if answer.cohort < answer.clients:
         who += f", {answer.cohort:,} in a round, each in {answer.participations} at most"
     if answer.exact is not None and answer.paper is not None:
-        _show_noise(answer, answer.exact, answer.paper, who)
+        _show_noise(answer, answer.exact, answer.paper, who, samples)
     show_ledger(answer.ledger, title=f"What {answer.rounds} rounds of {answer.ledger.scheme} would prove ({who})")
     if answer.sampled is not None:
         listed("With records sampled in secret", _sampling(answer.sampled))
     plainly("Nothing was trained: this is what a run ends with if every client answers every time.")
 
 
-def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str) -> None:
+def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str, samples: Sequence[int]) -> None:
     own = "σ each client's share has" if answer.ledger.scheme == "cdp" else "σ each client adds of its own"
+    what = summed(answer.ledger)
     rows = [
-        ("σ left in the sum of gradients", _figure(exact.in_sum), _figure(paper.in_sum)),
-        ("σ on the mean gradient", _figure(exact.on_mean), _figure(paper.on_mean)),
+        (f"σ left in the sum of {what}", _figure(exact.in_sum), _figure(paper.in_sum)),
+        (f"σ on the mean {what.removesuffix('s')}", _figure(exact.on_mean), _figure(paper.on_mean)),
         (own, _range(exact.own), _range(paper.own)),
     ]
+    if what == "updates" and max(samples) == min(samples):
+        count = samples[0]
+        own = f"… to its update, before × {count:,}"
+        rows.append((own, _figure(exact.own[0] / count), _figure(paper.own[0] / count)))
     if exact.shared is not None or paper.shared is not None:
         rows.append(("σ shared by a pair, which cancels", _range(exact.shared), _range(paper.shared)))
         rows.append(("strength λ of what cancels", f"{exact.strength:.4g}", f"{paper.strength:.4g}"))
@@ -160,9 +174,9 @@ def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str) -> None:
         table(f"Noise of a round ({who})", ("", "exact"), [row[:2] for row in rows], right=(1,))
         return
     table(f"Noise of a round ({who})", ("", "exact", "by the paper's formula"), rows, right=(1, 2))
-    saving = answer.saving or 0.0
-    less = f"{percent(abs(saving))} {'less' if saving >= 0 else 'more'}"
-    plainly(f"Exact accounting takes {less} noise than the paper's formula; this run would use: {answer.accounting}.")
+    how = compared(exact.in_sum, paper.in_sum)
+    joint = "as" if how.endswith("as much") else "than"
+    plainly(f"Exact accounting takes {how} noise {joint} the paper's formula; this run would use: {answer.accounting}.")
 
 
 def _sampling(found: Sampled) -> list[str]:

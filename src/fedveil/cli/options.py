@@ -8,6 +8,7 @@ import typer
 
 _DATA, _TRAIN, _VEIL = "Data", "Training", "Veil"
 _PRIVACY, _MASKS, _LIMITS, _MACHINE = "Privacy", "Masks", "Clients' own limits", "Machine"
+_HIDDEN = "Hidden share"
 
 
 def _flag(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
@@ -49,9 +50,16 @@ TargetScale = Annotated[float | None, _flag(_TRAIN, "Square loss: the true class
 TrueWeight = Annotated[float | None, _flag(_TRAIN, "Square loss: the true class's weight k. (default: 1)")]
 LocalSteps = Annotated[
     int | None,
-    _flag(_TRAIN, "fedavg, ldp, cdp, nadp: local steps per round. (default: 1; more make a client the unit)"),
+    _flag(
+        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"
+    ),
 ]
-LocalEpochs = Annotated[int | None, _flag(_TRAIN, "fedavg, ldp, cdp, nadp: local epochs per round.")]
+LocalEpochs = Annotated[
+    int | None,
+    _flag(
+        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"
+    ),
+]
 
 HeadNoise = Annotated[
     bool | None, _flag(_VEIL, "Noise on the last layer. (default: on)", "--head-noise/--no-head-noise")
@@ -139,7 +147,36 @@ Unmask = Annotated[
 Threshold = Annotated[
     float | None, _flag(_MASKS, "More than this share of a neighbourhood must answer. (default: 2/3)")
 ]
-ValueRange = Annotated[float | None, _flag(_MASKS, "Largest number a client may send. (default: 2^24)")]
+ValueRange = Annotated[
+    float | None, _flag(_MASKS, "Largest number a client may send. (default: 2^24; for a hidden share 256)")
+]
+
+Share = Annotated[
+    float | None,
+    _flag(
+        _HIDDEN, "paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg. (default: 0.1)"
+    ),
+]
+ShareDecay = Annotated[float | None, _flag(_HIDDEN, "paraaegis: factor λ on the share per round. (default: 1)")]
+Strategy = Annotated[
+    str | None, _flag(_HIDDEN, "paraaegis: hide the max (largest), min or random coordinates. (default: max)")
+]
+Vote = Annotated[
+    str | None,
+    _flag(
+        _HIDDEN,
+        "paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter). "
+        "(default: tags)",
+    ),
+]
+Cipher = Annotated[
+    str | None,
+    _flag(
+        _HIDDEN,
+        "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not). "
+        "(default: ckks)",
+    ),
+]
 
 Policy = Annotated[
     str | None, _flag(_LIMITS, "TOML file: max_epsilon, delta, min_cohort, max_clip. No message can widen it.")

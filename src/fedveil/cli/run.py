@@ -67,6 +67,11 @@ def run(
     unmask: flag.Unmask = None,
     threshold: flag.Threshold = None,
     value_range: flag.ValueRange = None,
+    share: flag.Share = None,
+    share_decay: flag.ShareDecay = None,
+    strategy: flag.Strategy = None,
+    vote: flag.Vote = None,
+    cipher: flag.Cipher = None,
     policy: flag.Policy = None,
     roster: flag.Roster = None,
     identities: flag.Identities = None,
@@ -88,6 +93,8 @@ def run(
       fedveil run --scheme lossless --dataset digits --model mlp --clients 10 --rounds 50 --seed 1 --out runs/a
 
       fedveil run --scheme nadp --epsilon 1 --clip 1 --rounds 100 --out runs/b
+
+      fedveil run --scheme paraaegis --share 0.1 --cipher pads --local-epochs 3 --batch-size 32 --out runs/p
 
       fedveil run -c my-run.toml --rounds 200 --out runs/c
 
@@ -125,12 +132,16 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         rows.append(("ended early", escape(summary["stopped"])))
     if "test_accuracy" in summary:
         rows.append(("test accuracy", percent(summary["test_accuracy"])))
-        rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
+        if "client_view_accuracy" in summary:
+            rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
         if "client_view_uncovered_accuracy" in summary:
             rows.append(("… with the noise taken off", percent(summary["client_view_uncovered_accuracy"])))
     if "test_mse" in summary:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
-        rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+        if "client_view_mse" in summary:
+            rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+    if summary["holder"] == "clients":
+        rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
     if "coverage" in summary:

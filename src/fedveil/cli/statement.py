@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from fedveil.ledger.statement import Ledger, Line, PaperFigure
 
 
+_MANY = 10.0
+_SAME = 5e-4
+
+
 def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     """Against whom what is proven; assumptions; the paper's figure; what is not protected."""
     rows = [(one.adversary, one.result, one.unit or "–", escape(_why(one))) for one in ledger.lines]
@@ -27,7 +31,7 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     listed("Assumed", _assumptions(ledger.lines))
     listed("What may change", _distinct(one.relation for one in ledger.lines if one.relation))
     if ledger.paper is not None:
-        listed("The paper's own figure", _paper(ledger.paper))
+        listed("The paper's own figure", _paper(ledger.paper, summed(ledger)))
     listed("Not protected", ledger.unprotected)
     listed("Note", ledger.notes)
     if ledger.simulation:
@@ -49,15 +53,29 @@ def _assumptions(lines: Sequence[Line]) -> list[str]:
     return shown
 
 
-def _paper(figure: PaperFigure) -> list[str]:
+def _paper(figure: PaperFigure, what: str) -> list[str]:
     lines = [figure.formula]
     if figure.noise_by_paper is not None and figure.noise_used is not None and figure.saving is not None:
-        less = f"{percent(abs(figure.saving))} {'less' if figure.saving >= 0 else 'more'}"
         lines.append(
             f"for ε = {figure.claimed_epsilon:g} it puts noise of σ = {figure.noise_by_paper:.4g} into the sum of "
-            f"gradients; used here: {figure.noise_used:.4g}, {less}"
+            f"{what}; used here: {figure.noise_used:.4g}, {compared(figure.noise_used, figure.noise_by_paper)}"
         )
     return lines
+
+
+def summed(ledger: Ledger) -> str:
+    """What clients' uploads are: gradients, or the updates of local training."""
+    return "updates" if any(one.unit.startswith("all data") for one in ledger.lines) else "gradients"
+
+
+def compared(noise: float, other: float) -> str:
+    """How much noise this is, beside another."""
+    if noise >= _MANY * other:
+        return f"{noise / other:,.0f} times as much"
+    saving = 1.0 - noise / other
+    if abs(saving) < _SAME:
+        return "as much"
+    return f"{percent(abs(saving))} {'less' if saving > 0 else 'more'}"
 
 
 def _distinct(texts: Iterable[str]) -> list[str]:

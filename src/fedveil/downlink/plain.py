@@ -38,6 +38,15 @@ class Plain:
         return Unveiled(blueprint, weights)
 
 
+@dataclass(frozen=True)
+class Kept(Plain):
+    """Nothing travels down but sums: the model lives with the clients."""
+
+    def releases(self) -> tuple[Release, ...]:
+        """Nothing."""
+        return ()
+
+
 @dataclass(frozen=True, eq=False)
 class Unveiled:
     """A round without a veil."""

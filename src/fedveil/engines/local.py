@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ConfigError, DataError, FedVeilError, ProtocolError
-from fedveil.protocol import ClientRole, ClientState, Gathered, RoundBegins, RoundDone, RunStopped, Steps
+from fedveil.protocol import (
+    ClientRole,
+    ClientState,
+    Gathered,
+    HolderRole,
+    RoundBegins,
+    RoundDone,
+    RunStopped,
+    Steps,
+)
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.client import Answer
 from fedveil.protocol.messages import Reply, Request
@@ -73,7 +82,7 @@ class LocalEngine:
 
     def __init__(
         self,
-        role: ClientRole,
+        role: ClientRole | HolderRole,
         pool: ClientPool,
         *,
         reorder: Callable[[list[Reply]], list[Reply]] | None = None,
@@ -88,6 +97,10 @@ class LocalEngine:
         }
         self._reorder = reorder
         self._absent = absent
+
+    def state_of(self, client: int) -> ClientState:
+        """What a client remembers now."""
+        return self._states[client]
 
     def drive(
         self,

@@ -14,7 +14,7 @@ from fedveil.errors import ProtocolError
 
 Party = Literal["server", "client", "clients", "outsider"]
 Subject = Literal["data", "model", "public"]
-Protection = Literal["open", "masked", "noised"]
+Protection = Literal["open", "linked", "masked", "noised", "encrypted"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Release:
     `sensitivity` is the largest L2 change one unit of data can cause (None: unbounded), `noise` and
     `hiding` name what covers it ("none" where nothing does). `about` says what the field depends on:
     a client's data, the model, or only what everybody knows. `protection` is what a proof may rest on:
-    nothing, masks that leave the sum alone, or noise of a known law on a bounded change.
+    nothing; tags that show which values are equal and nothing else; masks that leave the sum alone; noise of
+    a known law on a bounded change; or a cipher whose key the receiver has not. `with_client` is what is
+    left of it where one client sides with the receiver (None: the same).
     """
 
     field: str
@@ -36,6 +38,7 @@ class Release:
     hiding: str = "none"
     about: Subject = "public"
     protection: Protection = "open"
+    with_client: Protection | None = None
 
 
 class UndeclaredError(ProtocolError):

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.releases import Release
 from fedveil.ledger.remarks import Remarks
 
 OUTSIDER = "outsider"
-Verdict = Literal["differential privacy", "estimate", "aggregate only", "none"]
+Verdict = Literal["differential privacy", "conditional", "estimate", "aggregate only", "ciphertexts only", "none"]
+_LONG = 1000.0
 _PLACES = "neither colluders nor the server choose a round's graph: it falls on them at random"
 _UNITS = {
     "record": ("one record of one client", "replace one record; numbers of samples are public"),
@@ -27,7 +29,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One adversary's line."""
+    """One adversary's line. `outright` is ε without the condition of a conditional figure, where one can be given."""
 
     adversary: str
     verdict: Verdict
@@ -39,14 +41,21 @@ class Line:
     unit: str = ""
     relation: str = ""
     assumptions: tuple[str, ...] = ()
+    outright: float | None = None
 
     @property
     def result(self) -> str:
         """The verdict in a few characters."""
         if self.epsilon is None or self.delta is None:
             return self.verdict
-        figures = f"(ε = {self.epsilon:.4g}, δ = {self.delta:g})"
-        return f"about {figures}, not proven" if self.verdict == "estimate" else figures
+        figures = f"(ε = {_figure(self.epsilon)}, δ = {self.delta:g})"
+        given = f"{figures}\ngiven what is hidden"
+        given += "" if self.outright is None else f"; in\nany case ε = {_figure(self.outright)}"
+        return {"estimate": f"about {figures}, not proven", "conditional": given}.get(self.verdict, figures)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= _LONG else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,10 @@ def state(
         alone = dataclasses.replace(lines[0], adversary=COLLUSION)
         with_them = _spent_line(COLLUSION, account, delta, unit, remarks, _collusion_why(account))
         lines.append(alone if alone.verdict == "none" else with_them)
+    elif any(one.with_client is not None for one in releases):
+        weaker = [_with_client(one) for one in releases]
+        line = _server_line(weaker, remarks, account, delta, unit, sees="with one client on its side, sees")
+        lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
         why = "the sum over the honest clients of a round: masks between honest clients stay closed"
         lines.append(Line(COLLUSION, "aggregate only", why, assumptions=remarks.assumptions))
@@ -127,8 +140,22 @@ def state(
     )
 
 
+def _with_client(release: Release) -> Release:
+    """What is left of a release's cover where one client sides with the receiver."""
+    left = release.with_client
+    if left is None:
+        return release
+    return dataclasses.replace(release, protection=left, hiding=release.hiding if left == "masked" else "none")
+
+
 def _server_line(
-    releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
+    releases: Sequence[Release],
+    remarks: Remarks,
+    account: Account | None,
+    delta: float,
+    unit: str,
+    *,
+    sees: str = "sees",
 ) -> Line:
     carried = [one for one in releases if one.sender == "client" and "server" in one.to and one.about == "data"]
     bare = [one.field for one in carried if one.protection == "open" and one.noise == "none"]
@@ -136,23 +163,69 @@ def _server_line(
     if bare or futile:
         seen = [f"uncovered: {', '.join(bare)}"] if bare else []
         seen += [f"under noise that proves nothing: {', '.join(futile)}"] if futile else []
-        return Line(SERVER, "none", f"sees {'; '.join(seen)}")
-    if account is not None and all(one.protection == "noised" for one in carried if one.field != "upload.weight"):
-        summed = any(one.protection == "noised" and one.hiding != "none" for one in carried)
-        masked = "sees sums under noise, sized for the smallest sum the masks open"
-        why = masked if summed else "sees every upload under noise"
-        return _spent_line(SERVER, account, delta, unit, remarks, why)
+        return Line(SERVER, "none", f"{sees} {'; '.join(seen)}")
+    unread = [one for one in carried if one.protection == "encrypted"]
+    linked = [one.field for one in carried if one.protection == "linked"]
+    read = [one for one in carried if one.protection in ("masked", "noised")]
+    if unread and not read and not linked:
+        why = f"{sees} nothing but {unread[0].hiding}"
+        return Line(SERVER, "ciphertexts only", why, assumptions=remarks.assumptions)
+    if account is not None and all(one.protection == "noised" for one in read if one.field != "upload.weight"):
+        return _noised_line(remarks, account, delta, unit, unread=unread, linked=linked, read=read, sees=sees)
+    if any(one.protection == "noised" for one in read):
+        why = f"{sees} the sums of what is hidden, over a round's honest clients, and every upload's rest under noise"
+        return Line(SERVER, "aggregate only", why, assumptions=remarks.assumptions)
+    # Whoever has a client's help takes that one's part out of the sum.
+    over = "a round's clients" if sees == "sees" else "a round's honest clients"
     return Line(
-        SERVER,
-        "aggregate only",
-        "sees the sum over a round's clients and nothing else",
-        assumptions=remarks.assumptions,
+        SERVER, "aggregate only", f"{sees} the sum over {over} and nothing else", assumptions=remarks.assumptions
     )
+
+
+def _noised_line(
+    remarks: Remarks,
+    account: Account,
+    delta: float,
+    unit: str,
+    *,
+    unread: Sequence[Release],
+    linked: Sequence[str],
+    read: Sequence[Release],
+    sees: str,
+) -> Line:
+    """Noise on everything that the server reads.
+
+    What it does not read (`unread`), bare of noise, or only compares (`linked`) steers later rounds, so the figure
+    for a client's own uploads holds given those. Where nothing is compared there is one without that condition:
+    through what is hidden a client's data reach other uploads too, each by no more than its own bound. All of them
+    together are a Gaussian mechanism with μ² = Σ_k μ_k², as their noises are independent.
+    """
+    summed = any(one.protection == "noised" and one.hiding != "none" for one in read)
+    hidden = [one for one in unread if one.noise == "none"]
+    what = "every upload's rest under noise" if hidden or linked else "every upload under noise"
+    why = f"{sees} {'sums under noise, sized for the smallest sum the masks open' if summed else what}"
+    if linked:
+        why += f", and what is alike in {', '.join(linked)}"
+    line = _spent_line(SERVER, account, delta, unit, remarks, why)
+    if line.epsilon is None or not (hidden or linked):
+        return line
+    # A plan for very many clients keeps only the worst one's charge, of which there is no sum to take.
+    spent = account.spent[SERVER]
+    whole = not linked and int((spent > 0).sum()) > 1
+    outright = epsilon_of(math.sqrt(float(spent.sum())), delta) if whole else None
+    return dataclasses.replace(line, verdict="conditional", outright=outright)
 
 
 def _client_line(
     releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
 ) -> Line:
+    if any("clients" in one.to and one.about == "data" and one.protection == "masked" for one in releases):
+        return Line(
+            CLIENTS,
+            "aggregate only",
+            "read the sums of what is hidden, over a round's clients and without noise: no (ε, δ)",
+            assumptions=remarks.assumptions,
+        )
     if account is not None:
         own = "" if account.trusted else "; each knows its own part of it, several together more"
         why = f"see the models, where others' data lie under the noise of the sums{own}"

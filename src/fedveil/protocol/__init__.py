@@ -4,9 +4,12 @@ from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, RunSt
 from fedveil.protocol.bare import Bare
 from fedveil.protocol.client import ClientRole
 from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.held import Held
+from fedveil.protocol.holder import HolderRole
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import Scheme, Uplink
+from fedveil.protocol.relay import RelayRole, RelayState
 from fedveil.protocol.server import ServerRole, ServerState
 from fedveil.protocol.state import ClientState
 
@@ -17,7 +20,11 @@ __all__ = [
     "ClientState",
     "Cohort",
     "Gathered",
+    "Held",
+    "HolderRole",
     "Optimiser",
+    "RelayRole",
+    "RelayState",
     "RoundBegins",
     "RoundDone",
     "RunStopped",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fedveil.protocol.messages import Reply, Request
+
+if TYPE_CHECKING:
+    from fedveil.protocol.dividing import Aggregate
 
 
 class Accumulator(Protocol):
@@ -71,7 +74,10 @@ class RoundBegins:
 
 @dataclass(frozen=True, eq=False)
 class RoundDone:
-    """A round boundary: the only place where a run can be stopped and resumed."""
+    """A round boundary: the only place where a run can be stopped and resumed.
+
+    `aggregate` is what clients that hold the model themselves will be sent, to move it by.
+    """
 
     round: int
     loss: float | None
@@ -79,6 +85,7 @@ class RoundDone:
     gathered: Gathered
     failed: str = ""
     revealed: tuple[tuple[int, int], ...] = ()
+    aggregate: Aggregate | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Answer = Reply | FedVeilError
 
 
-def _own_target(scheme: Scheme) -> Policy:
+def own_target(scheme: Scheme) -> Policy:
     """The target a scheme names, as a limit."""
     plan = scheme.uplink.plan
     if plan is None or plan.accounting != "exact" or plan.sampling is not None:
@@ -51,12 +51,13 @@ class ClientRole:
         identities: Mapping[int, bytes] | None = None,
     ) -> None:
         self._scheme = scheme
+        self._uplink = scheme.summing
         self._terms = scheme.terms(blueprint)
         self._secrets = OsSecrets() if secrets is None else secrets
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
         # price of repairs to the server's books.
-        self._policy = _own_target(scheme) if policy is None else policy
+        self._policy = own_target(scheme) if policy is None else policy
         self._books_repairs = policy is not None
         self._roster = roster
         self._identities = {} if identities is None else identities
@@ -116,10 +117,10 @@ class ClientRole:
 
     def _begin(self, state: ClientState, request: Train, private: Request | None) -> tuple[ClientState, RoundContext]:
         context = self._context(request, None if state.keys is None else state.keys.directory)
-        self._scheme.uplink.admit(state, context, private)
+        self._uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
         spent = state.spent
-        plan = self._scheme.uplink.plan
+        plan = self._uplink.plan
         if plan is not None:
             covering = planned(plan, context, self._terms.work)
             colluders = min(plan.colluders(len(context.cohort)), len(context.cohort) - 1)
@@ -135,13 +136,13 @@ class ClientRole:
         return self._latest[1]
 
     def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
-        return self._scheme.uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
+        return self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
 
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
         if isinstance(request, (Hello, Directory)):
-            how = self._scheme.uplink.introduction
+            how = self._uplink.introduction
             if how == "none":
                 raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")
             return introduce(
@@ -153,8 +154,8 @@ class ClientRole:
                 roster=self._roster,
                 identity=self._identities.get(state.client),
             )
-        advanced, reply = self._scheme.uplink.answer(state, request, private)
-        plan, given = self._scheme.uplink.plan, self._scheme.uplink.gives_away(state, request)
+        advanced, reply = self._uplink.answer(state, request, private)
+        plan, given = self._uplink.plan, self._uplink.gives_away(state, request)
         if plan is None or not given or not self._books_repairs:
             return advanced, reply
         covering = answered(plan, state, self._terms.work)

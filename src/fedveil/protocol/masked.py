@@ -179,15 +179,21 @@ class Masked:
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
         """Encode, add integer noise, mask, and deal shares of this round's secrets."""
+        codec = self.codec(context, terms.work)
+        self._check_range(state.client, context, terms)
+        words = codec.encode(vector)
+        if self.noise is not None:
+            words += self._integer_noise(state.client, len(words), codec, context, terms.work, secrets)
+        return self.cover(state, words, context, secrets=secrets)
+
+    def cover(
+        self, state: ClientState, words: NDArray[np.uint64], context: RoundContext, *, secrets: SecretSource
+    ) -> tuple[ClientState, MaskedUpload]:
+        """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets."""
         from fedveil.crypto.stream import add_mask
 
         client, label = state.client, Label(context.round, context.attempt, context.graph_seed())
         keys, graph = state.ring(), self.graph(context)
-        codec = self.codec(context, terms.work)
-        self._check_range(client, context, terms)
-        words = codec.encode(vector)
-        if self.noise is not None:
-            words += self._integer_noise(client, len(words), codec, context, terms.work, secrets)
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
         for peer in graph.neighbours(client):
             seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_MASK)
@@ -311,9 +317,13 @@ class Masked:
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴."""
+        return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms.work))
+
+    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
+        """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""
         return MaskedSum(
-            self.codec(context, terms.work),
-            terms.layout.length,
+            codec,
+            length,
             self.graph(context),
             round=context.round,
             attempt=context.attempt,

@@ -13,7 +13,6 @@ def masked_releases(layout: Layout, *, noised: bool, evidence: bool) -> tuple[Re
     protection: Protection = "noised" if noised else "masked"
     noise = "integer Gaussian, in the sum" if noised else "none"
     known = [name for name in layout.names if name in UPLOAD_FIELDS]
-    both: tuple[Party, ...] = ("server", "clients")
     return (
         *(
             Release(
@@ -28,29 +27,8 @@ def masked_releases(layout: Layout, *, noised: bool, evidence: bool) -> tuple[Re
             )
             for name in known
         ),
-        Release("upload.holders", "client", ("server",), "to whom shares are dealt"),
-        Release("upload.lengths", "client", ("server",), "how long the sealed shares are"),
-        Release("upload.bundles", "client", both, "shares of the round's secrets", hiding="sealed for each holder"),
-        Release("unmask.round", "server", ("clients",), "the round's number"),
-        Release("unmask.attempt", "server", ("clients",), "the round's repetition"),
-        Release("unmask.survivors", "server", ("clients",), "whose uploads arrived"),
-        Release("relayed.senders", "server", ("clients",), "who dealt the shares"),
-        Release("relayed.lengths", "server", ("clients",), "how long they are"),
-        Release("relayed.bundles", "server", ("clients",), "sealed shares", hiding="sealed for each holder"),
-        Release("revealed.client", "client", ("server",), "the client's number"),
-        Release("revealed.round", "client", ("server",), "the round's number"),
-        Release("revealed.attempt", "client", ("server",), "the round's repetition"),
-        Release("revealed.signature", "client", both, "its signature on the survivor list"),
-        Release("revealed.peers", "client", ("server",), "whose keys the shares belong to"),
-        Release("revealed.keys", "client", ("server",), "shares of the keys that lock what survivors reveal"),
-        Release(
-            "revealed.locked",
-            "client",
-            ("server",),
-            "shares of this round's seeds, one kind per neighbour",
-            hiding="readable if enough neighbours were told that this client's upload arrived",
-        ),
-        *(_EVIDENCE if evidence else ()),
+        *dealing_releases("upload"),
+        *unmasking_releases(evidence=evidence),
     )
 
 
@@ -59,3 +37,41 @@ _EVIDENCE = (
     Release("evidence.signers", "server", ("clients",), "who signed the last survivor list"),
     Release("evidence.signatures", "server", ("clients",), "their signatures"),
 )
+
+
+_OPENING = (
+    Release("unmask.round", "server", ("clients",), "the round's number"),
+    Release("unmask.attempt", "server", ("clients",), "the round's repetition"),
+    Release("unmask.survivors", "server", ("clients",), "whose uploads arrived"),
+    Release("relayed.senders", "server", ("clients",), "who dealt the shares"),
+    Release("relayed.lengths", "server", ("clients",), "how long they are"),
+    Release("relayed.bundles", "server", ("clients",), "sealed shares", hiding="sealed for each holder"),
+    Release("revealed.client", "client", ("server",), "the client's number"),
+    Release("revealed.round", "client", ("server",), "the round's number"),
+    Release("revealed.attempt", "client", ("server",), "the round's repetition"),
+    Release("revealed.signature", "client", ("server", "clients"), "its signature on the survivor list"),
+    Release("revealed.peers", "client", ("server",), "whose keys the shares belong to"),
+    Release("revealed.keys", "client", ("server",), "shares of the keys that lock what survivors reveal"),
+    Release(
+        "revealed.locked",
+        "client",
+        ("server",),
+        "shares of this round's seeds, one kind per neighbour",
+        hiding="readable if enough neighbours were told that this client's upload arrived",
+    ),
+)
+
+
+def dealing_releases(prefix: str) -> tuple[Release, ...]:
+    """The shares that travel with a masked vector, in the message that `prefix` names."""
+    both: tuple[Party, ...] = ("server", "clients")
+    return (
+        Release(f"{prefix}.holders", "client", ("server",), "to whom shares are dealt"),
+        Release(f"{prefix}.lengths", "client", ("server",), "how long the sealed shares are"),
+        Release(f"{prefix}.bundles", "client", both, "shares of the round's secrets", hiding="sealed for each holder"),
+    )
+
+
+def unmasking_releases(*, evidence: bool) -> tuple[Release, ...]:
+    """What opens masks."""
+    return (*_OPENING, *(_EVIDENCE if evidence else ()))

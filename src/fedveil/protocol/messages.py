@@ -27,7 +27,10 @@ class Reply:
 
 
 def released_fields(sent: Request) -> list[str]:
-    """The name of every field a request carries, as releases name them (train.parameters, train.head.vector)."""
+    """The name of every field a request carries, as releases name them (train.parameters, train.head.vector).
+
+    What travels inside several requests has a name of its own, `released_as`.
+    """
 
     def walk(value: object, prefix: str) -> list[str]:
         if value is None:
@@ -38,6 +41,7 @@ def released_fields(sent: Request) -> list[str]:
         for field in dataclasses.fields(value):
             inner = getattr(value, field.name)
             name = prefix if isinstance(inner, Broadcast) else f"{prefix}.{field.name}"
+            name = getattr(type(inner), "released_as", name)
             found += walk(inner, name)
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from fedveil.uplink.graph import graph_seed
 from fedveil.uplink.plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
+Holder = Literal["server", "clients"]
+
 
 @dataclass(frozen=True, eq=False)
 class RoundContext:
@@ -42,6 +44,10 @@ class RoundContext:
         """Refuse a round to a client that is not of its cohort."""
         if client not in self.cohort:
             raise ProtocolError(f"client {client} was sent a round in which it has no part")
+
+    def stage(self, number: int) -> RoundContext:
+        """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
+        return RoundContext(2 * self.round + number, self.attempt, self.cohort, self.directory)
 
     def samples(self) -> list[int]:
         """The cohort's sample counts, as announced."""
@@ -139,8 +145,8 @@ class Summing(Accumulator, Protocol):
         ...
 
 
-class Uplink(Protocol):
-    """How contributions travel to the server and become a sum."""
+class Channel(Protocol):
+    """How contributions travel, as far as everybody needs to know."""
 
     @property
     def introduction(self) -> Introduction:
@@ -160,6 +166,14 @@ class Uplink(Protocol):
     def repairs(self) -> bool:
         """Whether clients give away, on the server's word, noise that they share with others."""
         ...
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """What clients give away, field by field."""
+        ...
+
+
+class Uplink(Channel, Protocol):
+    """How contributions travel to a server that holds the model, and become a sum."""
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
         """Client side: refuse a round before any work is done for it."""
@@ -193,10 +207,6 @@ class Uplink(Protocol):
 
     def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
         """Server side: the pairs whose noise this round gives away, once its phases have been asked for."""
-        ...
-
-    def releases(self, layout: Layout) -> tuple[Release, ...]:
-        """What clients give away, field by field."""
         ...
 
 
@@ -258,10 +268,10 @@ def introduction_releases(how: Introduction) -> tuple[Release, ...]:
         *(Release(f"directory.{named[one]}", "server", ("clients",), f"of each: {told[one]}") for one in fields),
         Release("ready.client", "client", ("server",), "the client's number"),
         Release("ready.digest", "client", ("server",), "which directory it has taken"),
-        Release("train.cohort", "server", ("clients",), "who takes part in the round"),
     )
 
 
+_COHORT = Release("train.cohort", "server", ("clients",), "who takes part in the round")
 _ENVELOPE = (
     Release("train.round", "server", ("clients",), "the round's number"),
     Release("train.attempt", "server", ("clients",), "the round's repetition"),
@@ -278,11 +288,18 @@ class Scheme:
     name: str
     downlink: Downlink
     work: LocalWork
-    uplink: Uplink
-    holder: str = "server"
+    uplink: Channel
+    holder: Holder = "server"
     central: Central | None = None
     honest_arrivals: bool = False
     remarks: Remarks = field(default_factory=Remarks)
+
+    @property
+    def summing(self) -> Uplink:
+        """The uplink of a scheme whose server holds the model."""
+        if self.holder != "server":
+            raise ConfigError(f"The model of {self.name} lives with its clients: its server only relays.")
+        return self.uplink  # type: ignore[return-value]
 
     @property
     def repairs(self) -> bool:
@@ -308,9 +325,11 @@ class Scheme:
 
     def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
         """Every declared release of a run."""
+        asked = self.holder == "server"
         return (
-            *_ENVELOPE,
+            *(_ENVELOPE if asked else ()),
             *introduction_releases(self.uplink.introduction),
+            *((_COHORT,) if asked and self.uplink.introduction != "none" else ()),
             *self.downlink.releases(),
             *self.uplink.releases(self.layout(blueprint)),
         )

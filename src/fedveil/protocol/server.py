@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint, Weights
 from fedveil.downlink.messages import Mean, Recovered, Veil
-from fedveil.downlink.norms import batch_norms
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import ProtocolError
 from fedveil.ledger.account import Account
 from fedveil.ledger.releases import UndeclaredError, check_declared
-from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, Steps
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import Directory, Hello
-from fedveil.protocol.handshake import Introductions
-from fedveil.protocol.messages import Request, Train, released_fields
+from fedveil.protocol.conducting import Conductor
+from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.moving import Mover
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
 from fedveil.secrets import SecretSource
 from fedveil.uplink.gaussian import add_fresh
-
-_LATECOMERS_EVERY = 10
 
 
 @dataclass(eq=False)
@@ -43,7 +40,7 @@ class ServerState:
         return ServerState(weights, torch.zeros_like(weights.parameters, dtype=torch.float64))
 
 
-class ServerRole:
+class ServerRole(Conductor):
     """The server of one run. Its secrets come from one source and are drawn anew every round."""
 
     def __init__(
@@ -58,79 +55,16 @@ class ServerRole:
         rounds: int,
         account: Account | None = None,
     ) -> None:
-        self._scheme = scheme
+        super().__init__(scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account)
         self._blueprint = blueprint
-        self._secrets = secrets
-        self._cohort = cohort
-        self._optimiser = optimiser
-        self._rounds = rounds
-        self._terms = scheme.terms(blueprint)
-        self._momenta = _statistics_momenta(blueprint)
-        self._account = account
+        self._uplink = scheme.summing
+        self._mover = Mover(blueprint, optimiser)
         self._private: dict[int, Request] = {}
-        self.state = state
-        self._declared = scheme.releases(blueprint)
+        self.state: ServerState = state
         check_declared((f"upload.{name}" for name in self._terms.layout.names), self._declared)
-        how = scheme.uplink.introduction
-        name = secrets.stream("run", state.attempt).bytes(16).hex()
-        self._introductions = None if how == "none" else Introductions(how, name)
-        if self._introductions is not None:
-            asked = (f"{kind.__name__.lower()}.{one.name}" for kind in (Hello, Directory) for one in fields(kind))
-            check_declared(asked, self._declared)
-
-    def run(self) -> Steps:
-        """Train until the last round; every boundary yields a `RoundDone`."""
-        if self._introductions is not None:
-            yield from self._introductions.steps(range(self._cohort.clients))
-        while self.state.round < self._rounds:
-            context = yield from self._assembled()
-            if len(context.cohort) < self._fewest:
-                yield RunStopped(self._why_stopped(context))
-                return
-            try:
-                self._scheme.uplink.fits(len(context.cohort))
-            except ConfigError as reason:
-                refused = self._introductions is not None and self._introductions.refused
-                yield RunStopped(self._why_stopped(context) if refused else str(reason).rstrip("."))
-                return
-            yield from self._round(context)
-
-    @property
-    def _fewest(self) -> int:
-        return 1 if self._account is None or self._account.limit is None else min(2, self._cohort.size)
-
-    def _assembled(self) -> Generator[Step, Gathered | None, RoundContext]:
-        """This round's clients: drawn, known to each other, and with privacy left to spend."""
-        cohort = self._cohort.draw(self.state.round)
-        known = self._introductions
-        if known is not None:
-            yield from known.steps(cohort, again=self.state.round % _LATECOMERS_EVERY == 0)
-            cohort = known.known(cohort)
-        directory = None if known is None else known.directory
-        while True:
-            context = RoundContext(self.state.round, self.state.attempt, cohort, directory)
-            if self._account is None or not cohort:
-                return context
-            covering = self._scheme.covering(context, self._terms)
-            over = set() if covering is None else self._account.exceeded_by(covering)
-            if not over:
-                return context
-            cohort = tuple(one for one in cohort if one not in over)
-
-    def _why_stopped(self, context: RoundContext) -> str:
-        refused = {} if self._introductions is None else self._introductions.refused
-        if refused:
-            client, reason = next(iter(refused.items()))
-            return f"too few clients have agreed on keys; client {client}: {reason}"
-        if self._account is not None and self._account.limit is not None:
-            return (
-                f"round {context.round + 1} would bring clients over the privacy target, and {len(context.cohort)} are "
-                "left that it would not"
-            )
-        return "no client has introduced itself"
 
     def _round(self, context: RoundContext) -> Steps:
-        state, uplink = self.state, self._scheme.uplink
+        state, uplink = self.state, self._uplink
         veil = self._scheme.downlink.veil(
             self._blueprint,
             state.weights,
@@ -198,13 +132,6 @@ class ServerRole:
                 "server is honest about arrivals (honest_arrivals)"
             )
 
-    def _declared_only(self, ask: Ask) -> Ask:
-        check_declared(released_fields(ask.common), self._declared)
-        for kind in {type(one) for one in ask.each.values()}:
-            example = next(one for one in ask.each.values() if type(one) is kind)
-            check_declared(released_fields(example), self._declared)
-        return ask
-
     def _recovered(self, veil: Veil, total: Summing, context: RoundContext) -> Recovered:
         sums = self._terms.layout.split(total.total().to(self.state.weights.parameters.device))
         weight = float(sums["weight"])
@@ -219,26 +146,10 @@ class ServerRole:
 
     def _move(self, recovered: Recovered, *, round: int) -> None:
         state = self.state
-        gradient = recovered.gradient * self._blueprint.trainable
-        moved = self._optimiser.step(state.weights.parameters.to(torch.float64), gradient, state.velocity, round=round)
-        moved = torch.where(self._blueprint.trainable, moved, state.weights.parameters.to(torch.float64))
-        state.weights.parameters.copy_(moved)
-        if recovered.statistics.numel():
-            running = state.weights.statistics.to(torch.float64)
-            running += self._momenta * (recovered.statistics - running)
-            state.weights.statistics.copy_(running)
+        self._mover.move(state.weights, state.velocity, recovered, round=round)
         state.head_level = recovered.head_level
 
 
 def _mean(sums: Mapping[str, Tensor]) -> Mean:
     weight = sums["weight"]
     return Mean(sums["gradients"] / weight, sums["values"] / weight, sums["statistics"] / weight)
-
-
-def _statistics_momenta(blueprint: Blueprint) -> Tensor:
-    parts = [
-        torch.full((2 * len(norm.running_mean),), norm.momentum if norm.training else 0.0, dtype=torch.float64)
-        for _, norm in batch_norms(blueprint.skeleton)
-    ]
-    device = blueprint.trainable.device
-    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.float64, device=device)

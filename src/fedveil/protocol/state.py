@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedveil.errors import ProtocolError
 
 if TYPE_CHECKING:
+    from fedveil.protocol.group import Group
+    from fedveil.protocol.held import Held, Pending
     from fedveil.protocol.keyring import Keyring
 
 _PURPOSE = "client state"
@@ -23,7 +24,8 @@ class ClientState:
     `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `seat`
     names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
     grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
-    uploads have cost so far by its own account.
+    uploads have cost so far by its own account. Where the model lives with clients, `group` is what they
+    share, `held` the model, and `pending` what the round it works on has brought so far.
     """
 
     client: int
@@ -34,6 +36,9 @@ class ClientState:
     spent: float = 0.0
     keys: Keyring | None = None
     graph: str = ""
+    group: Group | None = None
+    held: Held | None = None
+    pending: Pending | None = None
 
     def answering(self, round: int, attempt: int) -> ClientState:
         """The state after answering (round, attempt); each is answered at most once.
@@ -75,9 +80,17 @@ class ClientState:
             raise ProtocolError(f"client {self.client} was asked to work before keys were agreed on")
         return self.keys
 
+    def membership(self) -> Group:
+        """What the client shares with all others."""
+        if self.group is None or self.group.run != self.ring().run:
+            raise ProtocolError(f"client {self.client} was asked to work before it was let into the group")
+        return self.group
+
     def seal(self, key: bytes) -> bytes:
         """Encrypted and authenticated bytes, for storage outside the process."""
         from fedveil.crypto.sealing import seal
+        from fedveil.protocol.held import tensors_of
+        from fedveil.protocol.stored import as_bytes
 
         fields = {
             "client": self.client,
@@ -88,27 +101,34 @@ class ClientState:
             "spent": self.spent,
             "keys": None if self.keys is None else self.keys.stored(),
             "graph": self.graph,
+            "group": None if self.group is None else self.group.stored(),
+            "held": None if self.held is None else self.held.facts(),
+            "pending": None if self.pending is None else self.pending.facts(),
         }
-        return seal(json.dumps(fields).encode(), key=key, purpose=_PURPOSE)
+        return seal(as_bytes(fields, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
 
     @staticmethod
     def unseal(sealed: bytes, key: bytes) -> ClientState:
         """The state back; damaged or foreign bytes are refused."""
         from fedveil.crypto.sealing import unseal
+        from fedveil.protocol.group import Group
+        from fedveil.protocol.held import Held, Pending
+        from fedveil.protocol.keyring import Keyring
+        from fedveil.protocol.stored import from_stored
 
-        fields = json.loads(unseal(sealed, key=key, purpose=_PURPOSE))
-        keys = None
-        if fields["keys"] is not None:
-            from fedveil.protocol.keyring import Keyring
-
-            keys = Keyring.restored(fields["client"], fields["keys"])
+        fields, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
+        client, keys, group = fields["client"], fields["keys"], fields["group"]
+        held, pending = fields["held"], fields["pending"]
         return ClientState(
-            fields["client"],
+            client,
             tuple(fields["answered"]),
             tuple(fields["revealed"]),
             tuple(fields["seat"]),
             fields["listed"],
             fields["spent"],
-            keys,
+            None if keys is None else Keyring.restored(client, keys),
             fields["graph"],
+            None if group is None else Group.restored(group),
+            None if held is None else Held.restored(held, tensors),
+            None if pending is None else Pending.restored(pending, tensors),
         )

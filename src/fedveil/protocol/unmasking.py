@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ class MaskedSum:
 
     def __init__(
         self,
-        codec: FixedPoint,
+        codec: FixedPoint | None,
         length: int,
         graph: Graph,
         *,
@@ -221,6 +220,12 @@ class MaskedSum:
 
     def total(self) -> Tensor:
         """The sum of what arrived, masks taken off; too few or contradicting shares are refused."""
+        if self._codec is None:
+            raise ProtocolError("this sum is covered by more than masks: only clients can read it")
+        return torch.from_numpy(self._codec.decode(self.words()))
+
+    def words(self) -> NDArray[np.uint64]:
+        """The same modulo 2⁶⁴."""
         from fedveil.crypto.stream import add_mask
 
         if not self.opened:
@@ -237,15 +242,14 @@ class MaskedSum:
                     if client in alive:
                         # The survivor added this mask if its number is the smaller one.
                         add_mask(opened, self._secret(client, gone), subtract=client < gone)
-            self._refuse_rubbish(opened)
+            if self._codec is not None:
+                self._refuse_rubbish(opened, self._codec)
             self._sum, self.opened = opened, True
-        return torch.from_numpy(self._codec.decode(self._sum))
+        return self._sum
 
-    def _refuse_rubbish(self, opened: NDArray[np.uint64]) -> None:
+    def _refuse_rubbish(self, opened: NDArray[np.uint64], codec: FixedPoint) -> None:
         """A mask left in the sum makes its numbers uniform, and half of those are no sum of contributions."""
-        signed = opened.view(np.int64)
-        limit = len(self.survivors) * math.ceil(self._codec.range / self._codec.step)
-        if len(signed) and not (-limit <= int(signed.min()) and int(signed.max()) <= limit):
+        if not codec.plausible(opened, addends=len(self.survivors)):
             raise ProtocolError(
                 "the opened sum is beyond what clients may send: a client masked its upload with other seeds than it "
                 "dealt shares of, or a holder revealed wrong shares"

@@ -24,7 +24,7 @@ def export_run(run: Path, out: Path, *, spread: float = 4.0) -> Coverage:
     Returns what is hidden in the file: everything but the last bias, which the outputs determine.
     """
     loaded = load_model(run)
-    if loaded.kind != "server":
+    if loaded.kind == "export":
         raise ConfigError(f"{run} is an export already.")
     if out.exists():
         raise CheckpointError(f"{out} exists already: give another --out.")

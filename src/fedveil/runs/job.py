@@ -179,7 +179,7 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     blueprint, weights = draw(model.to(dtype).cpu(), example, traced=scheme.downlink.traced)
-    if scheme.plan is not None:
+    if scheme.plan is not None and not getattr(scheme.work, "reports", False):
         refuse_batch_norm(blueprint)
     _refuse_moving_buffers(blueprint, weights, example)
     source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()

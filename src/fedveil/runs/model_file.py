@@ -44,7 +44,7 @@ def save_model(
     config: Mapping[str, Any],
     shape: ExportShape | None,
 ) -> None:
-    """Write a server's model (kind "server") or a client's (kind "export")."""
+    """Write a model: a server's (kind "server"), one that clients hold ("client"), or an "export" for them."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in _tensors(module).items()}
     metadata = {
         "format": _FORMAT,

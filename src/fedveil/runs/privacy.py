@@ -248,7 +248,7 @@ def ledger_of(
         paper=_paper_figure(scheme, first, told or plan),
         simulation=simulation,
         rounds=rounds,
-        notes=(*scheme.remarks.notes, *notes),
+        notes=(*scheme.remarks.notes, *notes, *_no_guarantee(plan, account)),
     )
     if any(one.assumptions for one in found.lines):
         return found
@@ -269,6 +269,18 @@ def _with_roster(ledger: Ledger) -> Ledger:
     )
 
 
+def _no_guarantee(plan: NoisePlan | None, account: Account | None) -> tuple[str, ...]:
+    if plan is None or account is None or plan.accounting != "paper" or not plan.per_sample:
+        return ()
+    delta = plan.target.delta
+    real = max(account.epsilon(name, delta) for name in account.adversaries)
+    said = f"ε = {real:,.0f}" if real >= 1000 else f"ε = {real:.4g}" if math.isfinite(real) else "no finite ε"
+    return (
+        f"not a DP guarantee: the paper's σ for ε = {plan.target.epsilon:g} gives {said}; use accounting = exact for "
+        "noise that keeps what it promises",
+    )
+
+
 def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None) -> PaperFigure | None:
     formula = scheme.remarks.paper
     if plan is None or first is None or not formula:
@@ -276,6 +288,8 @@ def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None
     # Noise that stays in the sum, in the units of a summed contribution.
     used = math.sqrt(float(first.residual.sum()))
     by_paper = plan.paper_scale(float(first.sensitivity.max()))
+    if plan.per_sample:
+        by_paper /= float(first.sensitivity.max()) / bounded(scheme.work).sensitivity(1)
     if plan.layout == "local":
         by_paper *= math.sqrt(len(first.members))
     return PaperFigure(formula, plan.target.epsilon, by_paper, used)

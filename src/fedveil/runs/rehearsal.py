@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fedveil.crypto import ckks
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import DENSE_UP_TO
-from fedveil.protocol import ClientRole
+from fedveil.protocol.encrypted import Ckks
 from fedveil.protocol.parts import bounded
+from fedveil.runs.roles import client_role
 from fedveil.uplink.graph import graph_seed, n_out
 
 if TYPE_CHECKING:
@@ -20,7 +22,9 @@ _GRAPHS = 16
 def rehearse(job: Job) -> None:
     """Refuse settings under which the first round could not be, or some round probably not: nothing is sent."""
     scheme, policy = job.scheme, job.guard.policy
-    ClientRole(scheme, job.blueprint, policy=policy)
+    client_role(job)
+    if isinstance(getattr(scheme.uplink, "cipher", None), Ckks):
+        ckks.require()
     uplink, first = scheme.uplink, job.cohort.draw(0)
     neighbours = getattr(uplink, "neighbours", None) if scheme.plan is None else scheme.plan.neighbours
     if neighbours is not None:

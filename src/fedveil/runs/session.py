@@ -22,6 +22,8 @@ from fedveil.runs.training import Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 
+_KINDS = {"server": "server", "clients": "client"}
+
 
 def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
     """Train a new run into the folder `out`; returns the summary."""
@@ -91,7 +93,14 @@ def train_into(
     with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
         outcome = train_job(job, state=state, on_round=boundary, journal=folder.privacy_journal, say=say)
     module = assemble(job.blueprint, state.weights).eval()
-    save_model(folder.model_file, module, job.facts, kind="server", config=dataclasses.asdict(config), shape=None)
+    save_model(
+        folder.model_file,
+        module,
+        job.facts,
+        kind=_KINDS[job.scheme.holder],
+        config=dataclasses.asdict(config),
+        shape=None,
+    )
     outcome.rows = earlier + outcome.rows
     summary = summarise(job, outcome)
     folder.write_ledger(summary["ledger"])

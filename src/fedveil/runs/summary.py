@@ -18,6 +18,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     rows = outcome.rows
     summary: dict[str, Any] = {
         "scheme": config.scheme,
+        "holder": job.scheme.holder,
         "dataset": config.dataset,
         "model": config.model,
         "clients": len(job.pool),

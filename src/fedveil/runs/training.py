@@ -11,12 +11,18 @@ from typing import Any
 from fedveil.engines import LocalEngine
 from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.policy import ENDED
-from fedveil.protocol import ClientRole, RoundDone, ServerRole, ServerState, Train
+from fedveil.protocol import (
+    HolderRole,
+    RoundDone,
+    ServerState,
+    Train,
+)
+from fedveil.protocol.dividing import Begin, Divide
 from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy import Books
-from fedveil.secrets import SeededSecrets
+from fedveil.runs.roles import client_role, server_steps, taken_from_a_client
 from fedveil.work.batches import mixed_seed
 
 Row = dict[str, Any]
@@ -67,34 +73,28 @@ def train_job(
     `journal` is the file in which spent privacy is written down as it is spent.
     """
     books = Books(job, journal)
-    server = ServerRole(
-        job.scheme,
-        job.blueprint,
-        state,
-        secrets=job.secrets,
-        cohort=job.cohort,
-        optimiser=job.optimiser,
-        rounds=job.config.rounds,
-        account=books.account,
-    )
     if journal is not None and books.account is not None and books.account.rounds < state.round:
         raise CheckpointError(
             f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
             "spent is no longer known. Put the file back, or start anew with another --out."
         )
-    engine = LocalEngine(client_role(job), job.pool, absent=_simulated_dropout(job), spent=books.remembered())
+    role = client_role(job, state)
+    engine = LocalEngine(role, job.pool, absent=_simulated_dropout(job), spent=books.remembered())
     outcome = Outcome(state, books)
     started = time.perf_counter()
     last = [started]
     failures = [0]
 
     def boundary(done: RoundDone) -> None:
+        state.round = done.round + 1
         books.end(done, void=_by_policy(done))
         failures[0] = failures[0] + 1 if done.failed else 0
         if done.failed and done.round > 0 and _by_policy(done):
             raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
         if done.failed and (not done.gathered.arrived or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
+        if isinstance(role, HolderRole) and done.aggregate is not None:
+            done = taken_from_a_client(role, engine, done, state)
         now = time.perf_counter()
         row = _row(job, done, state, seconds=now - last[0])
         last[0] = time.perf_counter()
@@ -108,7 +108,8 @@ def train_job(
         say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
 
     try:
-        engine.drive(server.run(), on_round=boundary, on_begin=books.begin, on_stop=stopped)
+        steps = server_steps(job, state, books.account)
+        engine.drive(steps, on_round=boundary, on_begin=books.begin, on_stop=stopped)
     except _EndedError as reason:
         state.round -= 1  # the round nobody took part in
         stopped(str(reason))
@@ -117,22 +118,8 @@ def train_job(
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
-        outcome.client_view = _client_view(job, state)
+        outcome.client_view = None if isinstance(role, HolderRole) else _client_view(job, state)
     return outcome
-
-
-def client_role(job: Job) -> ClientRole:
-    """The clients of a job, with secrets that do not lead to the server's."""
-    source = job.secrets.branch("clients") if isinstance(job.secrets, SeededSecrets) else job.secrets
-    guard = job.guard
-    return ClientRole(
-        job.scheme,
-        job.blueprint,
-        secrets=source,
-        policy=guard.policy,
-        roster=guard.roster,
-        identities=guard.identities,
-    )
 
 
 def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
@@ -142,9 +129,11 @@ def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
     assert seed is not None
 
     def absent(request: Request, client: int) -> bool:
-        if not isinstance(request, Train):
+        if not isinstance(request, (Train, Begin, Divide)):
             return False
-        return mixed_seed(seed, _DROPOUT, request.round, request.attempt, client) / 2.0**63 < rate
+        # Whoever stays for the vote may still vanish before the upload.
+        when = _DROPOUT + isinstance(request, Divide)
+        return mixed_seed(seed, when, request.round, request.attempt, client) / 2.0**63 < rate
 
     return absent
 

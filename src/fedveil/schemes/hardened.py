@@ -21,7 +21,8 @@ from fedveil.uplink.plan import Accounting, NoisePlan
 COVERS = ("noise", "masks")
 
 
-def _masked_assumptions(threshold: float, unmask: Unmasking) -> tuple[str, ...]:
+def masked_assumptions(threshold: float, unmask: Unmasking) -> tuple[str, ...]:
+    """How many neighbours may side with the server, and what else masks rest on."""
     share = Quorum(threshold).colluding
     few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
     collusion = f"fewer than {few} of each client's neighbours collude (threshold {threshold:.3g})"
@@ -71,7 +72,7 @@ def veil_secagg(
         remarks=Remarks(
             assumptions=(
                 remarks.KEYS,
-                *_masked_assumptions(threshold, unmask),
+                *masked_assumptions(threshold, unmask),
             ),
             unprotected=(
                 "the sum itself: no differential privacy is claimed for it",
@@ -147,7 +148,7 @@ def veil_dp(
                 remarks.SIZES,
                 remarks.KEYS,
                 remarks.CLIP,
-                *(_masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
+                *(masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
                 *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
             ),
             unprotected=(

@@ -19,3 +19,43 @@ REPAIRS = (
 VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
 MODEL_OPEN = "the model: every client sees it"
 CLIENT_VIEW = "what other clients learn from the models they are sent is bounded only through the noise in the sum"
+
+LATTICE = "CKKS with the parameters chosen is secure (128 bits by the HomomorphicEncryption.org tables)"
+SHARED_KEY = (
+    "against the server alone and outsiders: no client gives away the secret key, which all of them share and which "
+    "opens everybody's ciphertexts (cipher = pads needs no such trust)"
+)
+GROUP = "what the group shares stays with it: a client that tells the server lets it read sums, but nobody's own values"
+UNCHANGED = (
+    "the server passes hidden sums on as it added them: what clients do with sums that it has changed could tell it "
+    "about them"
+)
+START = "the model's first version is known to clients alone: one that follows from a public seed is public"
+GIVEN_WINNERS = (
+    "ε given what is hidden counts a client's own uploads, with the winners and their sums as given: both depend on "
+    "everybody's data, without noise, and steer all later rounds"
+)
+GIVEN_SUMS = (
+    "ε given what is hidden counts a client's own uploads, with the hidden sums as given: they depend on everybody's "
+    "data, without noise, and steer all later rounds"
+)
+IN_ANY_CASE = (
+    "ε in any case counts every upload of everybody, as far as a client's data could reach others' through what is "
+    "hidden"
+)
+TAGS = (
+    "votes: the server sees every overlap between clients' votes, hence whose data are alike; with one client on its "
+    "side it reads every vote; and it may call any tags it was sent the winners (vote = histogram shows it no vote)"
+)
+COUNTS = "votes: every client reads how many voted for each parameter, without noise (vote = tags: only which have won)"
+SUMS_OPEN = (
+    "the hidden sums, and with them the mean training loss: every client reads them, without noise; the fewer uploads "
+    "a sum holds, the more it says about each"
+)
+REST_OPEN = (
+    "what is not hidden of the model: the server sees its noised changes in the model's order, without knowing where "
+    "hidden ones are missing between them"
+)
+CHANGES_OPEN = "the model: the server sees every change to it, and lacks only its first version"
+MODEL_WITH_CLIENTS = "the model from clients: each of them holds it"
+FORGED = "the model's integrity: a server can add to sums what it likes, and clients cannot tell"

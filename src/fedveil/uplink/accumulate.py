@@ -34,8 +34,8 @@ class ExactSum:
         """The vectors' length."""
         return self._limbs.shape[1]
 
-    def add(self, vector: Tensor) -> None:
-        """Add one vector; refuses wrong shapes, numbers out of range, NaN and infinity, unchanged."""
+    def check(self, vector: Tensor) -> None:
+        """Refuse wrong shapes, numbers out of range, NaN and infinity, and more vectors than can be exact."""
         if vector.dim() != 1 or len(vector) != self.length:
             raise ProtocolError(
                 f"an upload has shape {tuple(vector.shape)} where ({self.length},) belongs; "
@@ -46,6 +46,10 @@ class ExactSum:
         low, high = vector.aminmax() if self.length else (vector.new_zeros(()), vector.new_zeros(()))
         if not bool((low > -_RANGE) & (high < _RANGE)):  # also catches NaN
             raise ProtocolError("an upload holds NaN, infinity or a number beyond 2^36")
+
+    def add(self, vector: Tensor) -> None:
+        """Add one vector, or refuse it and stay unchanged."""
+        self.check(vector)
         self._addends += 1
         for start in range(0, self.length, self._block):
             rest, whole = self._scratch[:, : min(self._block, self.length - start)]

@@ -82,6 +82,12 @@ class FixedPoint:
         numbers *= self.step
         return numbers
 
+    def plausible(self, total: NDArray[np.uint64], *, addends: int) -> bool:
+        """Whether `total` can be the sum of `addends` encoded numbers; one that is still masked mostly cannot."""
+        signed = total.view(np.int64)
+        limit = addends * math.ceil(self.range / self.step)
+        return not len(signed) or (-limit <= int(signed.min()) and int(signed.max()) <= limit)
+
     def _refuse(self, part: Reals, start: int) -> NoReturn:
         place = int(np.argmin(np.abs(part) <= self.range))
         number = float(part[place])

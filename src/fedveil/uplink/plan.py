@@ -73,7 +73,11 @@ class Target:
 class NoisePlan:
     """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
     cancels; "sum": shared, under masks that open with a `quorum` of a neighbourhood, or added once by a `trusted`
-    server) and how its size is found."""
+    server) and how its size is found.
+
+    `per_sample`: the paper divides a client's reach by the largest number of samples, though what it clips is a whole
+    update; under paper accounting, so do we.
+    """
 
     target: Target
     layout: Layout
@@ -85,6 +89,7 @@ class NoisePlan:
     trusted: bool = False
     sampling: float | None = None
     quorum: float | None = None
+    per_sample: bool = False
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -166,6 +171,8 @@ def _covering(
     if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
         if plan.accounting == "paper":
             scales = np.asarray([plan.paper_scale(one) for one in sensitivity])
+            if plan.per_sample:
+                scales /= max(samples)
         elif plan.sampling is not None:
             scales = reach / 2.0 * plan.noise_multiplier()
         else:

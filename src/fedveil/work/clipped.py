@@ -55,7 +55,8 @@ def bounded_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
     return Layout((("gradients", (1, blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
 
-def _check_bound(clip: float) -> None:
+def check_bound(clip: float) -> None:
+    """Refuse a clipping bound that is not a positive number."""
     if not (math.isfinite(clip) and clip > 0):
         raise ConfigError(f"The clipping bound must be a positive number, not {clip}.")
 
@@ -92,7 +93,7 @@ class ClippedSamples:
     unit = "record"
 
     def __post_init__(self) -> None:
-        _check_bound(self.clip)
+        check_bound(self.clip)
         if self.sampling is not None and not 0 < self.sampling <= 1:
             raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
 
@@ -227,6 +228,12 @@ def _dtype(bench: Bench) -> torch.dtype:
     return next(bench.module.parameters()).dtype
 
 
+def refuse_broken(broadcast: Broadcast, round: int) -> None:
+    """Refuse to train a model that holds what is not a number."""
+    if (reason := _broken(broadcast, round)) is not None:
+        raise reason
+
+
 def _broken(broadcast: Broadcast, round: int) -> NumericError | None:
     """Why nothing can be computed on a model: it, and not a client's data, holds what is not a number."""
     if bool(broadcast.parameters.isfinite().all()):
@@ -248,7 +255,7 @@ class ClippedUpdate:
     unit = "client"
 
     def __post_init__(self) -> None:
-        _check_bound(self.clip)
+        check_bound(self.clip)
 
     def sensitivity(self, samples: int) -> float:
         """2·θ·n_k: how far replacing all of a client's records can move its contribution."""
@@ -261,8 +268,7 @@ class ClippedUpdate:
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally, then clip how far the parameters moved; a training that ran away has moved nothing."""
         _refuse_head(broadcast)
-        if (reason := _broken(broadcast, round)) is not None:
-            raise reason
+        refuse_broken(broadcast, round)
         try:
             moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
         except NumericError:  # a refusal would tell about the data

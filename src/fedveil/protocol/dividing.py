@@ -1,0 +1,124 @@
+"""What travels where the model lives with the clients: work to begin, votes, divided uploads, sums, lent models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedveil.protocol.hiding import Ciphertext
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.unmasking import MaskedUpload
+from fedveil.protocol.wire import message
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """A round's sums, which bring a model to `version`.
+
+    `asked` is the cohort of the uploads, `contributors` those of it that are in the sums. `rest` is the
+    sum of what travelled under noise, `hidden` the sum of what the server could not read.
+    """
+
+    version: int
+    round: int
+    attempt: int
+    asked: Tensor
+    contributors: Tensor
+    rest: Tensor
+    hidden: Tensor | None
+
+    released_as = "aggregate"
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Begin(Request):
+    """Server → client: bring your model up to date, train, and vote (or, where nothing is voted on, upload)."""
+
+    round: int
+    attempt: int
+    cohort: Tensor
+    version: int
+    latest: Aggregate | None
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Vote(Reply):
+    """Client → server: the chosen indices, each as the tag AES_k(round ‖ index), in the order of the tags."""
+
+    round: int
+    attempt: int
+    tags: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Divide(Request):
+    """Server → client: the outcome of the vote among `cohort`: winning tags, or the padded sum of ballots.
+
+    `voters` are those whose ballots are in the sum.
+    """
+
+    round: int
+    attempt: int
+    cohort: Tensor
+    winners: Tensor | None
+    counts: Tensor | None
+    voters: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Divided(Reply):
+    """Client → server: the rest of the update under noise, and what the server is not to read."""
+
+    round: int
+    attempt: int
+    rest: Tensor
+    hidden: Ciphertext | MaskedUpload | None
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Lend(Request):
+    """Server → one client: bring your model up to date and seal it for clients that have missed rounds."""
+
+    version: int
+    latest: Aggregate | None
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Lent(Reply):
+    """Client → server: the model, sealed under the group key."""
+
+    version: int
+    sealed: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Borrowed(Request):
+    """Server → one client: a model that a member has sealed."""
+
+    sealed: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Finish(Request):
+    """Server → client: the last sums; the run is over."""
+
+    version: int
+    latest: Aggregate | None
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Finished(Reply):
+    """Client → server: which version of the model it holds."""
+
+    version: int

@@ -1,0 +1,246 @@
+"""What all clients of a run share and the server does not: a group key, and a key pair for its ciphertexts.
+
+One client founds the group and seals its secrets for each of the others under the secret it shares with
+that one; the server relays what it cannot open. Any member can let a latecomer in.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ProtocolError
+from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.state import ClientState
+from fedveil.protocol.unmasking import listed, packed, unpacked
+from fedveil.protocol.wire import message
+from fedveil.secrets import Guarded, SecretSource
+
+_KEY_BYTES = 32
+_FOUNDERS_TRIED = 3
+
+
+class Group(Guarded):
+    """The secrets of a group: one key, and what opens its ciphertexts (empty where there are none)."""
+
+    def __init__(self, run: str, key: bytes, opening: bytes = b"") -> None:
+        if len(key) != _KEY_BYTES:
+            raise ProtocolError("a group key has another length than it should")
+        self.run = run
+        self._key = key
+        self._opening = opening
+
+    def seed(self, *, round: int, attempt: int, purpose: str) -> bytes:
+        """32 bytes for one round, attempt and purpose that every member can make."""
+        from fedveil.crypto.keys import PairSecret, extract
+
+        shared = PairSecret(extract(self._key, salt=b"fedveil group 1"), run=self.run, pair=(0, 0))
+        return shared.seed(round=round, attempt=attempt, purpose=purpose)
+
+    @property
+    def opening(self) -> bytes:
+        """What opens the group's ciphertexts."""
+        return self._opening
+
+    def fingerprint(self) -> bytes:
+        """Equal for members of one group; it tells nothing about the key."""
+        return hashlib.sha256(self.seed(round=0, attempt=0, purpose="fingerprint") + self._opening).digest()[:16]
+
+    def stored(self) -> dict[str, str]:
+        """Everything needed to be a member; only ever written sealed."""
+        return {"run": self.run, "key": self._key.hex(), "opening": base64.b64encode(self._opening).decode()}
+
+    @staticmethod
+    def restored(fields: dict[str, str]) -> Group:
+        """The group that `stored` described."""
+        try:
+            return Group(fields["run"], bytes.fromhex(fields["key"]), base64.b64decode(fields["opening"]))
+        except (KeyError, ValueError, TypeError) as reason:
+            raise ProtocolError("a group's secrets are malformed") from reason
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Found(Request):
+    """Server → one client: let `newcomers` into your group; found one for rounds of `clients` if there is none."""
+
+    newcomers: Tensor
+    clients: int
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Founded(Reply):
+    """Client → server: the group's public key, and its secrets sealed for each newcomer."""
+
+    public: Tensor
+    fingerprint: Tensor
+    receivers: Tensor
+    lengths: Tensor
+    bundles: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Join(Request):
+    """Server → client: who has let it into the group."""
+
+    founder: int
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Invitation(Request):
+    """Server → one client: the group's secrets, sealed for it."""
+
+    sealed: Tensor
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Joined(Reply):
+    """Client → server: it has the group's secrets; the fingerprint tells which group's."""
+
+    fingerprint: Tensor
+
+
+class OpeningKeys(Protocol):
+    """Makes the keys under which a group's ciphertexts lie."""
+
+    def fresh_opening(self, clients: int) -> bytes:
+        """A new secret key for sums of up to `clients` ciphertexts; empty where none is needed."""
+        ...
+
+    def public_of(self, opening: bytes) -> bytes:
+        """The public key that belongs to it."""
+        ...
+
+
+def _purpose(founder: int, newcomer: int) -> str:
+    return f"group {founder} > {newcomer}"
+
+
+def _sealing_key(state: ClientState, *, founder: int, newcomer: int) -> bytes:
+    other = newcomer if state.client == founder else founder
+    return state.ring().pair(other).seed(round=0, attempt=0, purpose=_purpose(founder, newcomer))
+
+
+def found(
+    state: ClientState, request: Found, *, keys: OpeningKeys, secrets: SecretSource
+) -> tuple[ClientState, Founded]:
+    """Client side: found the group, or let others into it."""
+    from fedveil.crypto.sealing import seal
+
+    ring, group = state.ring(), state.group
+    if group is None or group.run != ring.run:
+        key = secrets.stream("group", state.client, ring.run).bytes(_KEY_BYTES)
+        group = Group(ring.run, key, keys.fresh_opening(request.clients))
+    content = json.dumps(group.stored()).encode()
+    invited = {}
+    for newcomer in listed(request.newcomers):
+        if newcomer != state.client:
+            key = _sealing_key(state, founder=state.client, newcomer=newcomer)
+            invited[newcomer] = seal(content, key=key, purpose=_purpose(state.client, newcomer))
+    public = from_bytes(keys.public_of(group.opening))
+    return replace(state, group=group), Founded(state.client, public, from_bytes(group.fingerprint()), *packed(invited))
+
+
+def join(state: ClientState, request: Join, private: Request | None) -> tuple[ClientState, Joined]:
+    """Client side: open the invitation; a member of one group does not change over to another within a run."""
+    from fedveil.crypto.sealing import unseal
+
+    if not isinstance(private, Invitation):
+        raise ProtocolError(f"client {state.client} was told to join a group and was sent no invitation")
+    key = _sealing_key(state, founder=request.founder, newcomer=state.client)
+    content = unseal(to_bytes(private.sealed), key=key, purpose=_purpose(request.founder, state.client))
+    try:
+        group = Group.restored(json.loads(content))
+    except ValueError as reason:
+        raise ProtocolError("a group's secrets are malformed") from reason
+    own = state.group
+    if own is not None and own.run == group.run and own.fingerprint() != group.fingerprint():
+        raise ProtocolError(
+            f"client {state.client} is a member of this run's group and was invited to another: somebody on the way "
+            "plays two groups against each other"
+        )
+    if group.run != state.ring().run:
+        raise ProtocolError(f"client {state.client} was invited to the group of another run")
+    return replace(state, group=group), Joined(state.client, from_bytes(group.fingerprint()))
+
+
+class _Founding:
+    """Takes one founder's reply."""
+
+    def __init__(self, newcomers: Sequence[int]) -> None:
+        self._newcomers = set(newcomers)
+        self.reply: Founded | None = None
+
+    def add(self, reply: Reply) -> None:
+        if not isinstance(reply, Founded) or self.reply is not None:
+            raise ProtocolError(f"a {type(reply).__name__} arrived where one founded group belongs")
+        invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
+        if set(invited) != self._newcomers - {reply.client} or reply.public.dtype != torch.uint8:
+            raise ProtocolError("a founder invites others than it was told to")
+        self.reply = reply
+
+
+class _Joining:
+    """Takes consents to one group."""
+
+    def __init__(self, fingerprint: bytes) -> None:
+        self._fingerprint = fingerprint
+
+    def add(self, reply: Reply) -> None:
+        if not isinstance(reply, Joined) or to_bytes(reply.fingerprint) != self._fingerprint:
+            raise ProtocolError("a client has not joined the group it was invited to")
+
+
+class Gathering:
+    """Server side: who is of the group, and the public key under which its members encrypt."""
+
+    def __init__(self, *, clients: int) -> None:
+        self._clients = clients
+        self.members: list[int] = []
+        self.public = b""
+        self._fingerprint = b""
+        self.refused: dict[int, str] = {}
+
+    def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, None]:
+        """Have everybody of `clients` who is not yet a member let in, by whoever answers first."""
+        newcomers = tuple(one for one in clients if one not in self.members)
+        if not newcomers:
+            return
+        candidates = [one for one in self.members if one in clients] or [*self.members] or list(newcomers)
+        for founder in candidates[:_FOUNDERS_TRIED]:
+            founding = _Founding(newcomers)
+            answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)
+            self.refused.update({} if answer is None else answer.refused)
+            if founding.reply is not None:
+                yield from self._invite(founding.reply, founder)
+                return
+
+    def _invite(self, reply: Founded, founder: int) -> Generator[Ask, Gathered | None, None]:
+        fingerprint = to_bytes(reply.fingerprint)
+        if founder not in self.members:
+            self.members.append(founder)
+            self.public, self._fingerprint = to_bytes(reply.public), fingerprint
+        if fingerprint != self._fingerprint:
+            self.refused[founder] = "a member answered for another group than this run's"
+            return
+        invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
+        if not invited:
+            return
+        each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
+        answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint), each=each)
+        assert answer is not None
+        self.refused.update(answer.refused)
+        self.members += answer.arrived

@@ -1,0 +1,241 @@
+"""The divided uplink: a vote picks the coordinates that travel hidden, the rest is clipped and noised.
+
+    u = local update;   W = winners of the vote, |W| = ⌈r_t·d⌉
+    hidden:  Σ n_k·u_k[W] / Σ n_k      rest:  n_k·u_k[W̄]·min(1, θ/‖u_k[W̄]‖) + noise
+
+Nobody but the clients can put the two together again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import ConfigError, NumericError, ProtocolError, unknown_name
+from fedveil.flat import Layout
+from fedveil.ledger.releases import Release
+from fedveil.protocol.dividing import Divided
+from fedveil.protocol.group import Group
+from fedveil.protocol.handshake import Introduction
+from fedveil.protocol.hiding import Cipher, Pads
+from fedveil.protocol.parallel_releases import parallel_releases
+from fedveil.protocol.parts import RoundContext, Terms, planned
+from fedveil.protocol.state import ClientState
+from fedveil.secrets import SecretSource
+from fedveil.uplink.gaussian import add_fresh
+from fedveil.uplink.plan import NoisePlan
+from fedveil.uplink.ratio import Ratio
+from fedveil.uplink.vote import STRATEGIES, ballot, choice, elected, indices_of, random_choice, tags, vote_label
+from fedveil.work.persample import clip_factors
+
+Voting = Literal["tags", "histogram"]
+VOTES = ("tags", "histogram")
+Strategy = Literal["max", "min", "random"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """`ratio` of the coordinates hidden by `cipher`, the others under `noise`; `throughout`, noise lies on all of them.
+
+    `ballots` are the pads under which a vote by histogram travels. Clients that promise differential
+    privacy do not refuse numbers beyond the cipher's range, which would tell about them, but cut them off.
+    """
+
+    ratio: Ratio
+    cipher: Cipher | None = None
+    noise: NoisePlan | None = None
+    strategy: Strategy = "max"
+    ballots: Pads | None = None
+    throughout: bool = False
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise unknown_name("strategy", self.strategy, STRATEGIES)
+        if self.cipher is None and self.ratio.start > 0:
+            raise ConfigError("A share of the coordinates is to be hidden, and there is no cipher to hide them with.")
+        if self.noise is None and (self.ratio.start, self.ratio.decay) != (1.0, 1.0):
+            raise ConfigError("Coordinates that are not hidden need noise; without noise, share must be 1.")
+
+    @property
+    def introduction(self) -> Introduction:
+        """Every pair shares a secret: under it the group's secrets are passed on."""
+        return "keys"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """The noise on what is not hidden."""
+        return self.noise
+
+    @property
+    def noises_all(self) -> bool:
+        """Whether nothing leaves a client without noise: what is only hidden, every client reads in the sum."""
+        return self.noise is not None and (self.throughout or self.ratio.start == 0)
+
+    @property
+    def repairs(self) -> bool:
+        """No noise is shared by pairs."""
+        return False
+
+    def fits(self, clients: int) -> None:
+        """As the cipher has it."""
+        if clients < 2:
+            raise ConfigError("A model that lives with its clients needs at least two of them in a round.")
+        for one in (self.cipher, self.ballots):
+            if one is not None:
+                one.fits(clients)
+
+    def count(self, round: int, size: int) -> int:
+        """How many of `size` coordinates are hidden in a round."""
+        return self.ratio.winners(round, size)
+
+    def votes(self, round: int, size: int) -> bool:
+        """Whether a round begins with a vote: where there is something to choose, and not by lot."""
+        return 0 < self.count(round, size) < size and self.strategy != "random"
+
+    # --- the vote, client side
+
+    def vote(self, contribution: Tensor, group: Group, *, round: int, attempt: int, size: int) -> Tensor:
+        """This client's tags."""
+        return tags(self._chosen(contribution, round, size), key=_vote_key(group), label=vote_label(round, attempt))
+
+    def marked(self, contribution: Tensor, *, round: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """This client's ballot: a one for every chosen index."""
+        return ballot(self._chosen(contribution, round, size), size)
+
+    def _chosen(self, contribution: Tensor, round: int, size: int) -> Tensor:
+        assert self.strategy != "random"
+        return choice(contribution[:size], self.count(round, size), self.strategy)
+
+    def winners(self, winning: Tensor, group: Group, *, round: int, attempt: int, size: int) -> Tensor:
+        """The indices behind winning tags."""
+        label, count = vote_label(round, attempt), self.count(round, size)
+        return indices_of(winning, key=_vote_key(group), label=label, size=size, winners=count)
+
+    def counted(self, counts: Tensor, group: Group, context: RoundContext, voters: Sequence[int], size: int) -> Tensor:
+        """The indices that a padded sum of ballots elects."""
+        assert self.ballots is not None
+        if tuple(counts.shape) != (size,):
+            raise ProtocolError(f"a sum of ballots has shape {tuple(counts.shape)} where ({size},) belongs")
+        words = self.ballots.read_words(group, counts, voters, context.stage(0))
+        count = self.count(context.round, size)
+        label = vote_label(context.round, context.attempt)
+        return elected(words, count, voters=len(voters), most=count, key=_vote_key(group), label=label)
+
+    def unvoted(self, group: Group, *, round: int, attempt: int, size: int) -> Tensor:
+        """The hidden indices of a round without a vote: none, all, or a lot that every member draws alike."""
+        count = self.count(round, size)
+        if count in (0, size):
+            return torch.arange(count)
+        return random_choice(size, count, seed=group.seed(round=round, attempt=attempt, purpose="lot"))
+
+    # --- the upload, client side
+
+    def protect(
+        self, state: ClientState, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Divided]:
+        """Divide this round's contribution, cover both parts."""
+        pending = state.pending
+        assert pending is not None
+        assert pending.winners is not None
+        contribution = pending.contribution
+        if self.throughout:
+            contribution = self._noised(contribution.clone(), state, context, terms, secrets)
+        rest, hidden = divided(contribution, pending.winners, terms.blueprint.size)
+        if not self.throughout and self.noise is not None:
+            rest = self._noised(rest, state, context, terms, secrets)
+        part = None
+        if self.cipher is not None:
+            values = self._in_range(hidden.to(torch.float64).cpu() / sum(context.samples()))
+            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets)
+        return state, Divided(state.client, context.round, context.attempt, rest, part)
+
+    def _noised(
+        self, part: Tensor, state: ClientState, context: RoundContext, terms: Terms, secrets: SecretSource
+    ) -> Tensor:
+        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in place."""
+        assert self.noise is not None
+        covering = planned(self.noise, context, terms.work)
+        place = covering.members.index(state.client)
+        samples = context.samples()[context.cohort.index(state.client)]
+        part *= clip_factors(part.norm(), samples * terms.work.clip)  # type: ignore[attr-defined]
+        own = secrets.stream("residual", state.client, context.round, context.attempt)
+        add_fresh(part, scale=math.sqrt(float(covering.residual[place])), stream=own)
+        return part
+
+    def _in_range(self, values: Tensor) -> Tensor:
+        assert self.cipher is not None
+        limit = self.cipher.value_range
+        if self.noise is not None:
+            return values.clamp_(-limit, limit)
+        largest = float(values.abs().max()) if len(values) else 0.0
+        if not largest <= limit:
+            raise NumericError(
+                f"A client's update has a number of {largest:g}, beyond value_range = {limit:g}: training has "
+                "diverged. Lower the learning rate, or raise value_range."
+            )
+        return values
+
+    # --- the sums, client side
+
+    def mean(
+        self,
+        group: Group,
+        *,
+        rest: Tensor,
+        hidden: Tensor | None,
+        winners: Tensor,
+        context: RoundContext,
+        contributors: Sequence[int],
+        terms: Terms,
+    ) -> Tensor:
+        """(Σ of contributions) / Σ n_k, put together from both sums, in float64."""
+        size, length = terms.blueprint.size, terms.layout.length - 1
+        if rest.dim() != 1 or len(rest) != size - len(winners):
+            raise ProtocolError(
+                f"a sum under noise has shape {tuple(rest.shape)} where ({size - len(winners)},) belongs"
+            )
+        if not bool(torch.isfinite(rest).all()):
+            raise ProtocolError("a sum under noise holds NaN or infinity")
+        device = terms.blueprint.trainable.device
+        whole = torch.zeros(length, dtype=torch.float64, device=device)
+        opened = torch.empty(0, dtype=torch.float64)
+        if self.cipher is not None:
+            if hidden is None:
+                raise ProtocolError("a round's hidden sum is missing")
+            opened = self.cipher.read(group, hidden, contributors, context.stage(1)) * float(sum(context.samples()))
+        if len(opened) != len(winners) + length - size:
+            raise ProtocolError(f"a hidden sum has {len(opened)} numbers where {len(winners) + length - size} belong")
+        put_together(whole, winners, size, rest=rest, hidden=opened)
+        assert context.directory is not None
+        return whole / float(sum(context.directory.samples_of(contributors)))
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """What clients and server tell each other, field by field."""
+        return parallel_releases(self)
+
+
+def _vote_key(group: Group) -> bytes:
+    return group.seed(round=0, attempt=0, purpose="vote")
+
+
+def divided(contribution: Tensor, winners: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(rest, hidden): of the first `size` numbers the winners are hidden, and so is everything after them."""
+    outside = torch.ones(size, dtype=torch.bool, device=contribution.device)
+    outside[winners.to(contribution.device)] = False
+    hidden = torch.cat([contribution[:size][~outside], contribution[size:]])
+    return contribution[:size][outside], hidden
+
+
+def put_together(whole: Tensor, winners: Tensor, size: int, *, rest: Tensor, hidden: Tensor) -> None:
+    """The inverse of `divided`, into `whole`."""
+    outside = torch.ones(size, dtype=torch.bool, device=whole.device)
+    outside[winners.to(whole.device)] = False
+    whole[:size][outside] = rest.to(whole)
+    whole[:size][~outside] = hidden[: len(winners)].to(whole)
+    whole[size:] = hidden[len(winners) :].to(whole)

@@ -1,0 +1,62 @@
+"""Local training whose update the uplink divides: part of it hidden, the rest clipped there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.messages import Broadcast
+from fedveil.errors import NumericError
+from fedveil.flat import Layout
+from fedveil.work.clipped import bounded_layout, check_bound, refuse_broken
+from fedveil.work.messages import Bench, ClientData, one_by_one
+from fedveil.work.step import weighted
+from fedveil.work.updates import LocalSteps
+
+
+@dataclass(frozen=True)
+class DividedUpdate:
+    """n_k·u, not yet clipped: the uplink clips what it does not hide to L2 norm `clip` (θ).
+
+    `reports` adds the training loss and BatchNorm statistics, where the uplink hides those too.
+    """
+
+    local: LocalSteps
+    clip: float
+    reports: bool = True
+
+    returns = "update"
+    unit = "client"
+
+    def __post_init__(self) -> None:
+        check_bound(self.clip)
+
+    def sensitivity(self, samples: int) -> float:
+        """2·θ·n_k: how far replacing all of a client's records can move the clipped rest of its contribution."""
+        return 2.0 * self.clip * samples
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients (here w − w_k), what is reported beside them, and weight."""
+        if self.reports:
+            return self.local.layout(blueprint, tensors=tensors)
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally; a training that ran away has moved nothing, for a refusal would tell about the data."""
+        refuse_broken(broadcast, round)
+        length = bench.layout.length - 1
+        try:
+            moved = self.local.run(bench, broadcast, data, round=round)[:length]
+        except NumericError:
+            moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
+        return weighted(moved / len(data), len(data))
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other."""
+        return one_by_one(self, bench, broadcast, clients, round=round)
