@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from fedveil.errors import unknown_name
-from fedveil.reproduce import dropout, mpdp, sampling, strengths, table1, veil_dp
+from fedveil.reproduce import (
+    dropout,
+    mpdp,
+    paraaegis,
+    paraaegis_strategies,
+    sampling,
+    strengths,
+    table1,
+    veil_dp,
+)
 from fedveil.reproduce.entry import Entry
 
-_ENTRIES = (strengths.ENTRY, table1.ENTRY, sampling.ENTRY, dropout.ENTRY, mpdp.ENTRY, veil_dp.ENTRY)
+_ENTRIES = (
+    strengths.ENTRY,
+    table1.ENTRY,
+    sampling.ENTRY,
+    dropout.ENTRY,
+    mpdp.ENTRY,
+    paraaegis.ENTRY,
+    paraaegis_strategies.ENTRY,
+    veil_dp.ENTRY,
+)
 
 
 def entries() -> tuple[Entry, ...]:
