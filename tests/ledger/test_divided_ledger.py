@@ -94,7 +94,7 @@ def test_the_hidden_part_is_protected_by_computation_alone_and_the_ledger_says_s
 @pytest.mark.parametrize("cipher", ["ckks", "pads"])
 def test_a_server_that_changes_hidden_sums_is_outside_the_claim(cipher: str) -> None:
     ledger = ledger_of("ckks-fedavg", cipher=cipher)
-    assert any("passes hidden sums on as it added them" in one for one in ledger.line(SERVER).assumptions)
+    assert any("passes sums and models on as it got them" in one for one in ledger.line(SERVER).assumptions)
     assert any("a server can add to sums what it likes" in one for one in ledger.unprotected)
 
 

@@ -19,7 +19,7 @@ from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.shares import LOCK, Item, Label, open_bundle, unlock_shares
 from fedveil.protocol.unmasking import MaskedUpload, Relayed, Revealed, packed, unpacked
-from protocol.masking import Federation, words
+from protocol.masking import Federation, mask_purpose, words
 
 
 def relayed(uploads: Mapping[int, MaskedUpload], client: int) -> Relayed:
@@ -102,7 +102,9 @@ class Adversary:
         for own, peer in ((one, other), (other, one)):
             if own in self.allies:
                 pair = self.federation.states[own].ring().pair(peer)
-                return pair.seed(round=self.context.round, attempt=self.context.attempt, purpose="mask")
+                return pair.seed(
+                    round=self.context.round, attempt=self.context.attempt, purpose=mask_purpose(self.context)
+                )
         return self.secret(one, other) or self.secret(other, one)
 
     def readable(self) -> list[frozenset[int]]:

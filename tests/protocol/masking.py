@@ -114,5 +114,10 @@ def arrivals(uploads: Iterable[int]) -> Gathered:
     return Gathered(tuple(uploads), {}, (), 0, 0)
 
 
+def mask_purpose(context: RoundContext) -> str:
+    """What a pair's mask of a round is for, where clients are told nothing but its graph."""
+    return f"mask on {context.graph_seed().hex()}"
+
+
 def words(upload: MaskedUpload) -> NDArray[np.uint64]:
     return upload.payload.numpy().view(np.uint64)

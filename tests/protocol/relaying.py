@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.protocol.group import Found, Founded, Invitation, Join, Joined
 from fedveil.protocol.hiding import Ciphertext
+from fedveil.protocol.keeping import UnreadableError
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parallel import Parallel
 from fedveil.protocol.wire import decode, encode
@@ -57,17 +58,25 @@ class Hall:
         """A client's reply to what the server asks now, or to what somebody made of it."""
         sent = decode(encode(self.ask.common if request is None else request))
         told = self.ask.each.get(client) if private is None else private
-        self.states[client], reply = self.role.handle(
-            self.states[client], sent, self.job.pool.clients[client], None if told is None else decode(encode(told))
-        )
+        private_too = {} if told is None else {client: decode(encode(told))}
+        answers = self.role.handle_many([self.states[client]], sent, [self.job.pool.clients[client]], private_too)  # type: ignore[arg-type]
+        self.states[client], reply = next(answers)
+        if isinstance(reply, FedVeilError):
+            raise reply
         return decode(encode(reply))
 
     def refusal(self, client: int, request: Request | None = None, private: Request | None = None) -> str:
-        """Why a client does not answer; it is left as it was."""
+        """Why a client does not answer; it is left as it was, but for the sums it counts as unreadable."""
         before = self.states[client]
         with pytest.raises(FedVeilError) as caught:
             self.answer(client, request, private)
-        assert self.states[client] is before
+        after, self.states[client] = self.states[client], before
+        if isinstance(caught.value, UnreadableError):
+            assert after.misread == before.misread + 1
+            after = replace(after, misread=before.misread)
+            assert all(getattr(after, one.name) is getattr(before, one.name) for one in fields(before))
+        else:
+            assert after is before
         return str(caught.value)
 
     def go_on(self, replies: list[Any], refused: dict[int, str] | None = None) -> Ask:

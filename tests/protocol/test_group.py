@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -138,10 +140,19 @@ def test_who_introduces_itself_late_is_let_in_and_lent_the_model(how: dict[str, 
 
 
 def test_a_run_that_too_few_have_joined_stops_and_says_why(hall: Hall) -> None:
-    hall.go_on([hall.answer(0)])
-    with pytest.raises(StopIteration):
-        hall.go_on([], refused={1: "the door is locked", 2: "?", 3: "?"})
-    assert hall.stopped == "too few clients have joined the group; client 1: the door is locked"
+    """Whoever nobody follows has founded nothing, and the next is asked; it ends when nobody is left to ask."""
+    founders: list[int] = []
+    while not hall.stopped:
+        assert isinstance(hall.ask.common, Found)
+        founders += hall.ask.to
+        hall.go_on([hall.answer(hall.ask.to[0])])
+        assert isinstance(hall.ask.common, Join)
+        with suppress(StopIteration):
+            hall.go_on([], refused=dict.fromkeys(hall.ask.to, "the door is locked"))
+        assert members(hall) == []
+    assert founders[:2] == [0, 1]
+    assert len(set(founders)) == len(founders)
+    assert re.fullmatch(r"too few clients have joined the group; client \d: the door is locked", hall.stopped)
 
 
 # ---- what clients refuse

@@ -30,7 +30,7 @@ from fedveil.protocol.shares import Quorum
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.secrets import SeededSecrets
-from protocol.masking import RUN, Federation, arrivals, words
+from protocol.masking import RUN, Federation, arrivals, mask_purpose, words
 from protocol.relaying import Covered, Recording, watch_uploads
 from protocol.test_masked import assert_uniform, byte_p_value
 
@@ -137,7 +137,7 @@ class Padded(Federation):
         self.without_pad(opened, client, context)
         for ally in allies:
             pair = self.states[ally].ring().pair(client)
-            seed = pair.seed(round=context.round, attempt=context.attempt, purpose="mask")
+            seed = pair.seed(round=context.round, attempt=context.attempt, purpose=mask_purpose(context))
             add_mask(opened, seed, subtract=client < ally)
 
     def without_pad(self, opened: NDArray[np.uint64], client: int, context: RoundContext) -> None:

@@ -315,7 +315,7 @@ def test_only_a_whole_model_of_the_right_version_and_group_is_borrowed(lending: 
 
 def _another_group() -> Borrowed:
     other = hall(Begin, seed=2)
-    start = other.role._start
+    start = other.role._keeper._start
     return lent(other, {**start.facts(), "version": 1}, start.tensors())
 
 

@@ -27,7 +27,7 @@ from fedveil.runs.training import fresh_state, train_job
 from fedveil.secrets import OsSecrets
 from fedveil.uplink.fixed_point import FixedPoint
 from protocol.adversary import relayed
-from protocol.masking import Federation, words
+from protocol.masking import Federation, mask_purpose, words
 from shell import fedveil
 
 SAMPLES = 300
@@ -248,7 +248,7 @@ def test_what_is_left_when_a_client_vanished_after_uploading_still_looks_uniform
     uploads = federation.uploads(vectors, context)
     opened = words(uploads[1]).copy()
     for peer in (0, 2, 3, 4, 5):
-        seed = federation.states[peer].ring().pair(1).seed(round=0, attempt=0, purpose="mask")
+        seed = federation.states[peer].ring().pair(1).seed(round=0, attempt=0, purpose=mask_purpose(context))
         stream.add_mask(opened, seed, subtract=peer > 1)
     if unmask == "always":
         assert_uniform(opened)

@@ -56,7 +56,7 @@ class Ckks:
         return ckks.SecretKey.from_bytes(opening).public_bytes()
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:
         """Encrypt."""
         key = ckks.SecretKey.from_bytes(state.membership().opening)

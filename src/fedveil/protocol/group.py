@@ -224,23 +224,27 @@ class Gathering:
             founding = _Founding(newcomers)
             answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)
             self.refused.update({} if answer is None else answer.refused)
-            if founding.reply is not None:
-                yield from self._invite(founding.reply, founder)
+            if founding.reply is not None and (yield from self._invited(founding.reply, founder)):
                 return
 
-    def _invite(self, reply: Founded, founder: int) -> Generator[Ask, Gathered | None, None]:
+    def _invited(self, reply: Founded, founder: int) -> Generator[Ask, Gathered | None, bool]:
+        """Whether anybody joined whom `founder` invited; a founder whom nobody follows founds nothing."""
         fingerprint = to_bytes(reply.fingerprint)
+        if self.members and fingerprint != self._fingerprint:
+            self.refused[founder] = "a member answered for another group than this run's"
+            return False
+        invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
+        each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
+        joined: tuple[int, ...] = ()
+        if invited:
+            answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint), each=each)
+            assert answer is not None
+            self.refused.update(answer.refused)
+            joined = answer.arrived
+            if not joined:
+                return False
         if founder not in self.members:
             self.members.append(founder)
             self.public, self._fingerprint = to_bytes(reply.public), fingerprint
-        if fingerprint != self._fingerprint:
-            self.refused[founder] = "a member answered for another group than this run's"
-            return
-        invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
-        if not invited:
-            return
-        each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
-        answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint), each=each)
-        assert answer is not None
-        self.refused.update(answer.refused)
-        self.members += answer.arrived
+        self.members += joined
+        return True

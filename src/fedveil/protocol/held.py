@@ -10,18 +10,23 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.blueprint import Weights
+from fedveil.errors import ProtocolError
 
 _BUFFER = "held.buffer."
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss."""
+    """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss.
+
+    `story` is the digest of all those aggregates, where masks are bound to it.
+    """
 
     weights: Weights = field(repr=False)
     velocity: Tensor = field(repr=False)
     version: int = 0
     loss: float | None = None
+    story: bytes = b""
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> Held:
@@ -31,7 +36,7 @@ class Held:
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        return {"version": self.version, "loss": self.loss}
+        return {"version": self.version, "loss": self.loss, "story": self.story.hex()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
@@ -53,7 +58,11 @@ class Held:
             tensors["held.statistics"],
             {name.removeprefix(_BUFFER): one for name, one in tensors.items() if name.startswith(_BUFFER)},
         )
-        return Held(weights, tensors["held.velocity"], facts["version"], facts.get("loss"))
+        try:
+            story = bytes.fromhex(str(facts.get("story", "")))
+        except ValueError as reason:
+            raise ProtocolError("a stored model's story is malformed") from reason
+        return Held(weights, tensors["held.velocity"], facts["version"], facts.get("loss"), story)
 
 
 @dataclass(frozen=True, eq=False)

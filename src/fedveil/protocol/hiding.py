@@ -78,9 +78,9 @@ class Cipher(OpeningKeys, Protocol):
         ...
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:
-        """Client side: cover a vector before it leaves."""
+        """Client side: cover a vector before it leaves; `story` is what others must have been told, too."""
         ...
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, object]:
@@ -156,13 +156,19 @@ class Pads:
         return members[: len(members) - self.masks.quorum.of(len(members)) + 1]
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:
         """Encode, pad, mask."""
-        return self.hide_words(state, self.codec(context).encode(values), context, secrets=secrets)
+        return self.hide_words(state, self.codec(context).encode(values), context, secrets=secrets, story=story)
 
     def hide_words(
-        self, state: ClientState, words: NDArray[np.uint64], context: RoundContext, *, secrets: SecretSource
+        self,
+        state: ClientState,
+        words: NDArray[np.uint64],
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        story: bytes = b"",
     ) -> tuple[ClientState, MaskedUpload]:
         """Pad and mask integers, in place."""
         from fedveil.crypto.stream import add_mask
@@ -170,7 +176,7 @@ class Pads:
         context.check_member(state.client)
         if state.client in self.padding(context):
             add_mask(words, _pad_seed(state.membership(), state.client, context))
-        return self.masks.cover(state, words, context, secrets=secrets)
+        return self.masks.cover(state, words, context, secrets=secrets, story=story)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, object]:
         """Reveal shares of masks."""

@@ -7,37 +7,34 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
-from fedveil.downlink.messages import Broadcast, Recovered
+from fedveil.downlink.messages import Broadcast
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client import Answer, own_target
-from fedveil.protocol.directory import Directory, Hello, from_bytes, to_bytes
+from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.dividing import (
     Aggregate,
     Begin,
-    Borrowed,
     Divide,
     Finish,
     Finished,
     Lend,
-    Lent,
     Vote,
 )
 from fedveil.protocol.group import Found, Join, OpeningKeys, found, join
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.held import Held, Pending
 from fedveil.protocol.hiding import Pads
+from fedveil.protocol.keeping import Keeper, UnreadableError
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.moving import Mover
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parallel import Parallel
 from fedveil.protocol.parts import RoundContext, Scheme, planned
 from fedveil.protocol.state import ClientState
-from fedveil.protocol.stored import as_bytes, from_stored
+from fedveil.protocol.story import told_outcome
 from fedveil.protocol.unmasking import Unmask, listed
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.work.messages import Bench, ClientData
@@ -46,6 +43,8 @@ if TYPE_CHECKING:
     from fedveil.crypto.roster import Roster
 
 _VOTE, _UPLOAD = 0, 1
+MOST_MISREAD = 3
+"""So many unreadable sums of one run does a client refuse before it leaves: one bad client must not end a run."""
 
 
 class HolderRole:
@@ -67,14 +66,12 @@ class HolderRole:
         self._uplink = parallel(scheme)
         self._blueprint = blueprint
         self._terms = scheme.terms(blueprint)
-        self._start = start
-        self._mover = Mover(blueprint, optimiser)
+        self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser)
         self._secrets = OsSecrets() if secrets is None else secrets
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         self._policy = own_target(scheme) if policy is None else policy
         self._roster = roster
         self._identities = {} if identities is None else identities
-        self._moved: tuple[Aggregate, Held, Held] | None = None
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
         if policy is not None:
             policy.check_scheme(
@@ -87,7 +84,10 @@ class HolderRole:
     def handle(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None = None
     ) -> tuple[ClientState, Reply]:
-        """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
+        """Answer one message, or raise why not; `private` is what the server sent to this client alone.
+
+        Whoever raises forgets what it refused: `handle_many` gives the state that counts it.
+        """
         told = {} if private is None else {state.client: private}
         advanced, answer = next(self.handle_many([state], request, [data], told))
         if isinstance(answer, FedVeilError):
@@ -106,23 +106,38 @@ class HolderRole:
         ready: dict[int, list[tuple[ClientState, RoundContext, ClientData]]] = {}
         for state, data in zip(states, clients, strict=True):
             try:
+                self._check_patience(state, request)
                 if isinstance(request, Begin):
                     begun, context = self._begin(state, request, told.get(state.client))
                     ready.setdefault(id(begun.held), []).append((begun, context, data))
                 else:
                     yield self._answer(state, request, data, told.get(state.client))
+            except UnreadableError as reason:
+                yield replace(state, misread=state.misread + 1), reason
             except FedVeilError as reason:
                 yield state, reason
         for together in ready.values():
             yield from self._train(together)
 
+    @staticmethod
+    def _check_patience(state: ClientState, request: Request) -> None:
+        """Whether a sum can be read depends on what is hidden: a server must not learn that answer by answer."""
+        here = state.keys is not None and state.ran == state.keys.run
+        if here and state.misread >= MOST_MISREAD and isinstance(request, (Begin, Divide, Lend, Finish)):
+            raise ProtocolError(
+                f"client {state.client} has refused {MOST_MISREAD} sums of this run and takes no further part"
+            )
+
+    def moved(self, state: ClientState, latest: Aggregate) -> Held:
+        """The model one aggregate further."""
+        return self._keeper.moved(state, latest)
+
     def _begin(self, state: ClientState, request: Begin, private: Request | None) -> tuple[ClientState, RoundContext]:
         """Bring the model up to date, and promise to answer this round once."""
-        state = self._brought_up(state, request.version, request.latest, private)
+        state = self._keeper.brought_up(state, request.version, request.latest, private)
         context = self._context(state, request.round, request.attempt, request.cohort)
         voting = self._uplink.votes(request.round, self._blueprint.size)
-        stage = context.stage(_VOTE if voting else _UPLOAD)
-        state = state.answering(stage.round, stage.attempt)
+        state = _answering(state, context.stage(_VOTE if voting else _UPLOAD))
         return (state if voting else self._charged(state, context)), context
 
     def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor) -> RoundContext:
@@ -175,17 +190,21 @@ class HolderRole:
         which = {"round": context.round, "attempt": context.attempt, "size": size}
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
-            return self._upload(state, context, Pending(context.round, context.attempt, contribution, winners))
+            pending = Pending(context.round, context.attempt, contribution, winners)
+            return self._upload(state, context, pending, self._keeper.held(state).story)
         state = replace(state, pending=Pending(context.round, context.attempt, contribution))
         if uplink.ballots is None:
             tags = uplink.vote(contribution, state.membership(), **which)
             return state, Vote(state.client, context.round, context.attempt, tags)
         words = uplink.marked(contribution, round=context.round, size=size)
-        return uplink.ballots.hide_words(state, words, context.stage(_VOTE), secrets=self._secrets)
+        story = self._keeper.held(state).story
+        return uplink.ballots.hide_words(state, words, context.stage(_VOTE), secrets=self._secrets, story=story)
 
-    def _upload(self, state: ClientState, context: RoundContext, pending: Pending) -> tuple[ClientState, Reply]:
+    def _upload(
+        self, state: ClientState, context: RoundContext, pending: Pending, story: bytes
+    ) -> tuple[ClientState, Reply]:
         state, reply = self._uplink.protect(
-            replace(state, pending=pending), context, self._terms, secrets=self._secrets
+            replace(state, pending=pending), context, self._terms, secrets=self._secrets, story=story
         )
         # From here on only the winners are needed, to put the sums together.
         done = replace(pending, contribution=pending.contribution.new_empty(0))
@@ -213,7 +232,10 @@ class HolderRole:
         if isinstance(request, Unmask):
             return self._masks(state, request).answer(state, request, private)  # type: ignore[return-value]
         if isinstance(request, (Lend, Finish)):
-            return self._up_to_date(state, request, private)
+            state = self._keeper.brought_up(state, request.version, request.latest, private)
+            if isinstance(request, Lend):
+                return state, self._keeper.lend(state)
+            return state, Finished(state.client, self._keeper.held(state).version)
         raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
 
     def _opening_keys(self) -> OpeningKeys:
@@ -234,9 +256,9 @@ class HolderRole:
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
-        stage = context.stage(_UPLOAD)
-        state = self._charged(state.answering(stage.round, stage.attempt), context)
-        return self._upload(state, context, replace(pending, winners=winners))
+        state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
+        story = told_outcome(self._keeper.held(state).story, request) if self._uplink.masks else b""
+        return self._upload(state, context, replace(pending, winners=winners), story)
 
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
@@ -255,93 +277,24 @@ class HolderRole:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
             # Pads and masks of the ballots belong to the cohort that was asked for them.
             asked = RoundContext(request.round, request.attempt, state.seat, context.directory)
-            winners = uplink.counted(request.counts, state.membership(), asked, listed(request.voters), size)
+            try:
+                winners = uplink.counted(request.counts, state.membership(), asked, listed(request.voters), size)
+            except ProtocolError as reason:
+                raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)
         return winners
 
-    # --- the model
 
-    def _up_to_date(
-        self, state: ClientState, request: Lend | Finish, private: Request | None
-    ) -> tuple[ClientState, Reply]:
-        state = self._brought_up(state, request.version, request.latest, private)
-        held = state.held
-        assert held is not None
-        if isinstance(request, Finish):
-            return state, Finished(state.client, held.version)
-        from fedveil.crypto.sealing import seal
-
-        key = state.membership().seed(round=0, attempt=0, purpose="model")
-        sealed = seal(as_bytes(held.facts(), held.tensors()), key=key, purpose=_model_purpose(held.version))
-        return state, Lent(state.client, held.version, from_bytes(sealed))
-
-    def _brought_up(
-        self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None
-    ) -> ClientState:
-        """The state with the model of `version`: held already, one aggregate behind, or borrowed."""
-        held = self._start if state.held is None else state.held
-        if isinstance(private, Borrowed):
-            return replace(state, held=self._borrowed(state, private, version), pending=None)
-        if held.version == version:
-            return replace(state, held=held)
-        if held.version + 1 == version and latest is not None and latest.version == version:
-            return replace(state, held=self.moved(replace(state, held=held), latest), pending=None)
+def _answering(state: ClientState, stage: RoundContext) -> ClientState:
+    """Promise to answer a stage once, whatever the attempt: two sums of one round that differ by a client show it."""
+    run = state.ring().run
+    if state.ran == run and stage.round <= state.answered[0]:
         raise ProtocolError(
-            f"client {state.client} holds version {held.version} of the model, was asked to work on {version}, and was "
-            "not sent what it lacks"
+            f"client {state.client} was asked for round {stage.round // 2 + 1} of this run, which it has answered or "
+            "left behind: a run that is resumed begins with new keys"
         )
-
-    def _borrowed(self, state: ClientState, lent: Borrowed, version: int) -> Held:
-        from fedveil.crypto.sealing import unseal
-
-        key = state.membership().seed(round=0, attempt=0, purpose="model")
-        facts, tensors = from_stored(unseal(to_bytes(lent.sealed), key=key, purpose=_model_purpose(version)))
-        if facts.get("version") != version or _shapes(tensors) != _shapes(self._start.tensors()):
-            raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
-        device = self._blueprint.trainable.device
-        return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
-
-    def moved(self, state: ClientState, latest: Aggregate) -> Held:
-        """The model one aggregate further; simulated clients that hold the same one share the result."""
-        held = self._start if state.held is None else state.held
-        if self._moved is not None and self._moved[0] is latest and self._moved[1] is held:
-            return self._moved[2]
-        pending = state.pending
-        if (
-            pending is None
-            or pending.winners is None
-            or (pending.round, pending.attempt)
-            != (
-                latest.round,
-                latest.attempt,
-            )
-        ):
-            raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
-        recovered = self._recovered(state, latest, pending.winners)
-        weights, velocity = held.weights.clone(), held.velocity.clone()
-        self._mover.move(weights, velocity, recovered, round=latest.round)
-        after = Held(weights, velocity, latest.version, recovered.loss)
-        self._moved = (latest, held, after)
-        return after
-
-    def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
-        asked, contributors = tuple(listed(latest.asked)), listed(latest.contributors)
-        if not contributors or len(set(contributors)) < len(contributors) or not set(contributors) <= set(asked):
-            raise ProtocolError("a round's sums name contributors that were not asked, or one twice")
-        self._uplink.fits(len(contributors))
-        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known())
-        mean = self._uplink.mean(
-            state.membership(),
-            rest=latest.rest,
-            hidden=latest.hidden,
-            winners=winners,
-            context=context,
-            contributors=contributors,
-            terms=self._terms,
-        )
-        sums = self._terms.layout.split(torch.cat([mean, mean.new_ones(1)]))
-        values = sums["values"]
-        return Recovered(sums["gradients"][0], float(values[0]) if values.numel() else None, sums["statistics"], None)
+    misread = state.misread if state.ran == run else 0
+    return replace(state.answering(stage.round, stage.attempt), ran=run, misread=misread)
 
 
 class _NoKeys:
@@ -355,14 +308,6 @@ class _NoKeys:
 
 
 _NO_KEYS = _NoKeys()
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (one.dtype, one.shape) for name, one in tensors.items()}
-
-
-def _model_purpose(version: int) -> str:
-    return f"model of version {version}"
 
 
 def parallel(scheme: Scheme) -> Parallel:

@@ -7,6 +7,7 @@ which cancel in the sum, and a mask of its own, which its neighbours can help to
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,13 @@ _FINEST = 1024.0
 def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
     # Remembered, because in a simulation every client derives the same graph.
     return ring(members, degree=degree, seed=seed)
+
+
+def _label(state: ClientState, round: int, attempt: int) -> Label:
+    """What ties a client's masks and shares to those of others: round, graph, and what it was told besides."""
+    graph, story = bytes.fromhex(state.graph), bytes.fromhex(state.story)
+    bound = hashlib.sha256(b"fedveil told 1" + graph + story).digest() if story else graph
+    return Label(round, attempt, bound)
 
 
 @dataclass(frozen=True)
@@ -187,16 +195,27 @@ class Masked:
         return self.cover(state, words, context, secrets=secrets)
 
     def cover(
-        self, state: ClientState, words: NDArray[np.uint64], context: RoundContext, *, secrets: SecretSource
+        self,
+        state: ClientState,
+        words: NDArray[np.uint64],
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        story: bytes = b"",
     ) -> tuple[ClientState, MaskedUpload]:
-        """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets."""
+        """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets.
+
+        Masks cancel only between clients that saw the same graph and were told the same `story`.
+        """
         from fedveil.crypto.stream import add_mask
 
-        client, label = state.client, Label(context.round, context.attempt, context.graph_seed())
+        state = replace(state, seat=context.cohort, graph=context.graph_seed().hex(), story=story.hex())
+        client, label = state.client, _label(state, context.round, context.attempt)
         keys, graph = state.ring(), self.graph(context)
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
         for peer in graph.neighbours(client):
-            seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_MASK)
+            purpose = f"{_MASK} on {label.graph.hex()}"
+            seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
             add_mask(words, seed, subtract=client > peer)
             dealt[peer] = seed
         if self.unmask == "always":
@@ -205,8 +224,7 @@ class Masked:
         stream = secrets.stream("shares", client, context.round, context.attempt)
         bundles = deal(graph, keys, secrets=dealt, quorum=self.quorum, stream=stream, label=label)
         payload = torch.from_numpy(words.view(np.int64))
-        upload = MaskedUpload(client, context.round, context.attempt, payload, *packed(bundles))
-        return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
+        return state, MaskedUpload(client, context.round, context.attempt, payload, *packed(bundles))
 
     def _check_range(self, client: int, context: RoundContext, terms: Terms) -> None:
         """Refuse by public facts what might not fit: under a DP claim, a refusal by the data would tell about it."""
@@ -251,7 +269,7 @@ class Masked:
             raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
         advanced = state.revealing(request.round, request.attempt)
         keys, graph = state.ring(), self._answered_graph(state)
-        label = Label(request.round, request.attempt, bytes.fromhex(state.graph))
+        label = _label(state, request.round, request.attempt)
         survivors = self._checked_survivors(state, graph, request)
         digest = list_digest(survivors, graph=label.graph)
         signature = keys.sign(digest, purpose="survivors")

@@ -82,6 +82,11 @@ class Parallel:
         """No noise is shared by pairs."""
         return False
 
+    @property
+    def masks(self) -> bool:
+        """Whether anything travels under masks."""
+        return isinstance(self.cipher, Pads) or self.ballots is not None
+
     def fits(self, clients: int) -> None:
         """As the cipher has it."""
         if clients < 2:
@@ -137,7 +142,7 @@ class Parallel:
     # --- the upload, client side
 
     def protect(
-        self, state: ClientState, context: RoundContext, terms: Terms, *, secrets: SecretSource
+        self, state: ClientState, context: RoundContext, terms: Terms, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Divided]:
         """Divide this round's contribution, cover both parts."""
         pending = state.pending
@@ -152,7 +157,7 @@ class Parallel:
         part = None
         if self.cipher is not None:
             values = self._in_range(hidden.to(torch.float64).cpu() / sum(context.samples()))
-            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets)
+            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, story=story)
         return state, Divided(state.client, context.round, context.attempt, rest, part)
 
     def _noised(
@@ -173,11 +178,11 @@ class Parallel:
         limit = self.cipher.value_range
         if self.noise is not None:
             return values.clamp_(-limit, limit)
-        largest = float(values.abs().max()) if len(values) else 0.0
-        if not largest <= limit:
+        if len(values) and not float(values.abs().max()) <= limit:
+            # How far beyond is nobody else's business.
             raise NumericError(
-                f"A client's update has a number of {largest:g}, beyond value_range = {limit:g}: training has "
-                "diverged. Lower the learning rate, or raise value_range."
+                f"A client's update has numbers beyond value_range = {limit:g}: training has diverged. Lower the "
+                "learning rate, or raise value_range."
             )
         return values
 

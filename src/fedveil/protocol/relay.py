@@ -22,6 +22,7 @@ from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Finish
 from fedveil.protocol.group import Gathering
 from fedveil.protocol.hiding import PaddedSum
 from fedveil.protocol.holder import parallel
+from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, Scheme
 from fedveil.protocol.relayed import DividedSum, Farewells, Loan, Votes
@@ -63,6 +64,8 @@ class RelayRole(Conductor):
         self._latest: Aggregate | None = None
         self._holding: dict[int, int] = {}
         self._informed: set[int] = set()
+        self._doubted: set[int] = set()
+        self._lender = -1
 
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         asking, answer = self._group.steps(clients), None
@@ -85,11 +88,13 @@ class RelayRole(Conductor):
         """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
         behind = [one for one in clients if not self._up_to_date(one)]
         lenders = [one for one in self._group.members if self._up_to_date(one)] if behind else []
-        for lender in lenders[:_LENDERS_TRIED]:
+        # Whoever lent a model that nobody could use comes last.
+        for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
             loan = Loan(self._version)
             yield self._declared_only(Ask((lender,), Lend(self._version, self._latest), loan))
             if loan.sealed is not None:
                 self._holding[lender] = self._version
+                self._lender = lender
                 return dict.fromkeys(behind, Borrowed(loan.sealed))
         return {}
 
@@ -111,9 +116,18 @@ class RelayRole(Conductor):
         except (ProtocolError, ConfigError) as reason:
             failed = str(reason)
         self.state.round += 1
+        if any(one not in self._holding or self._holding[one] != self._version for one in loans):
+            self._doubted.add(self._lender)
+        if failed and heard.unreadable:
+            self._take_back()
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
         yield RoundDone(context.round, None, able, heard.gathered(), failed=failed, aggregate=latest)
+
+    def _take_back(self) -> None:
+        """Give up sums that nobody could read: whoever was sent them still holds the model before them."""
+        if self._latest is not None and self._version not in self._holding.values():
+            self._latest, self._version, self._informed = None, self._version - 1, set()
 
     def _sums(
         self, context: RoundContext, loans: Mapping[int, Request], heard: _Heard
@@ -203,6 +217,11 @@ class _Heard:
     def arrived(self) -> tuple[int, ...]:
         """Who answered the last phase, in order."""
         return tuple(sorted(self.last.arrived))
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether somebody refused because of sums; whoever refuses for another reason has no quarrel with them."""
+        return any(UNREADABLE in reason for reason in self._refused.values())
 
     def take(self, gathered: Gathered) -> None:
         """A phase in which clients send something of their own."""

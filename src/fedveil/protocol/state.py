@@ -25,7 +25,9 @@ class ClientState:
     names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
     grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
     uploads have cost so far by its own account. Where the model lives with clients, `group` is what they
-    share, `held` the model, and `pending` what the round it works on has brought so far.
+    share, `held` the model, `pending` what the round it works on has brought so far, `story` what its last
+    masks were bound to besides their graph, `ran` the run in which it answered last, and `misread` how
+    many sums of that run it has refused.
     """
 
     client: int
@@ -39,6 +41,9 @@ class ClientState:
     group: Group | None = None
     held: Held | None = None
     pending: Pending | None = None
+    story: str = ""
+    ran: str = ""
+    misread: int = 0
 
     def answering(self, round: int, attempt: int) -> ClientState:
         """The state after answering (round, attempt); each is answered at most once.
@@ -104,6 +109,9 @@ class ClientState:
             "group": None if self.group is None else self.group.stored(),
             "held": None if self.held is None else self.held.facts(),
             "pending": None if self.pending is None else self.pending.facts(),
+            "story": self.story,
+            "ran": self.ran,
+            "misread": self.misread,
         }
         return seal(as_bytes(fields, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
 
@@ -131,4 +139,7 @@ class ClientState:
             None if group is None else Group.restored(group),
             None if held is None else Held.restored(held, tensors),
             None if pending is None else Pending.restored(pending, tensors),
+            fields["story"],
+            fields["ran"],
+            fields["misread"],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fedveil.protocol import (
     Train,
 )
 from fedveil.protocol.dividing import Begin, Divide
+from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
@@ -87,14 +88,18 @@ def train_job(
 
     def boundary(done: RoundDone) -> None:
         state.round = done.round + 1
-        books.end(done, void=_by_policy(done))
+        books.end(done, void=_by_policy(done) and not done.gathered.missing)
         failures[0] = failures[0] + 1 if done.failed else 0
         if done.failed and done.round > 0 and _by_policy(done):
             raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
-        if done.failed and (not done.gathered.arrived or failures[0] >= _MOST_FAILURES):
+        over = not done.gathered.arrived and not _unreadable(done)
+        if done.failed and (over or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
         if isinstance(role, HolderRole) and done.aggregate is not None:
-            done = taken_from_a_client(role, engine, done, state)
+            try:
+                done = taken_from_a_client(role, engine, done, state)
+            except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
+                done = replace(done, failed=str(reason), aggregate=None)
         now = time.perf_counter()
         row = _row(job, done, state, seconds=now - last[0])
         last[0] = time.perf_counter()
@@ -145,6 +150,12 @@ class _EndedError(Exception):
 def _by_policy(done: RoundDone) -> bool:
     refused = done.gathered.refused
     return not done.gathered.arrived and bool(refused) and all(ENDED in reason for reason in refused.values())
+
+
+def _unreadable(done: RoundDone) -> bool:
+    """Whether clients only refused the sums of the round before, which the server then takes back."""
+    refused = done.gathered.refused
+    return bool(refused) and all(UNREADABLE in reason for reason in refused.values())
 
 
 def _failure(done: RoundDone) -> FedVeilError:

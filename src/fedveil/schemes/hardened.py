@@ -76,6 +76,7 @@ def veil_secagg(
             ),
             unprotected=(
                 "the sum itself: no differential privacy is claimed for it",
+                remarks.DIFFERENCES,
                 remarks.CRAFTED,
                 remarks.VEIL,
             ),

@@ -42,9 +42,9 @@ def _cipher(
     if name not in CIPHERS:
         raise unknown_name("cipher", name, CIPHERS)
     if name == "ckks":
-        return Ckks(value_range), (remarks.LATTICE, remarks.SHARED_KEY, remarks.UNCHANGED)
+        return Ckks(value_range), (remarks.LATTICE, remarks.SHARED_KEY, remarks.UNCHANGED, remarks.LENDERS)
     masks = Masked(value_range, unmask, Quorum(threshold), neighbours)
-    return Pads(masks), (remarks.GROUP, *masked_assumptions(threshold, unmask), remarks.UNCHANGED)
+    return Pads(masks), (remarks.GROUP, *masked_assumptions(threshold, unmask), remarks.UNCHANGED, remarks.LENDERS)
 
 
 def _plan(setting: Setting, epsilon: float, delta: float, accounting: Accounting) -> NoisePlan:
@@ -113,7 +113,7 @@ def ckks_fedavg(
         holder="clients",
         remarks=Remarks(
             assumptions=(remarks.KEYS, *assumed, remarks.START),
-            unprotected=(remarks.SUMS_OPEN, remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
+            unprotected=(remarks.SUMS_OPEN, remarks.DIFFERENCES, remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
         ),
     )
 
@@ -220,7 +220,7 @@ def paraaegis(
             ),
             unprotected=(
                 *(((remarks.TAGS,) if ballots is None else (remarks.COUNTS,)) if votes else ()),
-                *((remarks.SUMS_OPEN,) if share > 0 else ()),
+                *((remarks.SUMS_OPEN, remarks.DIFFERENCES) if share > 0 else ()),
                 *(() if everything else (remarks.REST_OPEN if share > 0 else remarks.CHANGES_OPEN,)),
                 remarks.MODEL_WITH_CLIENTS,
                 remarks.FORGED,

@@ -27,8 +27,13 @@ SHARED_KEY = (
 )
 GROUP = "what the group shares stays with it: a client that tells the server lets it read sums, but nobody's own values"
 UNCHANGED = (
-    "the server passes hidden sums on as it added them: what clients do with sums that it has changed could tell it "
-    "about them"
+    "the server passes sums and models on as it got them, the same to everybody: what clients do with changed ones, "
+    "and whether they can read them, could tell it about what is hidden"
+)
+LENDERS = "clients that lend a model to those who missed rounds lend the true one: a crafted one shows its borrower"
+DIFFERENCES = (
+    "sums of rounds that differ in one client: whoever reads both reads that client's part, so that nobody who wants "
+    "to know it may choose the cohorts"
 )
 START = "the model's first version is known to clients alone: one that follows from a public seed is public"
 GIVEN_WINNERS = (
@@ -41,7 +46,7 @@ GIVEN_SUMS = (
 )
 IN_ANY_CASE = (
     "ε in any case counts every upload of everybody, as far as a client's data could reach others' through what is "
-    "hidden"
+    "hidden: it rests on every client's noise, on cohorts drawn beforehand, and is computational like the hiding"
 )
 TAGS = (
     "votes: the server sees every overlap between clients' votes, hence whose data are alike; with one client on its "
