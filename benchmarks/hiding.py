@@ -155,7 +155,16 @@ def shares(*, repeats: int) -> list[Row]:
     """Which share of a ParaAegis round each part takes, added over all machines (ResNet-20, r = 10 %)."""
     rows = []
     for cipher, share in (("ckks", 0.1), ("ckks", 1.0), ("pads", 0.1), ("pads", 1.0)):
-        found = [_clocked(cipher, share) for _ in range(repeats)]
+        clocked = [_clocked(cipher, share) for _ in range(repeats)]
+        found, traffic = [one for one, _ in clocked], clocked[0][1]
+        rows += [
+            Row(
+                f"bytes {way}, {cipher}, r = {share:.0%} (ResNet-20)",
+                "the model in float32",
+                Ratio(times, times, times),
+            )
+            for way, times in traffic.items()
+        ]
         totals = Timed(tuple(sum(one.values()) for one in found))
         for part in _PARTS:
             spent = Timed(tuple(one[part] for one in found))
@@ -165,8 +174,11 @@ def shares(*, repeats: int) -> list[Row]:
     return rows
 
 
-def _clocked(cipher: str, share: float) -> dict[str, float]:
-    """Seconds of one round by part. Every client reads the sum itself, as it would on a machine of its own."""
+def _clocked(cipher: str, share: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of one round by part, and bytes against plain ones.
+
+    Every client reads the sum itself, as it would on a machine of its own.
+    """
     from fedveil import models
     from fedveil.config import RunConfig
     from fedveil.engines import ClientPool
@@ -194,10 +206,12 @@ def _clocked(cipher: str, share: float) -> dict[str, float]:
     pool = ClientPool.shared(x, y, list(torch.arange(len(x)).chunk(CLIENTS)))
     job = assemble_job(config, net, pool, None, ModelFacts("resnet20", {}, (3, 32, 32), 10, "classification"))
     with _clocks() as spent:
-        train_job(job, state=fresh_state(job))
+        outcome = train_job(job, state=fresh_state(job))
     found = {part: sum(spent[name] for name in names) / 2 for part, names in _PARTS.items()}
-    found["reading the sum"] *= CLIENTS  # in one process, clients with the same model read it once
-    return found
+    for part in ("reading the sum", "vote: reading the winners"):
+        found[part] *= CLIENTS  # in one process, clients that were told the same work it out once
+    plain, last = 4 * job.blueprint.size, outcome.rows[-1]  # the first round brings no sums down
+    return found, {"up": last["bytes_up"] / plain, "down": last["bytes_down"] / plain}
 
 
 @contextmanager
