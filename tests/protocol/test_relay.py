@@ -379,5 +379,5 @@ def test_a_sum_of_so_few_that_it_shows_one_of_them_to_the_others_is_not_passed_o
         run = held_run(of(**how), absent=absent)
         assert run.rounds[1].gathered.arrived == tuple(range(there))
         assert bool(run.rounds[1].failed) is (there < needed)
-        assert f"at least {'two' if needed == 2 else 'three'}" in run.rounds[1].failed or there == needed
+        assert "a sum of so few" in run.rounds[1].failed or "at least t" in run.rounds[1].failed or there == needed
         assert not run.rounds[2].failed

@@ -25,7 +25,7 @@ from fedveil.protocol.parallel import Parallel, divided, put_together
 from fedveil.runs.job import Job
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.ratio import Ratio
-from fedveil.work.divided import DividedUpdate
+from fedveil.work.divided import RAN_AWAY, DividedUpdate
 from fedveil.work.messages import Bench, ClientData
 from fedveil.work.updates import LocalSteps
 from protocol.relaying import Covered, Recording, watch_uploads
@@ -83,7 +83,10 @@ def test_a_training_that_runs_away_has_moved_nothing_and_one_on_a_broken_model_i
     x, y = data.take(torch.arange(len(data)))
     wild = ClientData(1, torch.full_like(x, float("nan")), y)
     found = work.run(bench, broadcast, wild, round=0)
-    assert not found[:-1].any()
+    size = one.blueprint.size
+    assert not found[:size].any()
+    assert float(found[size]) == RAN_AWAY * len(data)
+    assert not found[size + 1 : -1].any()
     assert float(found[-1]) == len(data)
     broken = replace(broadcast, parameters=torch.full_like(broadcast.parameters, float("inf")))
     with pytest.raises(NumericError, match="The model of round 1 holds numbers that are not finite"):

@@ -23,7 +23,7 @@ def export(
 
     with working("exporting"):
         found = export_run(run, out, spread=spread)
-    plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the server's")
+    plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the model's")
     if found.visible:
         names = ", ".join(one.name for one in found.visible)
         plainly(f"visible, as in any usable model (the output is not rescaled): {names}")

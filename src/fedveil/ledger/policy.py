@@ -67,8 +67,8 @@ class Policy:
         if self.max_epsilon is not None and not noised:
             raise ConfigError(
                 f"The client's policy allows at most ε = {self.max_epsilon:g}, but under this scheme its uploads, or "
-                "part of them, carry no noise of its own that would bound ε. Use ldp, nadp, veil-dp or serial, or drop "
-                "max_epsilon from the policy."
+                "part of them, carry no noise of its own that would bound ε. Use ldp, nadp, veil-dp, dp-fedavg or "
+                "serial, or drop max_epsilon from the policy."
             )
         if self.min_cohort is not None and not acquainted:
             raise ConfigError(

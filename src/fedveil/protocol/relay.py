@@ -114,7 +114,7 @@ class RelayRole(Conductor):
         except UndeclaredError:
             raise
         except (ProtocolError, ConfigError) as reason:
-            failed = str(reason)
+            failed = str(reason).rstrip(".")
         self.state.round += 1
         if any(one not in self._holding or self._holding[one] != self._version for one in loans):
             self._doubted.add(self._lender)
@@ -152,7 +152,11 @@ class RelayRole(Conductor):
         self._heard(heard, gathered, began=request is begin)
         if not heard.arrived:
             raise ProtocolError("no upload arrived")
-        uplink.fits(len(heard.arrived))  # a sum of too few would show one of them to the others
+        try:
+            uplink.fits(len(heard.arrived))
+        except ConfigError as reason:
+            few = f"{len(heard.arrived)} of {len(context.cohort)} uploads arrived"
+            raise ProtocolError(f"{few}: a sum of so few would show one of them to the others") from reason
         yield from self._opened(total, heard)
         return total.aggregate(self._version + 1, heard.arrived)
 

@@ -25,6 +25,7 @@ def rehearse(job: Job) -> None:
     client_role(job)
     if isinstance(getattr(scheme.uplink, "cipher", None), Ckks):
         ckks.require()
+        ckks.workers()
     uplink, first = scheme.uplink, job.cohort.draw(0)
     neighbours = getattr(uplink, "neighbours", None) if scheme.plan is None else scheme.plan.neighbours
     if neighbours is not None:

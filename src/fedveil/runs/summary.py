@@ -43,7 +43,14 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     if losses and losses[0] and not losses[-1] < 10 * losses[0]:
-        summary["warning"] = "the training loss has grown more than tenfold: lower the learning rate"
+        noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, clip"
+        summary["warning"] = f"the training loss has grown more than tenfold: lower the learning rate{noise}"
+    limit = getattr(getattr(job.scheme.uplink, "cipher", None), "value_range", None)
+    if limit is not None and losses and max(losses) >= limit:
+        summary["warning"] = (
+            f"the training loss has reached value_range = {limit:g}, beyond which numbers are cut off: lower the "
+            "learning rate, or clip if it is the noise that drowns the updates"
+        )
     if job.coverage is not None:
         summary["coverage"] = job.coverage.fraction
         summary["visible"] = [one.name for one in job.coverage.visible]

@@ -41,9 +41,9 @@ def _cipher(
     """The cipher, and what hiding under it assumes."""
     if name not in CIPHERS:
         raise unknown_name("cipher", name, CIPHERS)
+    masks = Masked(value_range, unmask, Quorum(threshold), neighbours)  # refuses nonsense also where it is not used
     if name == "ckks":
         return Ckks(value_range), (remarks.LATTICE, remarks.SHARED_KEY, remarks.UNCHANGED, remarks.LENDERS)
-    masks = Masked(value_range, unmask, Quorum(threshold), neighbours)
     return Pads(masks), (remarks.GROUP, *masked_assumptions(threshold, unmask), remarks.UNCHANGED, remarks.LENDERS)
 
 
