@@ -156,9 +156,12 @@ def test_secrets_are_simulated_only_with_a_seed() -> None:
 
 def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
     config = RunConfig(seed=1, loss="square")
-    free = {"rounds": 51, "checkpoint_every": 1, "evaluate_every": 3}
+    free: dict[str, Any] = {"rounds": 51, "checkpoint_every": 1, "evaluate_every": 3, "record": True}
     for name, value in free.items():
         assert config.with_changes(**{name: value}).fingerprint() == config.fingerprint()
+    recorded = {"record_rounds": "1,2", "record_clients": "3"}
+    assert config.with_changes(record=True, **recorded).fingerprint() == config.fingerprint()
+    free |= recorded
     other: dict[str, Any] = {
         "seed": 2,
         "secrets": "os",

@@ -16,7 +16,9 @@ from fedveil.errors import ConfigError, unknown_name
 
 ModelOption = int | float | str | bool
 
-_NOT_PART_OF_THE_RUN = frozenset({"checkpoint_every", "evaluate_every", "rounds"})
+_NOT_PART_OF_THE_RUN = frozenset(
+    {"checkpoint_every", "evaluate_every", "rounds", "record", "record_rounds", "record_clients"}
+)
 _LARGEST_SEED = (1 << 63) - 1
 _SCHEME_OPTIONS = (
     *("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs"),
@@ -104,6 +106,9 @@ class RunConfig:
     vectorise: bool | None = _option("many clients at once (default: where that is faster)")
     checkpoint_every: int = _option("rounds between checkpoints (0: never)", 10)
     evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
+    record: bool = _option("for audits: keep the messages of some rounds, and the server's secrets beside them", False)
+    record_rounds: str | None = _option("record: which rounds, like 1,2,10; default: the first three and the last")
+    record_clients: str | None = _option("record: which clients, like 0,1; default: 0 and 1")
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -142,6 +147,12 @@ class RunConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise unknown_name(name, str(getattr(self, name)), [one for one in known if one])
+        for name in ("record_rounds", "record_clients"):
+            given = getattr(self, name)
+            if given is not None and not self.record:
+                raise ConfigError(f"{name} says what to record, but nothing is recorded: set record (--record) too.")
+            if given is not None:
+                numbers_of(given, name)
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
 
@@ -205,6 +216,14 @@ class RunConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
             raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
         return {key.replace("-", "_"): value for key, value in settings.items()}
+
+
+def numbers_of(text: str, name: str) -> tuple[int, ...]:
+    """Whole numbers as they are typed, 1,2,10: ascending, each once."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 (got {text!r}).")
+    return tuple(sorted({int(word) for word in words}))
 
 
 def _toml(value: object) -> str:

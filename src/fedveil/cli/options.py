@@ -8,7 +8,7 @@ import typer
 
 _DATA, _TRAIN, _VEIL = "Data", "Training", "Veil"
 _PRIVACY, _MASKS, _LIMITS, _MACHINE = "Privacy", "Masks", "Clients' own limits", "Machine"
-_HIDDEN = "Hidden share"
+_HIDDEN, _AUDIT = "Hidden share", "Audit"
 
 
 def _flag(panel: str, text: str, *names: str) -> typer.models.OptionInfo:
@@ -189,7 +189,8 @@ Identities = Annotated[
 Seed = Annotated[int | None, _flag(_MACHINE, "Reproducible run; its secrets are simulated.")]
 Secrets = Annotated[str | None, _flag(_MACHINE, "os, or seeded (a simulation).")]
 SimulateDropout = Annotated[
-    float | None, _flag(_MACHINE, "Chance that a client vanishes before it uploads. (default: 0)")
+    float | None,
+    _flag(_MACHINE, "Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"),
 ]
 Device = Annotated[str | None, _flag(_MACHINE, "cpu or cuda. (default: cpu)")]
 Dtype = Annotated[str | None, _flag(_MACHINE, "float32 or float64. (default: float32)")]
@@ -198,6 +199,18 @@ Vectorise = Annotated[
 ]
 CheckpointEvery = Annotated[int | None, _flag(_MACHINE, "Rounds between checkpoints; 0: never. (default: 10)")]
 EvaluateEvery = Annotated[int | None, _flag(_MACHINE, "Rounds between evaluations; 0: at the end. (default: 1)")]
+
+Record = Annotated[
+    bool | None,
+    _flag(
+        _AUDIT,
+        "Keep what passes in some rounds for an audit, in OUT/record: messages, and the server's secrets beside them. "
+        "(default: no)",
+        "--record/--no-record",
+    ),
+]
+RecordRounds = Annotated[str | None, _flag(_AUDIT, "Which rounds: 1,2,10. (default: the first three and the last)")]
+RecordClients = Annotated[str | None, _flag(_AUDIT, "Which clients: 0,1. (default: 0 and 1)")]
 
 
 def cohort_of(text: str) -> float | int:

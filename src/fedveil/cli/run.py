@@ -83,6 +83,9 @@ def run(
     vectorise: flag.Vectorise = None,
     checkpoint_every: flag.CheckpointEvery = None,
     evaluate_every: flag.EvaluateEvery = None,
+    record: flag.Record = None,
+    record_rounds: flag.RecordRounds = None,
+    record_clients: flag.RecordClients = None,
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
@@ -94,7 +97,7 @@ def run(
 
       fedveil run --scheme nadp --epsilon 1 --clip 1 --rounds 100 --out runs/b
 
-      fedveil run --scheme paraaegis --share 0.1 --cipher pads --local-epochs 3 --batch-size 32 --out runs/p
+      fedveil run --scheme paraaegis --share 0.1 --cipher pads --clip 0.001 --local-epochs 3 --out runs/p
 
       fedveil run -c my-run.toml --rounds 200 --out runs/c
 

@@ -21,6 +21,7 @@ from fedveil.protocol import (
 )
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.client import Answer
+from fedveil.protocol.heard import Heard
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import size
 from fedveil.work.messages import ClientData
@@ -71,13 +72,14 @@ class ClientPool:
 
 
 Absent = Callable[[Request, int], bool]
+Listen = Callable[[Heard], None]
 
 
 class LocalEngine:
     """Drives a server's run against clients in this process.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
-    `spent` is what clients remember of their earlier spending (μ²).
+    `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class LocalEngine:
         reorder: Callable[[list[Reply]], list[Reply]] | None = None,
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
+        listen: Listen | None = None,
     ) -> None:
         self._role = role
         self._pool = pool
@@ -97,6 +100,7 @@ class LocalEngine:
         }
         self._reorder = reorder
         self._absent = absent
+        self._listen = listen
 
     def state_of(self, client: int) -> ClientState:
         """What a client remembers now."""
@@ -132,6 +136,10 @@ class LocalEngine:
         refused: dict[int, str] = {}
         up = 0
         down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
+        if self._listen is not None:
+            self._listen(Heard("request", ask.common, ask.common, to=ask.to))
+            for client, private in ask.each.items():
+                self._listen(Heard("private", ask.common, private, to=(client,), client=client))
         present = [one for one in ask.to if self._absent is None or not self._absent(ask.common, one)]
         for start in range(0, len(present), _AT_ONCE):
             for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
@@ -140,6 +148,8 @@ class LocalEngine:
                     refused[state.client] = str(reply)
                     continue
                 up += size(reply)
+                if self._listen is not None:
+                    self._listen(Heard("reply", ask.common, reply, client=reply.client, state=state))
                 try:
                     ask.into.add(reply)
                     arrived.append(reply.client)

@@ -1,4 +1,7 @@
-"""The run folder: config.toml, metrics.jsonl, privacy.jsonl, checkpoints/, model, summary.json, ledger.json."""
+"""The run folder: config.toml, metrics.jsonl, privacy.jsonl, checkpoints/, model, summary.json, ledger.json.
+
+A run that is recorded for an audit has record/ besides.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ class RunFolder:
         self.ledger_file = self.path / "ledger.json"
         self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.record = self.path / "record"
         self._attempts = self.path / "attempts.json"
 
     def require_free(self) -> None:

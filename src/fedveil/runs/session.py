@@ -16,6 +16,7 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.model_file import save_model
 from fedveil.runs.progress import progress_for, working
+from fedveil.runs.recorded import chosen
 from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.summary import summarise
 from fedveil.runs.training import Row, fresh_state, train_job
@@ -33,6 +34,8 @@ def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = l
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
         rehearse(job)
+        if config.record:
+            chosen(job)  # what cannot be recorded is refused before the folder is taken
     folder.start(config)
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say)
 
@@ -91,7 +94,8 @@ def train_into(
         bar.update(row)
 
     with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
-        outcome = train_job(job, state=state, on_round=boundary, journal=folder.privacy_journal, say=say)
+        record = folder.record if config.record else None
+        outcome = train_job(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
     module = assemble(job.blueprint, state.weights).eval()
     save_model(
         folder.model_file,

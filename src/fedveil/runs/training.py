@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.engines import LocalEngine
-from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.policy import ENDED
 from fedveil.protocol import (
     HolderRole,
@@ -23,6 +23,7 @@ from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy import Books
+from fedveil.runs.recorded import recorder_for
 from fedveil.runs.roles import client_role, server_steps, taken_from_a_client
 from fedveil.work.batches import mixed_seed
 
@@ -67,12 +68,16 @@ def train_job(
     state: ServerState,
     on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
     journal: Path | None = None,
+    record: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train from `state` to the last round; `on_round` sees every boundary's metrics and state.
 
-    `journal` is the file in which spent privacy is written down as it is spent.
+    `journal` is the file in which spent privacy is written down as it is spent, `record` the folder in which
+    messages are kept for an audit, and the server's secrets with them.
     """
+    if job.config.record and record is None:
+        raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
     books = Books(job, journal)
     if journal is not None and books.account is not None and books.account.rounds < state.round:
         raise CheckpointError(
@@ -80,7 +85,14 @@ def train_job(
             "spent is no longer known. Put the file back, or start anew with another --out."
         )
     role = client_role(job, state)
-    engine = LocalEngine(role, job.pool, absent=_simulated_dropout(job), spent=books.remembered())
+    recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
+    engine = LocalEngine(
+        role,
+        job.pool,
+        absent=_simulated_dropout(job),
+        spent=books.remembered(),
+        listen=None if recorder is None else recorder.hear,
+    )
     outcome = Outcome(state, books)
     started = time.perf_counter()
     last = [started]
@@ -92,7 +104,8 @@ def train_job(
         failures[0] = failures[0] + 1 if done.failed else 0
         if done.failed and done.round > 0 and _by_policy(done):
             raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
-        over = not done.gathered.arrived and not _unreadable(done)
+        # Everybody gone for one round is what networks do; everybody refusing is not.
+        over = not done.gathered.arrived and bool(done.gathered.refused) and not _unreadable(done)
         if done.failed and (over or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
         if isinstance(role, HolderRole) and done.aggregate is not None:
@@ -113,11 +126,15 @@ def train_job(
         say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
 
     try:
-        steps = server_steps(job, state, books.account)
+        served = job if recorder is None else replace(job, scheme=recorder.scheme)
+        steps = server_steps(served, state, books.account)
         engine.drive(steps, on_round=boundary, on_begin=books.begin, on_stop=stopped)
     except _EndedError as reason:
         state.round -= 1  # the round nobody took part in
         stopped(str(reason))
+    finally:
+        if recorder is not None:
+            recorder.close()
     outcome.seconds = time.perf_counter() - started
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")

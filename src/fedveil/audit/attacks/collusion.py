@@ -1,0 +1,128 @@
+"""Collusion: a server and some clients take off the victim's upload what those clients share with it.
+
+Pair noise Δ (or a pair mask) is in two uploads with opposite signs, and both ends can make it again. What
+remains on the victim's upload is its own noise and what it shares with honest clients:
+
+    residual_v + Σ_{honest j} pair_vj                    seen alone
+    1/(Σ_H⁻¹)_vv = S_v²/μ_v²                             by who also knows what the honest others computed
+
+Σ_H is the covariance of the honest clients' uploads without the colluders' pairs: the ledger's own figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import ConfigError, DataError
+from fedveil.ledger.correlated import Covering
+from fedveil.uplink.gaussian import add_seeded
+
+
+def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, length: int) -> Tensor:
+    """The Gaussian noise that a colluder put into its own upload for the victim's sake, from this round's pair seed.
+
+    The smaller number adds, the larger subtracts; the last entry (the weight) carries none.
+    """
+    found = torch.zeros(length, dtype=torch.float64)
+    sign = 1.0 if colluder < victim else -1.0
+    add_seeded(found[:-1], scale=sign * math.sqrt(variance), seed=seed)
+    return found
+
+
+def without_shared(upload: Tensor, shared: Iterable[Tensor]) -> Tensor:
+    """The victim's upload plus what each colluder put into its own for the victim's sake: the pair's part cancels.
+
+    Noise is float64; masks are int64 words, which cancel modulo 2⁶⁴.
+    """
+    words = not upload.is_floating_point()
+    left = upload.clone() if words else upload.double()
+    for part in shared:
+        if part.shape != upload.shape or part.is_floating_point() == words:
+            raise DataError(
+                f"A shared part of shape {tuple(part.shape)} ({part.dtype}) does not fit an upload of shape "
+                f"{tuple(upload.shape)} ({upload.dtype})."
+            )
+        left = left + part.to(left)
+    return left
+
+
+def remaining_variance(covering: Covering, victim: int, *, colluders: Collection[int] = ()) -> float:
+    """residual_v + Σ pair_vj over honest j: the noise per coordinate left on the victim's upload, seen alone."""
+    place = _place(covering, victim, colluders)
+    known = _known(covering, colluders)
+    here = (covering.first == place) | (covering.second == place)
+    other = covering.first[here] + covering.second[here] - place
+    return float(covering.residual[place]) + math.fsum(covering.pairs[here][~known[other]])
+
+
+def sharpest_variance(covering: Covering, victim: int, *, colluders: Collection[int] = ()) -> float:
+    """1/(Σ_H⁻¹)_vv: what is left against one who knows all that the honest others computed."""
+    place = _place(covering, victim, colluders)
+    honest, sigma = _covariance(covering, colluders)
+    at = honest.index(place)
+    others = [k for k in range(len(honest)) if k != at]
+    if not others:
+        return float(sigma[at, at])
+    across = sigma[at, others]
+    return float(sigma[at, at] - across @ np.linalg.solve(sigma[np.ix_(others, others)], across))
+
+
+def sharpest_estimate(
+    uploads: Mapping[int, Tensor],
+    known: Mapping[int, Tensor],
+    covering: Covering,
+    victim: int,
+    *,
+    colluders: Collection[int] = (),
+) -> Tensor:
+    """The best estimate of the victim's contribution, given what every honest other computed.
+
+    `uploads` of all honest clients have had the colluders' shared parts taken off; `known` are the honest others'
+    contributions. What their uploads show beyond those is their noise, of which the victim's shares a part:
+
+        ĉ_v = u_v − Σ_vo·Σ_oo⁻¹·(u_o − c_o)
+    """
+    place = _place(covering, victim, colluders)
+    honest, sigma = _covariance(covering, colluders)
+    at = honest.index(place)
+    others = [k for k in range(len(honest)) if k != at]
+    if not others:
+        return uploads[victim].double()
+    names = [covering.members[honest[k]] for k in others]
+    noise = torch.stack([uploads[name].double() - known[name].double() for name in names])
+    factor = np.linalg.solve(sigma[np.ix_(others, others)], sigma[at, others])
+    return uploads[victim].double() - torch.from_numpy(np.asarray(factor)).to(noise) @ noise
+
+
+def _place(covering: Covering, victim: int, colluders: Collection[int]) -> int:
+    if victim in colluders:
+        raise ConfigError(f"Client {victim} cannot be the victim and a colluder at once.")
+    if victim not in covering.members:
+        raise ConfigError(f"Client {victim} is not of this round: its members are {covering.members}.")
+    return covering.members.index(victim)
+
+
+def _known(covering: Covering, colluders: Collection[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.asarray([member in colluders for member in covering.members], dtype=np.bool_)
+
+
+def _covariance(
+    covering: Covering, colluders: Collection[int]
+) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
+    """(places of honest members, covariance of their uploads per coordinate without the colluders' pairs)."""
+    known = _known(covering, colluders)
+    size = len(covering.members)
+    sigma = np.diag(covering.residual).astype(np.float64)
+    free = ~known[covering.first] & ~known[covering.second]
+    first, second, pairs = covering.first[free], covering.second[free], covering.pairs[free]
+    np.add.at(sigma, (first, first), pairs)
+    np.add.at(sigma, (second, second), pairs)
+    np.subtract.at(sigma, (first, second), pairs)
+    np.subtract.at(sigma, (second, first), pairs)
+    honest = [place for place in range(size) if not known[place]]
+    return honest, sigma[np.ix_(honest, honest)]

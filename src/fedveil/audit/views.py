@@ -1,0 +1,305 @@
+"""What a role saw of a run: frozen, plain, and nothing more than that.
+
+Views are made of the exact wire bytes of a record and of what the role knew besides. `known` holds what an
+auditor grants the adversary on top, by name (public samples, candidates): it is empty unless somebody fills it.
+Views turn into bytes and back without executing anything, so that an attack can be given one and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Whatever may have been recorded has to be known to `decode`.
+import fedveil.protocol.dividing
+import fedveil.protocol.group
+import fedveil.protocol.hiding
+import fedveil.protocol.masked
+import fedveil.protocol.noised  # noqa: F401
+from fedveil.audit.facts import Facts
+from fedveil.downlink.blueprint import Weights, assemble
+from fedveil.downlink.messages import Broadcast
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.protocol.messages import Reply, Request, Train, Upload
+from fedveil.protocol.stored import as_bytes, from_stored
+from fedveil.protocol.wire import decode
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One message as it was on the wire. Rounds count from 1; round 0 is what belongs to none."""
+
+    round: int
+    attempt: int
+    phase: str
+    kind: str
+    client: int | None
+    raw: bytes
+
+    def opened(self) -> Request | Reply:
+        """What it says."""
+        found: Request | Reply = decode(self.raw)
+        return found
+
+
+Messages = tuple[Message, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Sent:
+    """The model of one round as it was sent to clients."""
+
+    round: int
+    attempt: int
+    broadcast: Broadcast
+
+
+def broadcasts_in(messages: Messages) -> tuple[Sent, ...]:
+    """Every model among the messages, in order."""
+    opened = ((one, one.opened()) for one in messages if one.phase == "train" and one.kind == "request")
+    return tuple(Sent(one.round, one.attempt, said.broadcast) for one, said in opened if isinstance(said, Train))
+
+
+@dataclass(frozen=True, eq=False)
+class ClientView:
+    """What a client saw: everything that was sent to it, and its own samples, where they are given."""
+
+    facts: Facts
+    client: int
+    messages: Messages
+    x: Tensor | None = None
+    y: Tensor | None = None
+    known: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def broadcasts(self) -> tuple[Sent, ...]:
+        """Every model it was sent."""
+        return broadcasts_in(self.messages)
+
+
+@dataclass(frozen=True, eq=False)
+class OutsiderView:
+    """What somebody on the wire saw: messages both ways, and no secret."""
+
+    facts: Facts
+    messages: Messages
+    known: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def broadcasts(self) -> tuple[Sent, ...]:
+        """Every model that passed."""
+        return broadcasts_in(self.messages)
+
+    def uploads_of(self, client: int) -> tuple[Upload, ...]:
+        """Every upload of one client that passed."""
+        opened = (one.opened() for one in self.messages if one.kind == "reply" and one.client == client)
+        return tuple(said for said in opened if isinstance(said, Upload))
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """What the server made of uploads: the true gradient (a mean over samples), loss and batch statistics."""
+
+    gradient: Tensor
+    loss: float | None
+    statistics: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ServerView:
+    """What the server saw of one client in one round, and what it knew.
+
+    `messages` are the round's: what was sent, and what the victim answered. `weights` are the server's own
+    before the round. `recovered` is what it computes from the victim's upload alone (None where it cannot read
+    one), `summed` from the sum of all. With `colluders`, `uncovered` is the upload less what they share with
+    the victim, and `recovered` is computed from that. `samples` is what the victim announced or sent,
+    `labels` are known only if the auditor says so.
+    """
+
+    facts: Facts
+    round: int
+    attempt: int
+    victim: int
+    messages: Messages
+    weights: Weights | None
+    recovered: Opened | None
+    summed: Opened | None
+    samples: int | None
+    labels: Tensor | None = None
+    colluders: tuple[int, ...] = ()
+    uncovered: Tensor | None = None
+    known: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def upload(self) -> Tensor | None:
+        """The victim's upload as it was received: numbers, or words under masks; None if none came."""
+        for one in self.messages:
+            said = one.opened() if one.kind == "reply" and one.phase == "train" else None
+            if isinstance(said, Upload):
+                return said.payload
+        return None
+
+    @property
+    def broadcast(self) -> Broadcast | None:
+        """The model the server sent."""
+        sent = broadcasts_in(self.messages)
+        return sent[0].broadcast if sent else None
+
+    def model(self) -> nn.Module:
+        """The server's own model before the round, as it works, in training mode."""
+        if self.weights is None:
+            raise ConfigError(f"The server of {self.facts.scheme} holds no model: it only relays.")
+        return assemble(self.facts.blueprint(), self.weights).train()
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many samples the victim's gradient is of."""
+        return None if self.samples is None else self.facts.batch_of(self.samples)
+
+
+@dataclass(frozen=True, eq=False)
+class ServerHistory:
+    """What the server saw of one client over several rounds."""
+
+    rounds: tuple[ServerView, ...]
+
+
+View = ClientView | OutsiderView | ServerView | ServerHistory
+
+
+def to_bytes(view: View) -> bytes:
+    """Fields as JSON, then tensors and wire bytes; nothing executable."""
+    if isinstance(view, ServerHistory):
+        parts = {f"view.{place}": _as_tensor(to_bytes(one)) for place, one in enumerate(view.rounds)}
+        return as_bytes({"view": "history", "count": len(view.rounds)}, parts)
+    fields: dict[str, Any] = {"facts": view.facts.as_data(), "messages": [_envelope(one) for one in view.messages]}
+    tensors = {f"message.{place}": _as_tensor(one.raw) for place, one in enumerate(view.messages)}
+    tensors |= {f"known.{name}": one for name, one in view.known.items()}
+    if isinstance(view, ClientView):
+        fields |= {"view": "client", "client": view.client}
+        tensors |= _given({"x": view.x, "y": view.y})
+    elif isinstance(view, OutsiderView):
+        fields |= {"view": "outsider"}
+    else:
+        fields |= {
+            "view": "server",
+            "round": view.round,
+            "attempt": view.attempt,
+            "victim": view.victim,
+            "samples": view.samples,
+            "colluders": view.colluders,
+        }
+        tensors |= _given({"labels": view.labels, "uncovered": view.uncovered})
+        if view.weights is not None:
+            tensors |= {f"weights.{name}": value for name, value in weights_by_name(view.weights).items()}
+        for name, one in (("recovered", view.recovered), ("summed", view.summed)):
+            if one is not None:
+                fields[name] = one.loss
+                tensors |= {f"{name}.gradient": one.gradient, f"{name}.statistics": one.statistics}
+    return as_bytes(fields, tensors)
+
+
+def from_bytes(data: bytes) -> View:
+    """The view back; anything else is refused."""
+    fields, tensors = from_stored(data)
+    kind = str(fields.get("view"))
+    if kind not in _READERS:
+        raise ProtocolError("these bytes are no view of a run")
+    try:
+        return _READERS[kind](fields, tensors)
+    except (KeyError, TypeError, ValueError) as reason:
+        raise ProtocolError(f"a view is damaged: {reason}") from reason
+
+
+def _envelope(one: Message) -> list[Any]:
+    return [one.round, one.attempt, one.phase, one.kind, one.client]
+
+
+def _messages(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Messages:
+    raw = (tensors[f"message.{place}"].numpy().tobytes() for place in range(len(fields["messages"])))
+    return tuple(
+        Message(round, attempt, phase, kind, client, one)
+        for (round, attempt, phase, kind, client), one in zip(fields["messages"], raw, strict=True)
+    )
+
+
+def _client(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
+    facts = Facts.from_data(fields["facts"])
+    return ClientView(
+        facts,
+        fields["client"],
+        _messages(fields, tensors),
+        tensors.get("x"),
+        tensors.get("y"),
+        _under("known", tensors),
+    )
+
+
+def _outsider(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
+    return OutsiderView(Facts.from_data(fields["facts"]), _messages(fields, tensors), _under("known", tensors))
+
+
+def _server(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
+    return ServerView(
+        Facts.from_data(fields["facts"]),
+        fields["round"],
+        fields["attempt"],
+        fields["victim"],
+        _messages(fields, tensors),
+        weights_from(_under("weights", tensors)),
+        _opened("recovered", fields, tensors),
+        _opened("summed", fields, tensors),
+        fields["samples"],
+        tensors.get("labels"),
+        tuple(fields["colluders"]),
+        tensors.get("uncovered"),
+        _under("known", tensors),
+    )
+
+
+def _history(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
+    views = [from_bytes(tensors[f"view.{place}"].numpy().tobytes()) for place in range(fields["count"])]
+    return ServerHistory(tuple(one for one in views if isinstance(one, ServerView)))
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Tensor]], View]] = {
+    "client": _client,
+    "outsider": _outsider,
+    "server": _server,
+    "history": _history,
+}
+
+
+def _opened(name: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Opened | None:
+    if f"{name}.gradient" not in tensors:
+        return None
+    return Opened(tensors[f"{name}.gradient"], fields[name], tensors[f"{name}.statistics"])
+
+
+def weights_from(tensors: Mapping[str, Tensor]) -> Weights | None:
+    """A model's values from named tensors; None where there are none."""
+    if "parameters" not in tensors:
+        return None
+    return Weights(tensors["parameters"], tensors["epsilon"], tensors["statistics"], _under("buffer", tensors))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) + 1 :]: one for name, one in tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def weights_by_name(weights: Weights) -> dict[str, Tensor]:
+    """A model's values as named tensors."""
+    own = {"parameters": weights.parameters, "epsilon": weights.epsilon, "statistics": weights.statistics}
+    return {**own, **{f"buffer.{name}": value for name, value in weights.buffers.items()}}
+
+
+def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: one for name, one in tensors.items() if one is not None}
+
+
+def _as_tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,141 @@
+"""A server with some clients takes off what those share with the victim; the rest is what the ledger says."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from audit.attacks.listening import Heard, listen
+from federation import distance, job
+from fedveil.audit.attacks.collusion import (
+    pair_noise,
+    remaining_variance,
+    sharpest_estimate,
+    sharpest_variance,
+    without_shared,
+)
+from fedveil.errors import ConfigError, DataError
+from fedveil.ledger.correlated import charges
+from fedveil.protocol.noised import pair_purpose, partners
+
+CLIENTS = 6
+VICTIM = 2
+SIGMAS = 5.0  # less than one false alarm in a million
+
+
+@cache
+def run(neighbours: int | None = None) -> Heard:
+    given: dict[str, Any] = {"loss": None, "how": "size", "collusion": 0.3, "neighbours": neighbours}
+    return listen(job(scheme="nadp", rounds=1, clients=CLIENTS, **given))
+
+
+def shared(heard: Heard, colluder: int, victim: int) -> Tensor | None:
+    """What a colluder can compute: from its own key ring and the round's public facts."""
+    covering, context = heard.covering(0), heard.context(0)
+    variance = dict(partners(covering, covering.members.index(colluder))).get(victim)
+    if variance is None:
+        return None
+    seed = heard.states[colluder].ring().pair(victim).seed(round=0, attempt=0, purpose=pair_purpose(context))
+    length = len(heard.uploads[0][victim])
+    return pair_noise(seed, colluder=colluder, victim=victim, variance=variance, length=length)
+
+
+def stripped(heard: Heard, victim: int, colluders: tuple[int, ...]) -> Tensor:
+    parts = [shared(heard, one, victim) for one in colluders]
+    return without_shared(heard.uploads[0][victim], [one for one in parts if one is not None])
+
+
+def variance_left(heard: Heard, found: Tensor) -> tuple[float, float]:
+    """(variance of what is left on the gradient, five relative standard deviations of that figure)."""
+    noise = (found - heard.bare(0, VICTIM))[:-1]
+    return float(noise.square().mean()), SIGMAS * math.sqrt(2.0 / len(noise))
+
+
+@pytest.mark.parametrize("neighbours", [None, 2])
+@pytest.mark.parametrize("colluders", [(), (0,), (0, 5), (0, 1, 3, 5), (0, 1, 3, 4, 5)])
+def test_what_remains_has_the_variance_of_the_ledger(colluders: tuple[int, ...], neighbours: int | None) -> None:
+    heard = run(neighbours)
+    measured, allowed = variance_left(heard, stripped(heard, VICTIM, colluders))
+    assert abs(measured / remaining_variance(heard.covering(0), VICTIM, colluders=colluders) - 1.0) < allowed
+
+
+def test_with_everybody_else_colluding_only_the_residual_noise_is_left() -> None:
+    covering = run().covering(0)
+    others = tuple(one for one in range(CLIENTS) if one != VICTIM)
+    left = remaining_variance(covering, VICTIM, colluders=others)
+    assert left == pytest.approx(covering.residual[covering.members.index(VICTIM)])
+    assert left < 0.1 * remaining_variance(covering, VICTIM)
+
+
+@pytest.mark.parametrize("neighbours", [None, 2])
+def test_the_sharpest_variance_is_what_the_ledger_charges_for(neighbours: int | None) -> None:
+    covering = run(neighbours).covering(0)
+    place = covering.members.index(VICTIM)
+    others = [one for one in range(CLIENTS) if one != VICTIM]
+    for size in range(len(others) + 1):
+        for colluders in itertools.combinations(others, size):
+            mu2 = charges(covering, colluding=colluders)[place]
+            ours = sharpest_variance(covering, VICTIM, colluders=colluders)
+            assert covering.sensitivity[place] ** 2 / ours == pytest.approx(mu2, rel=1e-9)
+
+
+@pytest.mark.parametrize("colluders", [(), (0,), (0, 5)])
+def test_who_knows_the_others_gradients_gets_as_near_as_the_ledger_says_and_no_nearer(
+    colluders: tuple[int, ...],
+) -> None:
+    heard = run()
+    covering = heard.covering(0)
+    honest = [one for one in range(CLIENTS) if one not in colluders]
+    uploads = {one: stripped(heard, one, colluders) for one in honest}
+    known = {one: heard.bare(0, one) for one in honest if one != VICTIM}
+    found = sharpest_estimate(uploads, known, covering, VICTIM, colluders=colluders)
+    measured, allowed = variance_left(heard, found)
+    expected = sharpest_variance(covering, VICTIM, colluders=colluders)
+    assert abs(measured / expected - 1.0) < allowed
+    assert expected < 0.2 * remaining_variance(covering, VICTIM, colluders=colluders)
+
+
+def test_seeds_of_another_round_take_nothing_off() -> None:
+    """Control: subtracting noise that is not in the upload adds it."""
+    heard = run()
+    covering, length = heard.covering(0), len(heard.uploads[0][VICTIM])
+    variance = dict(partners(covering, covering.members.index(0)))[VICTIM]
+    purpose = pair_purpose(heard.context(0))
+    seed = heard.states[0].ring().pair(VICTIM).seed(round=1, attempt=0, purpose=purpose)
+    part = pair_noise(seed, colluder=0, victim=VICTIM, variance=variance, length=length)
+    measured, allowed = variance_left(heard, without_shared(heard.uploads[0][VICTIM], [part]))
+    before = remaining_variance(covering, VICTIM)
+    assert abs(measured / (before + variance) - 1.0) < allowed
+
+
+def test_pair_masks_cancel_modulo_two_to_the_sixty_fourth() -> None:
+    values = torch.tensor([5, -7])
+    mask = torch.from_numpy(np.array([2**64 - 3, 2**63 + 11], dtype=np.uint64).view(np.int64))
+    assert without_shared(values + mask, [-mask]).tolist() == [5, -7]
+
+
+def test_pairs_cancel_between_the_two_ends() -> None:
+    heard = run()
+    one, other = shared(heard, 0, VICTIM), shared(heard, VICTIM, 0)
+    assert one is not None
+    assert other is not None
+    assert distance(one, -other) == 0.0
+
+
+def test_bad_requests_are_refused() -> None:
+    covering = run().covering(0)
+    with pytest.raises(ConfigError, match="at once"):
+        remaining_variance(covering, VICTIM, colluders=(VICTIM,))
+    with pytest.raises(ConfigError, match="not of this round"):
+        sharpest_variance(covering, 99)
+    with pytest.raises(DataError, match="does not fit"):
+        without_shared(torch.zeros(3), [torch.zeros(2)])
+    with pytest.raises(DataError, match="does not fit"):
+        without_shared(torch.zeros(3), [torch.zeros(3, dtype=torch.int64)])
