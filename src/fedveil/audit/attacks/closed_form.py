@@ -1,0 +1,209 @@
+"""What a gradient gives away without any search: the first linear layer's input, and the labels."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor, nn
+
+from fedveil.audit.attacks.matching import (
+    FULL_BUDGET,
+    Budget,
+    Problem,
+    Progress,
+    Reconstruction,
+    Reference,
+    boxed,
+    first_guess,
+    matching_loss,
+    on_reference,
+    private_copy,
+    silent,
+)
+from fedveil.errors import ConfigError
+from fedveil.flat import Layout
+from fedveil.work.losses import CrossEntropy
+
+REFERENCE_MODEL = "mlp"
+PROBES = 64
+SAME = 1e-3
+FAINTEST = 1e-5
+
+
+def closed_form(
+    problem: Problem, *, generator: torch.Generator, budget: Budget = FULL_BUDGET, progress: Progress = silent
+) -> Reconstruction:
+    """Inputs of a model that begins with a linear layer, row by row: x = (∂L/∂W_k) / (∂L/∂b_k).
+
+    Every row k gives Σ_i δ_ik·x_i / Σ_i δ_ik, a mixture of the batch's samples; with a batch of one, x itself.
+    A unit that one sample alone activates gives that sample exactly, and all such units agree, so that rows
+    which agree are taken first, then rows whose mixture lies in the box. Any budget suffices: nothing is searched.
+    """
+    weight, bias = first_linear_gradients(problem)
+    rows = bias.abs() > FAINTEST * bias.abs().max()
+    if not bool(rows.any()):
+        candidates = first_guess(problem, generator=generator, dtype=problem.gradient.dtype).flatten(1)
+    else:
+        candidates = _chosen(problem, weight[rows] / bias[rows, None], bias[rows].abs())
+    progress(0.5)
+    inputs = boxed(problem, candidates).reshape(problem.batch, *problem.input_shape)
+    labels = problem.labels if problem.labels is not None else inferred_labels(problem, generator=generator)
+    labels = _paired(problem, inputs, labels.to(inputs.device))
+    progress(1.0)
+    return Reconstruction(inputs=inputs, labels=labels, loss=matching_loss(problem, inputs, labels))
+
+
+def closed_form_reference(
+    *,
+    picture: Tensor | None = None,
+    label: int | None = None,
+    seed: int = 0,
+    budget: Budget = FULL_BUDGET,
+    progress: Progress = silent,
+) -> Reference:
+    """`closed_form` on the multilayer perceptron, unprotected: exact up to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return on_reference(
+        lambda problem: closed_form(problem, generator=generator, budget=budget, progress=progress),
+        model=REFERENCE_MODEL,
+        picture=picture,
+        label=label,
+        seed=seed,
+    )
+
+
+def _paired(problem: Problem, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The labels in the order that explains the observed gradient best: swaps of two, as long as one helps."""
+    if problem.batch == 1 or labels.is_floating_point():
+        return labels
+    least, improved = matching_loss(problem, inputs, labels), True
+    while improved:
+        improved = False
+        for i, j in itertools.combinations(range(problem.batch), 2):
+            if labels[i] == labels[j]:
+                continue
+            swapped = labels.clone()
+            swapped[i], swapped[j] = labels[j], labels[i]
+            value = matching_loss(problem, inputs, swapped)
+            if value < least:
+                labels, least, improved = swapped, value, True
+    return labels
+
+
+def _chosen(problem: Problem, ratios: Tensor, strength: Tensor) -> Tensor:
+    """`batch` of the ratios: those most often repeated, then those least outside the box, then the strongest."""
+    scale = ratios.abs().amax(1).clamp_min(1.0)
+    apart = torch.cdist(ratios, ratios, p=torch.inf) / scale[:, None]
+    alike = (apart < SAME) & (apart.T < SAME)
+    outside = (ratios - boxed(problem, ratios)).abs().amax(1)
+    order = sorted(
+        range(len(ratios)),
+        key=lambda k: (-int(alike[k].sum()), bool(outside[k] > SAME), float(outside[k]), -float(strength[k])),
+    )
+    chosen: list[int] = []
+    for k in order:
+        if not any(bool(alike[k, other]) for other in chosen):
+            chosen.append(k)
+        if len(chosen) == problem.batch:
+            break
+    # Fewer different rows than samples: repeat the best, so that the answer always has the batch's size.
+    return ratios[[chosen[i % len(chosen)] for i in range(problem.batch)]]
+
+
+def first_linear_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
+    """(∂L/∂W, ∂L/∂b) of the layer that reads the input; refused if that is not linear with a bias."""
+    name, layer = next(
+        ((name, one) for name, one in problem.module.named_modules() if list(one.parameters(recurse=False))),
+        ("", None),
+    )
+    if not isinstance(layer, nn.Linear) or layer.bias is None or not _reads_the_input(problem, name):
+        raise ConfigError(
+            "The closed form needs a model whose first layer is linear, has a bias and reads the raw input (such as "
+            f"mlp); here it is {type(layer).__name__}. Use an attack that matches gradients instead."
+        )
+    parts = named_gradients(problem)
+    return parts[f"{name}.weight" if name else "weight"], parts[f"{name}.bias" if name else "bias"]
+
+
+def named_gradients(problem: Problem) -> dict[str, Tensor]:
+    """The observed gradient, cut into the parameters' shapes."""
+    sections = tuple((name, tuple(parameter.shape)) for name, parameter in problem.module.named_parameters())
+    return Layout(sections).split(problem.gradient)
+
+
+def inferred_labels(problem: Problem, *, generator: torch.Generator) -> Tensor:
+    """The batch's labels, in ascending order, from the last linear layer's gradient.
+
+    Its bias gradient is Σ_c (n_c/B)·E_c with E_c the mean ∂loss/∂output of the samples of class c (softmax −
+    one-hot for cross-entropy). The attacker estimates E with random inputs and solves for the counts n ≥ 0. A
+    class with a negative entry is certainly in the batch under cross-entropy (Zhao et al. 2020 for B = 1), so
+    those come first; under other losses the counts are an estimate, good while outputs are small against targets.
+    Without a bias the row sums of ∂L/∂W, over the mean sum of the layer's inputs, stand in.
+    """
+    evidence, slopes = _output_evidence(problem, generator=generator)
+    exact_signs = isinstance(problem.loss, CrossEntropy)
+    if problem.batch == 1 and exact_signs:
+        return evidence.argmin().reshape(1)
+    system = torch.cat([slopes.T, slopes.new_ones(1, problem.outputs)]).cpu().numpy().astype(np.float64)
+    known = torch.cat([evidence, evidence.new_ones(1)]).cpu().numpy().astype(np.float64)
+    shares, _ = nnls(system, known)
+    wanted = torch.from_numpy(np.asarray(shares)) * problem.batch
+    counts = torch.zeros(problem.outputs, dtype=torch.int64)
+    for c in evidence.argsort()[: problem.batch].tolist() if exact_signs else []:
+        counts[c] += int(evidence[c] < 0)
+    while int(counts.sum()) < problem.batch:
+        counts[int((wanted - counts).argmax())] += 1
+    return torch.arange(problem.outputs).repeat_interleave(counts).to(problem.gradient.device)
+
+
+def _output_evidence(problem: Problem, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(the mean of ∂loss/∂output over the batch as observed, E: row c its mean for random inputs of class c)."""
+    dtype = problem.gradient.dtype
+    module = private_copy(problem, dtype=dtype)
+    name, head = _head(problem, module)
+    probes = torch.cat([first_guess(problem, generator=generator, dtype=dtype) for _ in range(PROBES)])[:PROBES]
+    heard: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda _, given: heard.append(given[0].detach()))
+    with torch.no_grad():
+        output = module(probes)
+    handle.remove()
+    slopes = torch.stack([_slope(problem, output, c) for c in range(problem.outputs)])
+    parts = named_gradients(problem)
+    prefix = f"{name}." if name else ""
+    if f"{prefix}bias" in parts:
+        return parts[f"{prefix}bias"], slopes
+    features = heard[0].reshape(len(probes), -1).sum(1).mean()
+    return parts[f"{prefix}weight"].sum(1) / features, slopes
+
+
+def _slope(problem: Problem, output: Tensor, label: int) -> Tensor:
+    output = output.detach().requires_grad_(True)
+    target = torch.full((len(output),), label, device=output.device)
+    (slope,) = torch.autograd.grad(problem.loss.mean(output, target), output)
+    return slope.sum(0)
+
+
+def _head(problem: Problem, module: nn.Module) -> tuple[str, nn.Linear]:
+    linear = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+    if not linear or linear[-1][1].out_features != problem.outputs:
+        raise ConfigError(
+            f"Labels can be inferred only where the last layer is linear with one output for each of the "
+            f"{problem.outputs} classes. Pass the labels, or use dlg, which searches for them."
+        )
+    return linear[-1]
+
+
+def _reads_the_input(problem: Problem, name: str) -> bool:
+    """Whether the layer's input is the model's, flattened: seen by running the model once."""
+    module = private_copy(problem, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    probe = torch.rand(2, *problem.input_shape, generator=generator, dtype=torch.float64).to(problem.gradient.device)
+    heard: list[Tensor] = []
+    handle = module.get_submodule(name).register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    with torch.no_grad():
+        module(probe)
+    handle.remove()
+    return bool(heard) and heard[0].numel() == probe.numel() and torch.equal(heard[0].flatten(), probe.flatten())

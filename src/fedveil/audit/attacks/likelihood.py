@@ -1,0 +1,151 @@
+"""Membership inference by likelihood ratio, offline: does the model fit a sample better than strangers would?
+
+The attacker trains shadow models on random halves of public data, none of which holds a candidate. For each candidate
+their closeness φ is about N(μ, σ²) among models that never saw it; one that the audited model fits far better than
+that was probably a member (Carlini et al. 2022, the offline form). A blind guess is right half the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.audit.attacks.membership import Candidates, Criterion, Guess, Outputs, class_scores, evaluating
+from fedveil.errors import ConfigError, DataError, NumericError
+
+OWN_SPREAD_FROM = 64
+"""From this many shadow models on, each candidate's σ is estimated by itself; below, one σ serves all."""
+
+_LARGEST_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Shadows:
+    """How many shadow models, and how each is trained: Adam for ``epochs``, or until the loss is below ``enough``.
+
+    A shadow should be about as overfitted as the audited model; a common offset does no harm, since the threshold
+    is set on the candidates the attacker knows.
+    """
+
+    count: int = 16
+    epochs: int = 100
+    rate: float = 1e-3
+    batch: int = 128
+    enough: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if self.count < 2 or min(self.epochs, self.batch) < 1:
+            raise ConfigError(f"Shadow models need count ≥ 2 and epochs, batch ≥ 1, not {self}.")
+
+
+def likelihood(
+    model: nn.Module,
+    candidates: Candidates,
+    *,
+    public: tuple[Tensor, Tensor],
+    fresh: Callable[[int], nn.Module],
+    generator: torch.Generator,
+    outputs: Outputs | None = None,
+    criterion: Criterion | None = None,
+    shadows: Shadows | None = None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Guess:
+    """Score the candidates whose membership the attacker does not know.
+
+    ``public`` are samples and labels of the attacker's own, ``fresh`` makes an untrained network of the audited
+    architecture from a seed; ``outputs`` stands for ``model`` where the attacker can do better than to take its
+    outputs as they are. The score is −log P(N(μ, σ²) > φ) with φ from the audited model.
+    """
+    shadows, criterion = shadows or Shadows(), criterion or Criterion()
+    _check_public(public, candidates)
+    x, y = candidates.x, candidates.y
+    with evaluating(model):
+        target = criterion.closeness(class_scores(outputs or model, x), y)
+    strangers = []
+    for done in range(shadows.count):
+        shadow = train_shadow(public, fresh=fresh, shadows=shadows, criterion=criterion, generator=generator)
+        with evaluating(shadow):
+            strangers.append(criterion.closeness(class_scores(shadow, x), y))
+        progress((done + 1) / shadows.count)
+    scores = tail_scores(target, torch.stack(strangers)).cpu()
+    rows = candidates.unknown.cpu()
+    threshold = best_threshold(scores, inside=candidates.known(1).cpu(), outside=candidates.known(0).cpu())
+    return Guess(rows=rows, scores=scores[rows], threshold=threshold)
+
+
+def train_shadow(
+    public: tuple[Tensor, Tensor],
+    *,
+    fresh: Callable[[int], nn.Module],
+    shadows: Shadows,
+    criterion: Criterion,
+    generator: torch.Generator,
+) -> nn.Module:
+    """A fresh network trained on a random half of the public data."""
+    x, y = public
+    half = torch.randperm(len(x), generator=generator)[: len(x) // 2]
+    seed = int(torch.randint(_LARGEST_SEED, (), generator=generator))
+    shadow = fresh(seed).to(x.device).train()
+    adam = torch.optim.Adam(shadow.parameters(), lr=shadows.rate)
+    for _ in range(shadows.epochs):
+        total = 0.0
+        order = half[torch.randperm(len(half), generator=generator)]
+        for start in range(0, len(order), shadows.batch):
+            rows = order[start : start + shadows.batch].to(x.device)
+            loss = criterion.losses(shadow(x[rows]), y[rows]).mean()
+            adam.zero_grad()
+            torch.autograd.backward(loss)
+            adam.step()
+            total += loss.item() * len(rows)
+        if not math.isfinite(total):
+            raise NumericError("A shadow model's loss is not finite: lower the shadow models' rate.")
+        if total < shadows.enough * len(half):
+            break
+    return shadow
+
+
+def tail_scores(target: Tensor, strangers: Tensor) -> Tensor:
+    """−log P(N(μ_i, σ_i²) > φ_i), with μ and σ from ``strangers`` (shadow models × candidates)."""
+    if not (target.isfinite().all() and strangers.isfinite().all()):
+        raise NumericError("A model gives NaN or infinity on a candidate: membership cannot be inferred from it.")
+    deviation, middle = torch.std_mean(strangers.double(), dim=0)
+    if len(strangers) < OWN_SPREAD_FROM:
+        deviation = deviation.square().mean().sqrt()
+    z = (target.double() - middle) / deviation.clamp_min(1e-12)
+    tail: Tensor = torch.special.log_ndtr(-z)
+    return -tail
+
+
+def best_threshold(scores: Tensor, *, inside: Tensor, outside: Tensor) -> float:
+    """Where the balanced accuracy on the known rows is highest; log 2 (φ = μ) if only one kind is known."""
+    if not len(inside) or not len(outside):
+        return math.log(2)
+    members, others = scores[inside].sort().values, scores[outside].sort().values
+    at = torch.cat([members, others]).sort().values
+    # Between two scores rather than on one: the threshold should not favour the side a known score was on.
+    cuts = torch.cat([at[:1] - 1, (at[1:] + at[:-1]) / 2, at[-1:] + 1])
+    missed = torch.searchsorted(members, cuts, right=True) / len(members)
+    passed = torch.searchsorted(others, cuts, right=True) / len(others)
+    gain = passed - missed
+    best = (gain >= gain.max() - 1e-9).nonzero().flatten()
+    return float(cuts[best[len(best) // 2]])
+
+
+def _check_public(public: tuple[Tensor, Tensor], candidates: Candidates) -> None:
+    x, y = public
+    if len(x) != len(y) or len(x) < 4 or x.shape[1:] != candidates.x.shape[1:]:
+        raise DataError(
+            f"Public data must be at least four samples shaped like the candidates with a label each, not "
+            f"{tuple(x.shape)} with {len(y)} labels for candidates of {tuple(candidates.x.shape)}."
+        )
+    own = {row.tobytes() for row in x.cpu().numpy()}
+    shared = sum(row.tobytes() in own for row in candidates.x.cpu().numpy())
+    if shared:
+        raise DataError(
+            f"{shared} of the candidates are among the public data: shadow models would have seen them, and their "
+            "scores would mean nothing. Take them out of the one or the other."
+        )
