@@ -227,7 +227,7 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     "a policy that a scheme without noise cannot keep": (
         ("--scheme", "fedavg", "--policy", "{p}/little.toml"),
         ConfigError,
-        ("no noise of its own", "Use ldp, nadp, veil-dp or serial"),
+        ("no noise of its own", "Use ldp, nadp, veil-dp, dp-fedavg or serial"),
     ),
     "an absent roster": (("--scheme", "nadp", "--roster", "{p}/no.toml"), ConfigError, ("Cannot read the roster",)),
     "a roster that is none": (("--scheme", "nadp", "--roster", "{p}/odd.toml"), ConfigError, ("no [clients] table",)),

@@ -166,7 +166,7 @@ def test_a_terminal_does_get_a_progress_bar(tmp_path: Path, monkeypatch: pytest.
 def test_export_then_predict_gives_the_same_accuracy(ran: Path, tmp_path: Path) -> None:
     exported = fedveil("export", ran, "--out", tmp_path / "usable.safetensors")
     assert exported.code == 0, exported.error
-    assert "predictions equal the server's" in exported.output
+    assert "predictions equal the model's" in exported.output
     shown = [fedveil("predict", place).output for place in (ran, tmp_path / "usable.safetensors")]
     figures = [line.split("accuracy ")[1].split("%")[0] for line in shown]
     assert figures[0] == figures[1]

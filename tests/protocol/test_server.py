@@ -155,12 +155,21 @@ def test_a_failed_round_is_a_row_with_its_reason_and_the_run_ends_well(monkeypat
     assert outcome.stopped == ""
 
 
+def test_a_round_that_nobody_answers_fails_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = of("exact")
+    monkeypatch.setattr(training, "_simulated_dropout", lambda job: missing_in({0: set(range(7))}))
+    rows = train_job(one, state=fresh_state(one)).rows
+    assert [row.get("failed", "") for row in rows] == ["no upload arrived", *[""] * (len(rows) - 1)]
+    assert len(rows) > 1
+
+
 def test_a_run_without_any_upload_stops_with_an_error_and_no_advice_about_learning_rates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = of("exact")
-    monkeypatch.setattr(training, "_simulated_dropout", lambda job: missing_in({0: set(range(7))}))
-    with pytest.raises(ProtocolError, match="Round 1 failed: no upload arrived") as caught:
+    never = missing_in({number: set(range(7)) for number in range(one.config.rounds)})
+    monkeypatch.setattr(training, "_simulated_dropout", lambda job: never)
+    with pytest.raises(ProtocolError, match="no upload arrived") as caught:
         train_job(one, state=fresh_state(one))
     assert "learning rate" not in str(caught.value)
 
