@@ -75,9 +75,10 @@ class _Federated:
             total.add(part)
         ask = total.open(Gathered(self._context.cohort, {}, (), 0, 0))
         if ask is not None:
+            assert isinstance(self.cipher, Pads)
             for client in ask.to:
                 told = replace(self._told[client], answered=(1, 0))
-                ask.into.add(self.cipher.answer(told, ask.common, ask.each[client])[1])  # type: ignore[arg-type]
+                ask.into.add(self.cipher.answer(told, ask.common, ask.each[client])[1])
         return total.total()
 
     def read(self) -> torch.Tensor:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LARGEST = 2.0**36
@@ -42,6 +44,19 @@ class Layout:
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         """One vector from the sections, in order."""
         return torch.cat([parts[name].reshape(-1) for name, _ in self.sections])
+
+
+def raw(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's bytes, in order, without a copy where it lies on the CPU in one piece."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
+
+
+def from_raw(content: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """The tensor of these bytes, in memory of its own."""
+    if not content:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(tuple(shape))
 
 
 def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
-from scipy.stats import beta
 from torch import Tensor
 
+from fedveil.audit.intervals import exact_interval
 from fedveil.errors import ConfigError, DataError
 
 Extractor = Callable[[Tensor], Tensor]
@@ -117,9 +117,7 @@ def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.95) ->
     _check_confidence(confidence)
     if not 0 <= successes <= trials or trials < 1:
         raise ConfigError(f"{successes} successes in {trials} trials: give 1 trial or more and 0 to all successes.")
-    tail = (1 - confidence) / 2
-    low = 0.0 if successes == 0 else float(beta.ppf(tail, successes, trials - successes + 1))
-    high = 1.0 if successes == trials else float(beta.ppf(1 - tail, successes + 1, trials - successes))
+    low, high = exact_interval(successes, trials, confidence=confidence)
     return Rate(successes=successes, trials=trials, low=low, high=high, confidence=confidence)
 
 

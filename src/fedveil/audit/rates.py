@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from fedveil.audit.intervals import exact_interval
 from fedveil.errors import ConfigError, DataError, NumericError
 
 CHANCE = 0.5
@@ -81,19 +82,11 @@ def rates(
 
 
 def proportion(count: int, total: int, *, confidence: float = 0.95) -> Estimate:
-    """count/total with the exact interval of Clopper and Pearson.
-
-    With α = 1 − confidence: low = B(α/2; k, n−k+1) and high = B(1−α/2; k+1, n−k), B the Beta quantile.
-    """
-    from scipy.stats import beta
-
+    """count/total with the exact interval of Clopper and Pearson."""
     _check_confidence(confidence)
     if not 0 <= count <= total or total < 1:
         raise DataError(f"A proportion needs 0 ≤ count ≤ total and a total of at least 1, not {count} of {total}.")
-    tail = (1 - confidence) / 2
-    low = float(beta.ppf(tail, count, total - count + 1)) if count else 0.0
-    high = float(beta.ppf(1 - tail, count + 1, total - count)) if count < total else 1.0
-    return Estimate(count / total, low, high)
+    return Estimate(count / total, *exact_interval(count, total, confidence=confidence))
 
 
 def success_rate(scores: Tensor, *, member: Tensor, threshold: float, confidence: float = 0.95) -> Estimate:

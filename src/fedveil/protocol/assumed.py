@@ -105,12 +105,16 @@ class AssumedNoise(OnePhase):
         else:
             self._add(noised, terms, sigma=own * mean_size, seed=stream.bytes(32))
         if self._paired:
-            keys = state.ring()
             for peer in self.graph(context).neighbours(state.client):
-                seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
-                sign = 1.0 if state.client < peer else -1.0
-                self._add(noised, terms, sigma=own * self.strength * mean_size, seed=seed, sign=sign)
+                self.add_pair(noised, state, peer, context, terms)
         return replace(state, seat=context.cohort), Upload(state.client, context.round, context.attempt, payload)
+
+    def add_pair(self, target: Tensor, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> None:
+        """Add what a client shares with `peer` to its own first tensor, in place; −1 × that is in the peer's."""
+        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
+        sigma = self.sigma / math.sqrt(count) * self.strength * mean_size
+        self._add(target, terms, sigma=sigma, seed=seed, sign=1.0 if state.client < peer else -1.0)
 
     def _kinds(self, terms: Terms) -> Tensor:
         if self.law == "decomposed":

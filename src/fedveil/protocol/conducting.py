@@ -50,6 +50,7 @@ class Conductor(ABC):
         self._terms = scheme.terms(blueprint)
         self._account = account
         self._progress = state
+        self._stopped = False
         self._declared = scheme.releases(blueprint)
         how = scheme.uplink.introduction
         name = secrets.stream("run", state.attempt).bytes(16).hex()
@@ -62,7 +63,7 @@ class Conductor(ABC):
         """Train until the last round; every boundary yields a `RoundDone`."""
         if self._introductions is not None:
             yield from self._introductions.steps(range(self._cohort.clients))
-        while self._progress.round < self._rounds:
+        while not self._stopped and self._progress.round < self._rounds:
             context = yield from self._assembled()
             if len(context.cohort) < self._fewest:
                 yield RunStopped(self._why_stopped(context))

@@ -15,7 +15,6 @@ from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.group import Group
 from fedveil.protocol.hiding import Ciphertext, Hidden
-from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
@@ -61,10 +60,6 @@ class Ckks:
         """Encrypt."""
         key = ckks.SecretKey.from_bytes(state.membership().opening)
         return state, Ciphertext(from_bytes(ckks.encrypt(values, key.public)))
-
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, object]:
-        """There are no phases of its own."""
-        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> EncryptedSum:
         """A sum of ciphertexts."""

@@ -17,7 +17,7 @@ from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.group import Group, OpeningKeys
 from fedveil.protocol.masked import Masked
 from fedveil.protocol.masked_releases import dealing_releases, unmasking_releases
-from fedveil.protocol.messages import Request
+from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import MaskedSum, MaskedUpload
@@ -81,10 +81,6 @@ class Cipher(OpeningKeys, Protocol):
         self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:
         """Client side: cover a vector before it leaves; `story` is what others must have been told, too."""
-        ...
-
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, object]:
-        """Client side: answer a phase of the cipher's own."""
         ...
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> HiddenSum:
@@ -178,7 +174,7 @@ class Pads:
             add_mask(words, _pad_seed(state.membership(), state.client, context))
         return self.masks.cover(state, words, context, secrets=secrets, story=story)
 
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, object]:
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Reveal shares of masks."""
         return self.masks.answer(state, request, private)
 

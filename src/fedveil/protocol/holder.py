@@ -230,7 +230,7 @@ class HolderRole:
         if isinstance(request, Divide):
             return self._divide(state, request)
         if isinstance(request, Unmask):
-            return self._masks(state, request).answer(state, request, private)  # type: ignore[return-value]
+            return self._masks(state, request).answer(state, request, private)
         if isinstance(request, (Lend, Finish)):
             state = self._keeper.brought_up(state, request.version, request.latest, private)
             if isinstance(request, Lend):

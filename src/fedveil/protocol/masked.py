@@ -73,6 +73,12 @@ def _label(state: ClientState, round: int, attempt: int) -> Label:
     return Label(round, attempt, bound)
 
 
+def pair_seed(state: ClientState, peer: int, *, round: int, attempt: int) -> bytes:
+    """The seed of the mask that a client, as it was told this round, shares with `peer`."""
+    purpose = f"{_MASK} on {_label(state, round, attempt).graph.hex()}"
+    return state.ring().pair(peer).seed(round=round, attempt=attempt, purpose=purpose)
+
+
 @dataclass(frozen=True)
 class Masked:
     """Masks modulo 2⁶⁴; with `noise`, integer Gaussian noise under them.
@@ -214,10 +220,8 @@ class Masked:
         keys, graph = state.ring(), self.graph(context)
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
         for peer in graph.neighbours(client):
-            purpose = f"{_MASK} on {label.graph.hex()}"
-            seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
-            add_mask(words, seed, subtract=client > peer)
-            dealt[peer] = seed
+            dealt[peer] = pair_seed(state, peer, round=context.round, attempt=context.attempt)
+            add_mask(words, dealt[peer], subtract=client > peer)
         if self.unmask == "always":
             dealt[client] = secrets.stream("self mask", client, context.round, context.attempt).bytes(32)
             add_mask(words, dealt[client])

@@ -115,10 +115,8 @@ class Noised:
         own = secrets.stream("residual", client, context.round, context.attempt)
         add_fresh(noised, scale=math.sqrt(float(covering.residual[place])), stream=own)
         if self._paired:
-            keys, purpose = state.ring(), pair_purpose(context)
             for peer, variance in partners(covering, place):
-                seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
-                add_seeded(noised, scale=_signed(client, peer) * math.sqrt(variance), seed=seed)
+                add_pair(noised, state, peer, variance, context)
         upload = Upload(client, context.round, context.attempt, payload)
         return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
 
@@ -234,6 +232,13 @@ def pair_purpose(context: RoundContext) -> str:
     seed, it could be cancelled in part; so they draw unlike numbers, and each keeps all of its cover.
     """
     return f"{_PAIR} {context.graph_seed().hex()}"
+
+
+def add_pair(target: Tensor, state: ClientState, peer: int, variance: float, context: RoundContext) -> None:
+    """Add what a client shares with `peer` to its own upload, in place; −1 × that is in the peer's."""
+    purpose = pair_purpose(context)
+    seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
+    add_seeded(target, scale=_signed(state.client, peer) * math.sqrt(variance), seed=seed)
 
 
 def partners(covering: Covering, place: int) -> list[tuple[int, float]]:

@@ -31,12 +31,21 @@ from fedveil.secrets import SecretSource
 from fedveil.uplink.gaussian import add_fresh
 from fedveil.uplink.plan import NoisePlan
 from fedveil.uplink.ratio import Ratio
-from fedveil.uplink.vote import STRATEGIES, ballot, choice, elected, indices_of, random_choice, tags, vote_label
+from fedveil.uplink.vote import (
+    STRATEGIES,
+    Strategy,
+    ballot,
+    choice,
+    elected,
+    indices_of,
+    random_choice,
+    tags,
+    vote_label,
+)
 from fedveil.work.persample import clip_factors
 
 Voting = Literal["tags", "histogram"]
 VOTES = ("tags", "histogram")
-Strategy = Literal["max", "min", "random"]
 
 
 @dataclass(frozen=True)

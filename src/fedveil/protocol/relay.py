@@ -103,7 +103,7 @@ class RelayRole(Conductor):
         able = tuple(one for one in context.cohort if one in loans or self._up_to_date(one))
         if not able:
             yield RunStopped("no client that answers holds the present model any more")
-            self.state.round = self._rounds
+            self._stopped = True
             return
         context = RoundContext(context.round, context.attempt, able, context.directory)
         yield RoundBegins(context.round, context.attempt, able, context.graph_seed())
@@ -116,7 +116,7 @@ class RelayRole(Conductor):
         except (ProtocolError, ConfigError) as reason:
             failed = str(reason).rstrip(".")
         self.state.round += 1
-        if any(one not in self._holding or self._holding[one] != self._version for one in loans):
+        if any(self._holding.get(one) != self._version for one in loans):
             self._doubted.add(self._lender)
         if failed and heard.unreadable:
             self._take_back()

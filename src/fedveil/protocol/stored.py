@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.flat import from_raw, raw
 
 _DTYPES = {str(one): one for one in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)}
 
 
 def as_bytes(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Length of the header, the header (JSON), the tensors' raw bytes in its order."""
-    flat = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
-    shapes = {name: [str(one.dtype), list(one.shape)] for name, one in flat.items()}
+    shapes = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items()}
     header = json.dumps({"fields": fields, "tensors": shapes}).encode()
-    raw = [one.reshape(-1).view(torch.uint8).numpy().tobytes() if one.numel() else b"" for one in flat.values()]
-    return b"".join([struct.pack("<Q", len(header)), header, *raw])
+    parts = [raw(one).tobytes() for one in tensors.values()]
+    return b"".join([struct.pack("<Q", len(header)), header, *parts])
 
 
 def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -33,12 +33,10 @@ def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         for name, (kind, shape) in header["tensors"].items():
             dtype = _DTYPES[kind]
             count = dtype.itemsize * int(torch.Size(shape).numel())
-            raw = bytearray(data[position : position + count])
-            if len(raw) != count:
+            content = data[position : position + count]
+            if len(content) != count:
                 raise ProtocolError("stored state is truncated")
-            tensors[name] = (
-                torch.frombuffer(raw, dtype=dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-            )
+            tensors[name] = from_raw(content, dtype, shape)
             position += count
         return dict(header["fields"]), tensors
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as reason:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
 from torch import Tensor
 
+from fedveil.flat import raw
 from fedveil.protocol.dividing import Aggregate, Divide
 
 _NOTHING = b"-"
@@ -32,10 +32,8 @@ def _digest(what: bytes, *parts: bytes | Tensor | None) -> bytes:
     digest = hashlib.sha256(b"fedveil story 1 " + what)
     for part in parts:
         if isinstance(part, Tensor):
-            flat = part.detach().cpu().contiguous().reshape(-1)
-            digest.update(f"{flat.dtype} {len(flat)}".encode())
-            if len(flat):
-                digest.update(flat.view(torch.uint8).numpy().data)
+            digest.update(f"{part.dtype} {part.numel()}".encode())
+            digest.update(raw(part).data)
         else:
             content = _NOTHING if part is None else part
             digest.update(len(content).to_bytes(8, "little") + content)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.flat import from_raw, raw
 
 _MAGIC = b"FVW1"
 _DTYPES: dict[str, torch.dtype] = {
@@ -48,9 +49,7 @@ def encode(value: object) -> bytes:
     tensors: list[Tensor] = []
     header = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
     parts = [_MAGIC, struct.pack("<I", len(header)), header]
-    for one in tensors:
-        flat = one.detach().cpu().contiguous().reshape(-1)
-        parts.append(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+    parts += [raw(one).tobytes() for one in tensors]
     return b"".join(parts)
 
 
@@ -143,12 +142,10 @@ class _Reader:
         if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) >= _LARGEST:
             raise ProtocolError("a message describes a tensor that is too large")
         count = math.prod(shape) * dtype.itemsize
-        raw = self.data[self.position : self.position + count]
-        if len(raw) != count:
+        content = self.data[self.position : self.position + count]
+        if len(content) != count:
             raise ProtocolError("a message is truncated: a tensor's bytes are missing")
-        if dtype is torch.bool and raw.count(0) + raw.count(1) != count:
+        if dtype is torch.bool and content.count(0) + content.count(1) != count:
             raise ProtocolError("a message holds a truth value that is neither true nor false")
         self.position += count
-        if not count:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+        return from_raw(content, dtype, shape)

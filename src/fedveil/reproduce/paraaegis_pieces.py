@@ -16,8 +16,7 @@ from fedveil.protocol import ServerState
 from fedveil.reproduce.catalogue import find
 from fedveil.reproduce.cells import Cell, Figures, Store, chosen
 from fedveil.reproduce.report import Report
-from fedveil.reproduce.stage import Stage, _spent
-from fedveil.runs.evaluate import score_weights
+from fedveil.reproduce.stage import Stage, accuracy_of, spent_figures
 from fedveil.runs.files import write_atomically
 from fedveil.runs.training import Row, fresh_state, train_job
 
@@ -77,10 +76,7 @@ def watched(stage: Stage, cell: Cell, *, seed: int, every: int, keep: Keep) -> N
     def judge(now: ServerState) -> None:
         nonlocal judging
         begun = time.perf_counter()
-        scores = score_weights(job.blueprint, now.weights, test, job.loss)
-        if scores.accuracy is None:
-            raise ConfigError(f"{cell.name}: only classes have an accuracy.")
-        curve.append(round(100.0 * scores.accuracy, 3))
+        curve.append(accuracy_of(cell, job, now, test))
         judging += time.perf_counter() - begun
         seconds = round(time.perf_counter() - started - judging, 2)
         figures.update(rounds=now.round, accuracy=curve[-1], seconds=seconds, curve=list(curve))
@@ -97,7 +93,7 @@ def watched(stage: Stage, cell: Cell, *, seed: int, every: int, keep: Keep) -> N
         keep({**figures, "stopped": f"diverged in round {state.round}: {reason}"})
         return
     judge(state)
-    keep({**figures, **_spent(job, outcome.books), **({"stopped": outcome.stopped} if outcome.stopped else {})})
+    keep({**figures, **spent_figures(job, outcome.books), **({"stopped": outcome.stopped} if outcome.stopped else {})})
 
 
 def gather(name: str, pieces: Iterable[str | Path], *, out: str | Path, quick: bool = False) -> Report:

@@ -20,6 +20,7 @@ from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError, NumericError
 from fedveil.ledger.account import SERVER
 from fedveil.ledger.gaussian import epsilon_of
+from fedveil.protocol import ServerState
 from fedveil.reproduce.cells import Cell, Figures
 from fedveil.runs.evaluate import score_weights
 from fedveil.runs.job import Job, ModelFacts, assemble_job, device_of, dtype_of
@@ -122,15 +123,12 @@ class Stage:
             figures["stopped"] = f"diverged in round {state.round}: {reason}"
         else:
             figures["seconds"] = round(outcome.seconds, 2)
-            figures |= _spent(job, outcome.books)
+            figures |= spent_figures(job, outcome.books)
             if outcome.stopped:
                 figures["stopped"] = outcome.stopped
         assert judged.test is not None
-        scores = score_weights(job.blueprint, state.weights, judged.test, job.loss)
-        if scores.accuracy is None:
-            raise ConfigError(f"{cell.name}: only classes have an accuracy.")
         figures["rounds"] = state.round
-        figures["accuracy"] = round(100.0 * scores.accuracy, 3)
+        figures["accuracy"] = accuracy_of(cell, job, state, judged.test)
         if self.device.startswith("cuda"):
             # Captured steps hold memory of their own, and sit in circles that only the collector breaks.
             del judged, job, state
@@ -156,7 +154,15 @@ def tiered(train: Dataset, *, clients: int, tiers: int, ratio: float, seed: int)
     return parts
 
 
-def _spent(job: Job, books: Books) -> Figures:
+def accuracy_of(cell: Cell, job: Job, state: ServerState, test: Dataset) -> float:
+    """The present model's test accuracy in percent."""
+    scores = score_weights(job.blueprint, state.weights, test, job.loss)
+    if scores.accuracy is None:
+        raise ConfigError(f"{cell.name}: only classes have an accuracy.")
+    return round(100.0 * scores.accuracy, 3)
+
+
+def spent_figures(job: Job, books: Books) -> Figures:
     """ε of the whole run against the server, and the noise on the first round's mean gradient."""
     if books.account is None or books.first is None or job.scheme.plan is None:
         return {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
+
+from fedveil.flat import raw
 
 
 def digest_of(tensors: Mapping[str, Tensor], *texts: str) -> str:
@@ -16,6 +17,5 @@ def digest_of(tensors: Mapping[str, Tensor], *texts: str) -> str:
         digest.update(len(text.encode()).to_bytes(8, "little") + text.encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
-        if value.numel():
-            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(raw(value).data)
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from fedveil.protocol.encrypted import Ckks
 from fedveil.protocol.hiding import Cipher, Pads
 from fedveil.protocol.masked import Masked, Unmasking
 from fedveil.protocol.noised import Noised
-from fedveil.protocol.parallel import VOTES, Parallel, Strategy, Voting
+from fedveil.protocol.parallel import VOTES, Parallel, Voting
 from fedveil.protocol.shares import Quorum
 from fedveil.schemes import remarks
 from fedveil.schemes.hardened import masked_assumptions
@@ -18,6 +18,7 @@ from fedveil.schemes.noised import CLIP, DELTA, EPSILON, target_of
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plan import Accounting, NoisePlan
 from fedveil.uplink.ratio import Ratio
+from fedveil.uplink.vote import Strategy
 from fedveil.work.clipped import ClippedUpdate
 from fedveil.work.divided import DividedUpdate
 from fedveil.work.updates import LocalSteps

@@ -245,8 +245,8 @@ def _broken(broadcast: Broadcast, round: int) -> NumericError | None:
 
 
 @dataclass(frozen=True)
-class ClippedUpdate:
-    """Local training whose whole update is clipped to L2 norm `clip` (θ): n_k · u·min(1, θ/‖u‖)."""
+class BoundedUpdate:
+    """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
 
     local: LocalSteps
     clip: float
@@ -258,8 +258,13 @@ class ClippedUpdate:
         check_bound(self.clip)
 
     def sensitivity(self, samples: int) -> float:
-        """2·θ·n_k: how far replacing all of a client's records can move its contribution."""
+        """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
         return 2.0 * self.clip * samples
+
+
+@dataclass(frozen=True)
+class ClippedUpdate(BoundedUpdate):
+    """The whole update is clipped: n_k · u·min(1, θ/‖u‖)."""
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """gradients (here w − w_k) and weight; nothing else leaves."""

@@ -12,35 +12,22 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
 from fedveil.flat import Layout
-from fedveil.work.clipped import bounded_layout, check_bound, refuse_broken
+from fedveil.work.clipped import BoundedUpdate, bounded_layout, refuse_broken
 from fedveil.work.messages import Bench, ClientData, one_by_one
 from fedveil.work.step import weighted
-from fedveil.work.updates import LocalSteps
 
 RAN_AWAY = 1e6
 """The training loss that a client reports whose training ran away."""
 
 
 @dataclass(frozen=True)
-class DividedUpdate:
-    """n_k·u, not yet clipped: the uplink clips what it does not hide to L2 norm `clip` (θ).
+class DividedUpdate(BoundedUpdate):
+    """n_k·u, not yet clipped: the uplink clips what it does not hide.
 
     `reports` adds the training loss and BatchNorm statistics, where the uplink hides those too.
     """
 
-    local: LocalSteps
-    clip: float
     reports: bool = True
-
-    returns = "update"
-    unit = "client"
-
-    def __post_init__(self) -> None:
-        check_bound(self.clip)
-
-    def sensitivity(self, samples: int) -> float:
-        """2·θ·n_k: how far replacing all of a client's records can move the clipped rest of its contribution."""
-        return 2.0 * self.clip * samples
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """gradients (here w − w_k), what is reported beside them, and weight."""

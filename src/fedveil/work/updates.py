@@ -58,7 +58,6 @@ class LocalSteps:
         prepare(bench.blueprint, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
         moving = _moving(bench.blueprint, parameters)
-        descend = self._descent(bench, broadcast, moving, data)
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
         drawn = [
@@ -67,6 +66,7 @@ class LocalSteps:
         ]
         # One transfer instead of one a step, each of which a GPU would wait for.
         there = torch.stack(drawn).to(data.x.device)
+        descend = self._descent(bench, broadcast, moving, data, there[0])
         with seeded_dropout(module, self.batches.seed, data.client, round):
             for chosen in there:
                 x, y = data.take(chosen)
@@ -81,13 +81,15 @@ class LocalSteps:
         check_finite(vector, value, client=data.client, round=round, chosen=chosen)
         return vector
 
-    def _descent(self, bench: Bench, broadcast: Broadcast, moving: list[Tensor], data: ClientData) -> Descent:
+    def _descent(
+        self, bench: Bench, broadcast: Broadcast, moving: list[Tensor], data: ClientData, first: Tensor
+    ) -> Descent:
         """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
         module = bench.module
-        x, y = data.take(self.batches.indices(client=data.client, samples=len(data), step=0))
         fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
-        if x.device.type != "cuda" or not fixed:
+        if data.x.device.type != "cuda" or not fixed:
             return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
+        x, y = data.take(first)
         key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
         made: dict[object, object] = bench.captured  # type: ignore[assignment]
         captured = made.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,12 +16,11 @@ from fedveil.audit.attacks.matching import (
     Problem,
     Progress,
     Reconstruction,
-    Reference,
     boxed,
     first_guess,
     matching_loss,
-    on_reference,
     private_copy,
+    proven,
     silent,
 )
 from fedveil.errors import ConfigError
@@ -50,29 +50,19 @@ def closed_form(
         candidates = _chosen(problem, weight[rows] / bias[rows, None], bias[rows].abs())
     progress(0.5)
     inputs = boxed(problem, candidates).reshape(problem.batch, *problem.input_shape)
-    labels = problem.labels if problem.labels is not None else inferred_labels(problem, generator=generator)
-    labels = _paired(problem, inputs, labels.to(inputs.device))
+    labels = _paired(problem, inputs, labels_of(problem, generator=generator))
     progress(1.0)
     return Reconstruction(inputs=inputs, labels=labels, loss=matching_loss(problem, inputs, labels))
 
 
-def closed_form_reference(
-    *,
-    picture: Tensor | None = None,
-    label: int | None = None,
-    seed: int = 0,
-    budget: Budget = FULL_BUDGET,
-    progress: Progress = silent,
-) -> Reference:
-    """`closed_form` on the multilayer perceptron, unprotected: exact up to rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    return on_reference(
-        lambda problem: closed_form(problem, generator=generator, budget=budget, progress=progress),
-        model=REFERENCE_MODEL,
-        picture=picture,
-        label=label,
-        seed=seed,
-    )
+closed_form_reference = partial(proven, closed_form, model=REFERENCE_MODEL)
+"""`closed_form` on the multilayer perceptron: exact up to rounding."""
+
+
+def labels_of(problem: Problem, *, generator: torch.Generator) -> Tensor:
+    """The labels the attacker knows, or else those the last layer's gradient shows, where the gradient lies."""
+    known = problem.labels
+    return (inferred_labels(problem, generator=generator) if known is None else known).to(problem.gradient.device)
 
 
 def _paired(problem: Problem, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.closed_form import inferred_labels
+from fedveil.audit.attacks.closed_form import labels_of
 from fedveil.audit.attacks.matching import (
     FULL_BUDGET,
     Budget,
     Problem,
     Progress,
     Reconstruction,
-    Reference,
     best,
     boxed,
     first_guess,
     gradient_at,
-    on_reference,
     private_copy,
+    proven,
+    restarted,
     silent,
     squared_distance,
 )
@@ -72,50 +73,18 @@ def idlg(
 ) -> Reconstruction:
     """As `dlg`, with the labels inferred from the last layer's gradient first, unless they are known."""
     search = search or _search(budget)
-    labels = problem.labels if problem.labels is not None else inferred_labels(problem, generator=generator)
-    labels = labels.to(problem.gradient.device)
+    labels = labels_of(problem, generator=generator)
     return best(
         _attempts(problem, labels, search=search, generator=generator, progress=progress),
         good_enough=search.good_enough,
     )
 
 
-def dlg_reference(
-    *,
-    picture: Tensor | None = None,
-    label: int | None = None,
-    seed: int = 0,
-    budget: Budget = FULL_BUDGET,
-    progress: Progress = silent,
-) -> Reference:
-    """`dlg` on the sigmoid LeNet, unprotected: it must come out effective, or the attack is broken."""
-    generator = torch.Generator().manual_seed(seed)
-    return on_reference(
-        lambda problem: dlg(problem, generator=generator, budget=budget, progress=progress),
-        model=REFERENCE_MODEL,
-        picture=picture,
-        label=label,
-        seed=seed,
-    )
+dlg_reference = partial(proven, dlg, model=REFERENCE_MODEL)
+"""`dlg` on the sigmoid LeNet."""
 
-
-def idlg_reference(
-    *,
-    picture: Tensor | None = None,
-    label: int | None = None,
-    seed: int = 0,
-    budget: Budget = FULL_BUDGET,
-    progress: Progress = silent,
-) -> Reference:
-    """`idlg` on the sigmoid LeNet, unprotected: it must come out effective, or the attack is broken."""
-    generator = torch.Generator().manual_seed(seed)
-    return on_reference(
-        lambda problem: idlg(problem, generator=generator, budget=budget, progress=progress),
-        model=REFERENCE_MODEL,
-        picture=picture,
-        label=label,
-        seed=seed,
-    )
+idlg_reference = partial(proven, idlg, model=REFERENCE_MODEL)
+"""`idlg` on the sigmoid LeNet."""
 
 
 def _search(budget: Budget) -> Search:
@@ -127,16 +96,11 @@ def _attempts(
 ) -> Iterator[Reconstruction]:
     # L-BFGS divides small differences of gradients by one another: single precision stalls it early.
     module = private_copy(problem, dtype=torch.float64)
-    for restart in range(search.restarts):
-        yield _attempt(
-            problem,
-            module,
-            labels,
-            search=search,
-            generator=generator,
-            progress=lambda part, done=restart: progress((done + part) / search.restarts),  # type: ignore[misc]
-        )
-    progress(1.0)
+    return restarted(
+        lambda part: _attempt(problem, module, labels, search=search, generator=generator, progress=part),
+        times=search.restarts,
+        progress=progress,
+    )
 
 
 def _attempt(

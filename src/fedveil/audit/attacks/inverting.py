@@ -5,26 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.closed_form import inferred_labels
+from fedveil.audit.attacks.closed_form import labels_of
 from fedveil.audit.attacks.matching import (
     FULL_BUDGET,
     Budget,
     Problem,
     Progress,
     Reconstruction,
-    Reference,
     best,
     boxed,
     cosine_distance,
     first_guess,
     gradient_at,
     normalised,
-    on_reference,
     private_copy,
+    proven,
+    restarted,
     silent,
 )
 
@@ -63,31 +64,15 @@ def inverting(
     The reported loss is the cosine distance alone.
     """
     descent = descent or _descent(problem, budget)
-    labels = problem.labels if problem.labels is not None else inferred_labels(problem, generator=generator)
-    labels = labels.to(problem.gradient.device)
+    labels = labels_of(problem, generator=generator)
     return best(
         _attempts(problem, labels, descent=descent, generator=generator, progress=progress),
         good_enough=descent.good_enough,
     )
 
 
-def inverting_reference(
-    *,
-    picture: Tensor | None = None,
-    label: int | None = None,
-    seed: int = 0,
-    budget: Budget = FULL_BUDGET,
-    progress: Progress = silent,
-) -> Reference:
-    """`inverting` on the sigmoid LeNet, unprotected: it must come out effective, or the attack is broken."""
-    generator = torch.Generator().manual_seed(seed)
-    return on_reference(
-        lambda problem: inverting(problem, generator=generator, budget=budget, progress=progress),
-        model=REFERENCE_MODEL,
-        picture=picture,
-        label=label,
-        seed=seed,
-    )
+inverting_reference = partial(proven, inverting, model=REFERENCE_MODEL)
+"""`inverting` on the sigmoid LeNet."""
 
 
 def total_variation(x: Tensor) -> Tensor:
@@ -110,17 +95,11 @@ def _attempts(
 ) -> Iterator[Reconstruction]:
     module = private_copy(problem, dtype=torch.float32)
     observed = normalised(problem.gradient).float()
-    for restart in range(descent.restarts):
-        yield _attempt(
-            problem,
-            module,
-            observed,
-            labels,
-            descent=descent,
-            generator=generator,
-            progress=lambda part, done=restart: progress((done + part) / descent.restarts),  # type: ignore[misc]
-        )
-    progress(1.0)
+    return restarted(
+        lambda part: _attempt(problem, module, observed, labels, descent=descent, generator=generator, progress=part),
+        times=descent.restarts,
+        progress=progress,
+    )
 
 
 def _attempt(

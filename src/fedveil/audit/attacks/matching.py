@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from fedveil import data, models
 from fedveil.audit.metrics import psnr
 from fedveil.errors import ConfigError, NumericError
+from fedveil.flat import flatten
 from fedveil.work.losses import CrossEntropy, Loss
 
 MOST_SAMPLES = 8
@@ -109,14 +111,14 @@ def gradient_at(module: nn.Module, value: Tensor, *, differentiable: bool = True
     """The flat gradient of `value`; parameters it does not depend on get zeros."""
     parameters = list(module.parameters())
     found = torch.autograd.grad(
-        value, parameters, create_graph=differentiable, retain_graph=differentiable, allow_unused=True
+        value,
+        parameters,
+        create_graph=differentiable,
+        retain_graph=differentiable,
+        allow_unused=True,
+        materialize_grads=True,
     )
-    return torch.cat(
-        [
-            (torch.zeros_like(parameter) if part is None else part).reshape(-1)
-            for part, parameter in zip(found, parameters, strict=True)
-        ]
-    )
+    return flatten(found)
 
 
 def client_gradient(module: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
@@ -216,6 +218,46 @@ def on_reference(
         found=found.inputs[0],
         label_found=int(found.labels[0]) == label,
     )
+
+
+class Attack(Protocol):
+    """A reconstruction attack with its own default budget."""
+
+    def __call__(
+        self, problem: Problem, *, generator: torch.Generator, budget: Budget = ..., progress: Progress = ...
+    ) -> Reconstruction:
+        """Reconstruct."""
+        ...
+
+
+def proven(
+    attack: Attack,
+    *,
+    model: str,
+    picture: Tensor | None = None,
+    label: int | None = None,
+    seed: int = 0,
+    budget: Budget = FULL_BUDGET,
+    progress: Progress = silent,
+) -> Reference:
+    """An attack on its reference model, unprotected: it must come out effective, or the attack is broken."""
+    generator = torch.Generator().manual_seed(seed)
+    return on_reference(
+        lambda problem: attack(problem, generator=generator, budget=budget, progress=progress),
+        model=model,
+        picture=picture,
+        label=label,
+        seed=seed,
+    )
+
+
+def restarted(
+    attempt: Callable[[Progress], Reconstruction], *, times: int, progress: Progress
+) -> Iterator[Reconstruction]:
+    """The same attempt from several first guesses; each is given its part of the progress to report."""
+    for done in range(times):
+        yield attempt(lambda part, done=done: progress((done + part) / times))  # type: ignore[misc]
+    progress(1.0)
 
 
 def _order(loss: float) -> float:
