@@ -107,8 +107,8 @@ class RunConfig:
     checkpoint_every: int = _option("rounds between checkpoints (0: never)", 10)
     evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
     record: bool = _option("for audits: keep the messages of some rounds, and the server's secrets beside them", False)
-    record_rounds: str | None = _option("record: which rounds, like 1,2,10; default: the first three and the last")
-    record_clients: str | None = _option("record: which clients, like 0,1; default: 0 and 1")
+    record_rounds: str | None = _option("record: which rounds, like 1,2,10 or 1-5; default: the first three and the last")
+    record_clients: str | None = _option("record: which clients, like 0,1 or 0-9; default: 0 and 1")
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -219,11 +219,15 @@ class RunConfig:
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:
-    """Whole numbers as they are typed, 1,2,10: ascending, each once."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
-        raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 (got {text!r}).")
-    return tuple(sorted({int(word) for word in words}))
+    """Whole numbers as they are typed, 1,2,10 or 0-9: ascending, each once."""
+    found: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = (part.strip() for part in word.partition("-"))
+        ends = (first, last) if dash else (first, first)
+        if not all(one.isascii() and one.isdigit() for one in ends) or int(ends[0]) > int(ends[1]):
+            raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text!r}).")
+        found.update(range(int(ends[0]), int(ends[1]) + 1))
+    return tuple(sorted(found))
 
 
 def _toml(value: object) -> str:

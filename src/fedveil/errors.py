@@ -54,6 +54,16 @@ class MissingExtraError(FedVeilError):
     exit_code = 8
 
 
+class NotApplicableError(ConfigError):
+    """An attack cannot be tried on what it was given; the message says why, in a few plain words."""
+
+
+class AttackError(FedVeilError):
+    """An attack's process failed, was killed, or took too long."""
+
+    exit_code = 9
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = "") -> ConfigError:
     """A ConfigError for an unknown name that suggests the nearest known one."""
     known = sorted(choices)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -10,26 +11,27 @@ import pytest
 import torch
 
 from audit.recorded import recorded_once
-from fedveil.audit.isolation import AttackError, attacked, attacked_tensors
+from fedveil.audit.isolation import AttackProcess, attacked
 from fedveil.audit.registry import attack_at
 from fedveil.audit.seen import server_view
 from fedveil.audit.views import to_bytes
-from fedveil.errors import ConfigError
+from fedveil.errors import AttackError, ConfigError, NotApplicableError
 
-ATTACKS = {name: f"audit.misbehaving:{name}" for name in ("counts", "raises", "dies", "leaves", "hangs", "missing")}
+NAMES = ("counts", "raises", "declines", "dies", "leaves", "hangs", "moody", "babbles", "missing")
+ATTACKS = {name: f"audit.misbehaving:{name}" for name in NAMES}
 
 
 def view() -> bytes:
     return to_bytes(server_view(recorded_once(scheme="lossless")[1], 0, round=1))
 
 
-def run(name: str, **more: Any) -> bytes:
+def run(name: str, **more: Any) -> dict[str, torch.Tensor]:
     return attacked(name, view(), attacks=ATTACKS, **more)
 
 
 def test_an_attack_gets_its_view_and_settings_and_sends_progress_and_tensors() -> None:
     heard: list[float] = []
-    found = attacked_tensors(run("counts", settings={"number": 7}, on_progress=heard.append))
+    found = run("counts", settings={"number": 7}, on_progress=heard.append)
     record = recorded_once(scheme="lossless")[1]
     weights = server_view(record, 0, round=1).weights
     assert weights is not None
@@ -49,7 +51,7 @@ def test_what_is_not_in_the_view_cannot_be_seen(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", str(run_folder))
     with (run_folder / "config.toml").open() as held_open:
         os.set_inheritable(held_open.fileno(), True)
-        seen = json.loads(attacked_tensors(attacked("surroundings", seen_by_server))["seen"].numpy().tobytes())
+        seen = json.loads(attacked("surroundings", seen_by_server)["seen"].numpy().tobytes())
     assert seen["lies here"] == []
     assert not Path(seen["folder"]).exists()
     assert set(seen["environment"]) <= {
@@ -79,16 +81,6 @@ def test_an_attack_that_takes_too_long_is_stopped() -> None:
     assert time.perf_counter() - started < 60
 
 
-def test_whoever_listens_may_break_off() -> None:
-    def enough(fraction: float) -> None:
-        raise KeyboardInterrupt
-
-    started = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        run("hangs", on_progress=enough)
-    assert time.perf_counter() - started < 60
-
-
 def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"Unknown attack 'count'\. Did you mean 'counts'"):
         run("count")
@@ -96,3 +88,84 @@ def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> No
         run("counts", settings={"number": torch.ones(1)})
     with pytest.raises(ConfigError, match="cannot be loaded"):
         attack_at(ATTACKS["missing"])
+
+
+def test_a_process_takes_one_view_after_the_other() -> None:
+    """The same process, views of different length, and failures in between: each answer belongs to its own view."""
+    record = recorded_once(scheme="lossless")[1]
+    lengths = []
+    with AttackProcess("moody", attacks=ATTACKS) as process:
+        for victim, mood in ((0, "well"), (1, "raise"), (1, "well"), (2, "decline"), (2, "well")):
+            seen = server_view(record, victim, round=1)
+            raw = to_bytes(dataclasses.replace(seen, known={"more": torch.zeros(50_000 * victim)}))
+            if mood == "raise":
+                with pytest.raises(AttackError, match="'moody' failed: ValueError: not today"):
+                    process.run(raw, settings={"mood": mood})
+            elif mood == "decline":
+                with pytest.raises(NotApplicableError, match=r"^no head noise$"):
+                    process.run(raw, settings={"mood": mood})
+            else:
+                found = process.run(raw, settings={"mood": mood})
+                assert (int(found["victim"]), int(found["length"])) == (victim, 50_000 * victim)
+                lengths.append(int(found["process"]))
+    assert len(set(lengths)) == 1
+    assert not alive(lengths[0])
+
+
+def alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_after_a_death_the_next_view_gets_a_new_process() -> None:
+    with AttackProcess("moody", attacks=ATTACKS) as process:
+        before = int(process.run(view(), settings={"mood": "well"})["process"])
+        with pytest.raises(AttackError, match=r"exit code 3\)\. It said: no more of this$"):
+            process.run(view(), settings={"mood": "leave"})
+        after = int(process.run(view(), settings={"mood": "well"})["process"])
+    assert before != after
+    assert not alive(before)
+    assert not alive(after)
+
+
+def test_a_view_that_comes_while_another_is_worked_on_is_refused() -> None:
+    refused: list[str] = []
+
+    def meddle(fraction: float) -> None:
+        try:
+            process.run(view())
+        except ConfigError as reason:
+            refused.append(str(reason))
+
+    with AttackProcess("counts", attacks=ATTACKS) as process:
+        process.run(view(), settings={"number": 1}, on_progress=meddle)
+    assert len(refused) == 5
+    assert "is at work" in refused[0]
+
+
+def test_an_inapplicable_attack_is_told_from_a_failed_one() -> None:
+    with pytest.raises(NotApplicableError, match=r"^no head noise$"):
+        run("declines")
+
+
+def test_what_is_no_answer_is_not_taken_for_one() -> None:
+    with pytest.raises(AttackError, match=r"'babbles' (sent what is no result|ended without a result)"):
+        run("babbles")
+
+
+def test_whoever_listens_may_break_off_and_no_process_is_left() -> None:
+    processes: list[int] = []
+
+    def enough(fraction: float) -> None:
+        assert process._child is not None
+        processes.append(process._child.process.pid)
+        raise KeyboardInterrupt
+
+    process = AttackProcess("hangs", attacks=ATTACKS)
+    with pytest.raises(KeyboardInterrupt):
+        process.run(view(), on_progress=enough)
+    assert not alive(processes[0])
+    process.close()

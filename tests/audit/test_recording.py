@@ -11,13 +11,14 @@ import federation
 from audit.recorded import overheard, recorded, recorded_once
 from fedveil.audit.record import Record, RecordWriter
 from fedveil.audit.recording import Choice
-from fedveil.audit.seen import outsider_view
+from fedveil.audit.seen import outsider_view, server_view
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.protocol.messages import Train
 from fedveil.protocol.stored import from_stored
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs import session
+from fedveil.runs.recorded import Recording
 from fedveil.runs.training import fresh_state, train_job
 from shell import fedveil
 
@@ -64,6 +65,30 @@ def test_only_chosen_rounds_and_clients_are_kept(tmp_path: Path) -> None:
     assert {one.client for one in record.entries} == {None, 1}
     assert len(record.find(kind="request", phase="train")) == 2
     assert all(set(one.to) == {0, 1, 2} for one in record.find(kind="request", phase="train"))
+
+
+def test_what_clients_share_is_kept_for_pairs_with_a_victim_only(tmp_path: Path) -> None:
+    settings = {"scheme": "nadp", "clients": 4, "rounds": 1, "record_rounds": "1", "record_clients": "0,1,2,3"}
+    _, _, whole = recorded(tmp_path / "whole", **settings)
+    job = federation.job(**settings, record=True)
+    train_job(job, state=fresh_state(job), record=Recording(tmp_path / "some", victims=(2,)))  # type: ignore[arg-type]
+    some = Record(tmp_path / "some")
+
+    def shared(record: Record) -> dict[frozenset[int | None], bytes]:
+        return {frozenset((one.client, one.peer)): record.read(one) for one in record.find(kind="shared")}
+
+    assert len(shared(whole)) == 6
+    assert shared(some) == {pair: raw for pair, raw in shared(whole).items() if 2 in pair}
+    assert [one.raw for one in outsider_view(some).messages] == [one.raw for one in outsider_view(whole).messages]
+    views = [server_view(record, 2, round=1, colluders=(0, 3)) for record in (whole, some)]
+    assert views[0].uncovered is not None
+    assert views[1].uncovered is not None
+    assert torch.equal(views[0].uncovered, views[1].uncovered)
+
+
+def test_a_victim_that_is_not_recorded_is_refused() -> None:
+    with pytest.raises(ConfigError, match="3 is none"):
+        Choice(frozenset({1}), frozenset({0, 1}), frozenset({1, 3}))
 
 
 def test_a_run_that_is_not_recorded_has_nobody_listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

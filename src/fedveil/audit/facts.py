@@ -63,7 +63,7 @@ class Facts:
         """A flat vector of parameters or gradients, as named tensors."""
         return Layout(self.parameters).split(flat)
 
-    def module(self) -> nn.Module:
+    def module(self, *, seed: int = 0) -> nn.Module:
         """The architecture with parameters that say nothing about the run's."""
         if self.model is None:
             raise ConfigError(
@@ -74,7 +74,7 @@ class Facts:
             self.model,
             input_shape=self.input_shape,
             outputs=self.outputs,
-            seed=0,
+            seed=seed,
             vocabulary=self.vocabulary,
             **self.options,
         )

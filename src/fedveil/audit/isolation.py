@@ -1,10 +1,12 @@
-"""An attack in a process of its own, which gets the serialised view and its settings, and nothing else.
+"""An attack in a process of its own, which gets serialised views and settings, one after the other, and nothing else.
 
 The process starts in an empty folder, with next to no environment, and is told no path but those of code.
-What it is given comes through its standard input; progress and result leave through its standard output:
+What it is given comes through its standard input; progress and results leave through its standard output:
 
-    kind (1 byte: p progress, r result, e error) · length (8 bytes, little endian) · content
+    in    length (8 bytes, little endian) · settings (JSON) · length · view, until the input ends
+    out   kind (1 byte: p progress, r result, e error, n not applicable) · length (8 bytes) · content
 
+A view is sent only after the result of the one before has left: nothing found on one can be changed by another.
 This keeps an attack honest, whoever wrote it by mistake. It is no prison: a process of the same user can
 open any file whose path it guesses.
 """
@@ -21,19 +23,21 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
 
 from torch import Tensor
 
 from fedveil.audit.registry import ATTACKS, attack_at, target_of
 from fedveil.audit.views import from_bytes
-from fedveil.errors import ConfigError, FedVeilError
+from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError
 from fedveil.protocol.stored import as_bytes, from_stored
 
 TIME_LIMIT = 600.0
 _HEADER = struct.Struct("<cQ")
 _LENGTH = struct.Struct("<Q")
 _MOST_WORDS = 2000
+_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE = b"p", b"r", b"e", b"n"
 # What numerical libraries need to find their code and to share a machine's cores.
 _PASSED_ON = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"),
@@ -43,9 +47,105 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from fedveil.audit.isolation import serve; serve()"
 )
 
+OnProgress = Callable[[float], None]
 
-class AttackError(FedVeilError):
-    """An attack's process failed, was killed, or took too long."""
+
+def _unwatched(_: float) -> None:
+    """Progress that nobody watches."""
+
+
+class AttackProcess:
+    """One attack, ready to be given views.
+
+        with AttackProcess("idlg") as process:
+            found = process.run(to_bytes(view), settings={"quick": True})
+
+    The process starts on entering, or with the first view, and again with the next view where it has died. It takes
+    `threads` cores, unless OMP_NUM_THREADS says otherwise.
+    """
+
+    def __init__(self, name: str, *, attacks: Mapping[str, str] = ATTACKS, threads: int | None = None) -> None:
+        self.name = name
+        self._threads = threads
+        self._target = target_of(name, attacks)
+        self._child: _Child | None = None
+        self._busy = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._started()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, reason: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self,
+        view: bytes,
+        *,
+        settings: Mapping[str, Any] | None = None,
+        on_progress: OnProgress = _unwatched,
+        time_limit: float = TIME_LIMIT,
+    ) -> dict[str, Tensor]:
+        """The attack's result on a serialised view.
+
+        `settings` are plain data. `on_progress` is called with fractions from 0 to 1. An attack that cannot be
+        tried on the view raises a NotApplicableError; one that fails, dies or is not done after `time_limit`
+        seconds an AttackError that says so. What dies or is late is ended; after the rest, views can follow.
+        """
+        try:
+            told = json.dumps({"attack": self._target, "settings": dict(settings or {})}).encode()
+        except (TypeError, ValueError) as reason:
+            raise ConfigError(f"The settings of the attack {self.name!r} must be plain data: {reason}.") from reason
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(f"The attack {self.name!r} is at work: give it a further view when its result is here.")
+        try:
+            return self._answer(self._started(), told, view, on_progress, time_limit)
+        finally:
+            self._busy.release()
+
+    def close(self) -> None:
+        """End the process; nothing of it is left."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def _started(self) -> _Child:
+        if self._child is None:
+            self._child = _Child(self._threads)
+        return self._child
+
+    def _answer(
+        self, child: _Child, told: bytes, view: bytes, on_progress: OnProgress, time_limit: float
+    ) -> dict[str, Tensor]:
+        answered = False
+        try:
+            with _limited(child, time_limit) as late:
+                final = child.conversation(told, view, on_progress)
+            answered = final is not None
+            if final is None:
+                raise self._without_answer(child, late, time_limit)
+        finally:
+            if not answered:  # whatever it would still say belongs to nothing
+                self.close()
+        kind, content = final
+        if kind == _RESULT:
+            return from_stored(content)[1]
+        said = content.decode(errors="replace")
+        raise (
+            NotApplicableError(said)
+            if kind == _NOT_APPLICABLE
+            else AttackError(f"The attack {self.name!r} failed: {said}")
+        )
+
+    def _without_answer(self, child: _Child, late: threading.Event, time_limit: float) -> AttackError:
+        if late.is_set():
+            return AttackError(
+                f"The attack {self.name!r} was not done after {time_limit:g} seconds and was stopped: give it more "
+                "time, or less to do."
+            )
+        return AttackError(f"The attack {self.name!r} {child.ending()}.{child.last_words()}")
 
 
 def attacked(
@@ -53,83 +153,105 @@ def attacked(
     view: bytes,
     *,
     settings: Mapping[str, Any] | None = None,
-    on_progress: Callable[[float], None] = lambda fraction: None,
+    on_progress: OnProgress = _unwatched,
     time_limit: float = TIME_LIMIT,
     attacks: Mapping[str, str] = ATTACKS,
-) -> bytes:
-    """Run the attack `name` on a serialised view in a process of its own; returns its result's bytes.
-
-    `settings` are plain data. `on_progress` is called with fractions from 0 to 1. A process that fails, dies
-    or is not done after `time_limit` seconds raises an AttackError that says so.
-    """
+) -> dict[str, Tensor]:
+    """Run the attack `name` on one serialised view in a process of its own, which then ends."""
+    process = AttackProcess(name, attacks=attacks)
     try:
-        told = json.dumps({"attack": target_of(name, attacks), "settings": dict(settings or {})}).encode()
-    except (TypeError, ValueError) as reason:
-        raise ConfigError(f"The settings of the attack {name!r} must be plain data: {reason}.") from reason
-    with tempfile.TemporaryDirectory(prefix="fedveil-attack-") as empty, tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(_code_paths())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            cwd=empty,
-            env={"LC_ALL": "C.UTF-8", **{one: os.environ[one] for one in _PASSED_ON if one in os.environ}},
-        )
-        late = threading.Event()
+        return process.run(view, settings=settings, on_progress=on_progress, time_limit=time_limit)
+    finally:
+        process.close()
 
-        def expire() -> None:
-            late.set()
-            process.kill()
 
-        timer = threading.Timer(time_limit, expire)
-        timer.start()
-        try:
-            result = _conversation(process, [_LENGTH.pack(len(told)), told, view], name, on_progress)
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-        if result is not None:
-            return result
-        if late.is_set():
-            raise AttackError(
-                f"The attack {name!r} was not done after {time_limit:g} seconds and was stopped: give it more time, or "
-                "less to do."
+class _Child:
+    """The process itself, its empty folder, and a file for what it says beside its results."""
+
+    def __init__(self, threads: int | None) -> None:
+        fewer = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        with contextlib.ExitStack() as held:
+            empty = held.enter_context(tempfile.TemporaryDirectory(prefix="fedveil-attack-"))
+            self._complaints = held.enter_context(tempfile.TemporaryFile())
+            self.process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _START, json.dumps(_code_paths())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._complaints,
+                cwd=empty,
+                env={"LC_ALL": "C.UTF-8", **fewer, **{one: os.environ[one] for one in _PASSED_ON if one in os.environ}},
             )
-        raise AttackError(f"The attack {name!r} {_ending(process.returncode)}.{_last_words(complaints)}")
+            self._held = held.pop_all()
+        self._said = 0
+
+    def conversation(self, told: bytes, view: bytes, on_progress: OnProgress) -> tuple[bytes, bytes] | None:
+        """The last frame of the answer, or None where the process ended without one."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._said = os.fstat(self._complaints.fileno()).st_size
+        with contextlib.suppress(BrokenPipeError):  # if it died before it listened, its end tells
+            self.process.stdin.writelines([_LENGTH.pack(len(told)), told, _LENGTH.pack(len(view)), view])
+            self.process.stdin.flush()
+        for kind, content in _frames(self.process.stdout):
+            if kind != _PROGRESS:
+                return kind, content
+            on_progress(float(struct.unpack("<d", content)[0]))
+        return None
+
+    def end(self) -> None:
+        """Kill it if it lives, and clear up."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self._held.close()
+
+    def ending(self) -> str:
+        """How it ended; one that closed its output and lives on is ended."""
+        try:
+            code = self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return "sent what is no result"
+        if code < 0:
+            return f"was killed by signal {-code}, perhaps for want of memory"
+        return f"ended without a result (exit code {code})"
+
+    def last_words(self) -> str:
+        """What it said beside its results since it was given the last view."""
+        # Not by seek: the process shares the position in this file, and may write still.
+        size = os.fstat(self._complaints.fileno()).st_size
+        start = max(self._said, size - 4 * _MOST_WORDS)
+        said = os.pread(self._complaints.fileno(), size - start, start).decode(errors="replace").strip()
+        return f" It said: {said[-_MOST_WORDS:]}" if said else ""
 
 
-def attacked_tensors(result: bytes) -> dict[str, Tensor]:
-    """The tensors of an attack's result."""
-    return from_stored(result)[1]
+@contextlib.contextmanager
+def _limited(child: _Child, time_limit: float) -> Iterator[threading.Event]:
+    """Kill the process when its time is over; the event tells."""
+    late = threading.Event()
 
+    def expire() -> None:
+        late.set()
+        child.process.kill()
 
-def _conversation(
-    process: subprocess.Popen[bytes], told: list[bytes], name: str, on_progress: Callable[[float], None]
-) -> bytes | None:
-    """The result, or None where the process ended without one."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as out:  # if it died before it listened, its end tells
-        out.writelines(told)
-    with process.stdout as incoming:
-        for kind, content in _frames(incoming):
-            if kind == b"p":
-                on_progress(float(struct.unpack("<d", content)[0]))
-            elif kind == b"r":
-                process.wait()
-                return content
-            else:
-                raise AttackError(f"The attack {name!r} failed: {content.decode(errors='replace')}")
-    process.wait()
-    return None
+    timer = threading.Timer(time_limit, expire)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()  # one that has begun must not end what comes next
 
 
 def _frames(incoming: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
     while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
         kind, length = _HEADER.unpack(header)
+        if kind not in (_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE):
+            return
         content = incoming.read(length)
-        if len(content) < length or kind not in (b"p", b"r", b"e"):
+        if len(content) < length:
             return
         yield kind, content
 
@@ -142,42 +264,40 @@ def _code_paths() -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was killed by signal {-code}, perhaps for want of memory"
-    return f"ended without a result (exit code {code})"
-
-
-def _last_words(complaints: IO[bytes]) -> str:
-    complaints.seek(0)
-    said = complaints.read().decode(errors="replace").strip()
-    return f" It said: {said[-_MOST_WORDS:]}" if said else ""
-
-
 def serve() -> None:
-    """The other side: read view and settings, run the attack, send progress and result."""
+    """The other side: view after view, run the attack, send progress and result."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever an attack prints must not run into its result
-    (length,) = _LENGTH.unpack(sys.stdin.buffer.read(_LENGTH.size))
-    told = json.loads(sys.stdin.buffer.read(length))
-    view = sys.stdin.buffer.read()
 
     def send(kind: bytes, content: bytes) -> None:
         out.write(_HEADER.pack(kind, len(content)) + content)
         out.flush()
 
-    def progress(fraction: float) -> None:
-        send(b"p", struct.pack("<d", min(max(fraction, 0.0), 1.0)))
+    while (told := _given(sys.stdin.buffer)) is not None and (view := _given(sys.stdin.buffer)) is not None:
+        send(*_tried(json.loads(told), view, lambda fraction: send(_PROGRESS, struct.pack("<d", _share(fraction)))))
 
+
+def _given(incoming: IO[bytes]) -> bytes | None:
+    """One piece of what is given; None where there is no more."""
+    length = incoming.read(_LENGTH.size)
+    return incoming.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else None
+
+
+def _share(fraction: float) -> float:
+    return min(max(fraction, 0.0), 1.0)
+
+
+def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[bytes, bytes]:
+    """The kind and content of an attack's answer, whatever becomes of it."""
     try:
-        attack = attack_at(told["attack"])
-        result = as_bytes({}, attack(from_bytes(view), told["settings"], progress))
+        found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)
+        return _RESULT, as_bytes({}, found)
+    except NotApplicableError as reason:
+        return _NOT_APPLICABLE, str(reason).encode()
     except FedVeilError as reason:
-        send(b"e", str(reason).encode())
+        return _ERROR, str(reason).encode()
     except Exception as reason:
         import traceback
 
         traceback.print_exc()
-        send(b"e", f"{type(reason).__name__}: {reason}".encode())
-    else:
-        send(b"r", result)
+        return _ERROR, f"{type(reason).__name__}: {reason}".encode()

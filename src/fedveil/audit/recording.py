@@ -31,10 +31,24 @@ FIRST_CLIENTS = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rounds (counted from 1) and which clients are recorded."""
+    """Which rounds (counted from 1) and which clients are recorded.
+
+    What two clients share is kept only for pairs that hold one of `victims` (None: every recorded client is one),
+    since a hundred clients have thousands of pairs, and each is as large as an upload.
+    """
 
     rounds: frozenset[int]
     clients: frozenset[int]
+    victims: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        strangers = sorted((self.victims or frozenset()) - self.clients)
+        if strangers:
+            raise ConfigError(f"Victims are recorded clients, and {strangers[0]} is none: add it to the clients.")
+
+    def shares(self, one: int, other: int) -> bool:
+        """Whether what two recorded clients share is kept."""
+        return self.victims is None or one in self.victims or other in self.victims
 
     @staticmethod
     def of(*, rounds: str | None, clients: str | None, last: int, count: int) -> Choice:
@@ -136,13 +150,13 @@ class Recorder(Guarded):
             self._secret("recovered", recovered, {}, client=upload.client)
 
     def _share(self, heard: Heard, request: Train, veil: WitnessedVeil) -> None:
-        """What this client shares with every other chosen one, and what becomes of it in the recovered gradient."""
+        """What this client shares with other chosen ones, and what becomes of it in the recovered gradient."""
         state = heard.state
         if state is None:
             return
         for peer in sorted(self._choice.clients - {state.client}):
             pair = (min(state.client, peer), max(state.client, peer))
-            if pair in self._pairs:
+            if pair in self._pairs or not self._choice.shares(*pair):
                 continue
             part = shared_part(self._uplink, self._terms, state, peer, round=request.round, attempt=request.attempt)
             if part is None:

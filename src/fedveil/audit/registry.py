@@ -15,8 +15,22 @@ Settings = Mapping[str, Any]
 Progress = Callable[[float], None]
 Attack = Callable[[View, Settings, Progress], Mapping[str, Tensor]]
 
+_ATTEMPTS: dict[str, tuple[str, ...]] = {
+    "reconstruction": ("closed-form", "dlg", "idlg", "inverting", "labels"),
+    "generative": ("generative", "class-inversion"),
+    "veiled": ("phi",),
+    "history": ("averaging",),
+    "extraction": ("received", "calibration", "probe", "parameters"),
+    "membership": ("membership", "membership-layers", "likelihood"),
+}
+
 ATTACKS: dict[str, str] = {
     "surroundings": "fedveil.audit.surroundings:surroundings",
+    **{
+        name: f"fedveil.audit.attempts.{module}:{name.replace('-', '_')}"
+        for module, names in _ATTEMPTS.items()
+        for name in names
+    },
 }
 
 

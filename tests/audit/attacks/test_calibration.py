@@ -20,6 +20,7 @@ from fedveil.audit.attacks.calibration import (
     head_calibration,
     targets_of,
     uncovered,
+    without_noise,
 )
 from fedveil.audit.attacks.probe import read_head, received
 from fedveil.errors import ConfigError, DataError
@@ -90,6 +91,8 @@ def test_one_unlabelled_input_gives_a_single_secret_away() -> None:
     module = received(heard.job.blueprint, sent)
     one = read_head(heard.job.blueprint, module, own()[0][:1])
     found = uncovered(read_head(heard.job.blueprint, module, queries), from_total(one, sent.head))
+    assert torch.allclose(found, calibrated("pbpfl").total[1], atol=1e-4)
+    assert not calibrated("lossless").total
     assert percent(found, labels) >= true_accuracy("pbpfl") - 5
 
 
@@ -112,6 +115,19 @@ def test_expected_outputs_that_are_the_true_ones_give_the_noise_exactly(scheme: 
         truth = heard.true_model()(inputs)
     found = uncovered(readings, from_expected(readings, truth, sent.head))
     assert float((found - truth).abs().max()) < 1e-9
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_noise_comes_off_the_weights_as_off_the_outputs(scheme: str) -> None:
+    heard = run(scheme)
+    sent, queries = heard.broadcasts[-1], test_part(heard)[0]
+    module = received(heard.job.blueprint, sent)
+    noise = torch.linspace(-1.0, 2.0, 10, dtype=torch.float64)
+    readings = read_head(heard.job.blueprint, module, queries)
+    with torch.no_grad():
+        outputs = without_noise(heard.job.blueprint, module, noise)(queries)
+        assert torch.allclose(outputs.double(), uncovered(readings, noise), atol=1e-3)
+        assert torch.allclose(module(queries).double(), readings.outputs)
 
 
 def test_calibration_needs_the_public_vector_to_be_the_right_one() -> None:

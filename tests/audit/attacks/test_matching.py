@@ -98,8 +98,8 @@ def test_the_best_attempt_wins_and_none_follows_a_good_enough_one() -> None:
     [
         (torch.zeros(8), {}, ConfigError, "9 parameters"),
         (torch.full((9,), math.inf), {}, NumericError, "infinity"),
-        (torch.zeros(9), {"batch": 9}, ConfigError, "1 to 8"),
-        (torch.zeros(9), {"batch": 0}, ConfigError, "1 to 8"),
+        (torch.zeros(9), {"batch": 65}, ConfigError, "1 to 64"),
+        (torch.zeros(9), {"batch": 0}, ConfigError, "1 to 64"),
         (torch.zeros(9), {"labels": torch.tensor([1, 2])}, ConfigError, "2 labels for a batch of 1"),
         (torch.zeros(9), {"box": (1.0, 1.0)}, ConfigError, "empty"),
     ],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import data, models
+from fedveil.audit.attacks.layers import class_fit, last_layers
 from fedveil.audit.attacks.membership import (
     FEATURES,
     UNKNOWN,
@@ -22,11 +23,10 @@ from fedveil.audit.attacks.membership import (
     Features,
     Guess,
     describe,
-    last_layers,
     membership,
 )
 from fedveil.audit.rates import CHANCE, Estimate, area_under_curve, success_rate
-from fedveil.errors import ConfigError, DataError, FedVeilError, NumericError
+from fedveil.errors import ConfigError, DataError, FedVeilError, NotApplicableError, NumericError
 
 SAMPLES = 40
 TARGETS = 5
@@ -82,7 +82,7 @@ def attacked(features: Features, *, seen: bool = True, shuffled: bool = False) -
     return pooled(guesses)
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", ["outputs", "classes", "layers", "gradients"])
 def test_an_overfitted_model_gives_its_members_away(features: Features) -> None:
     success, area = attacked(features)
     assert success.value > 0.6
@@ -112,6 +112,45 @@ def test_a_model_of_the_square_loss_gives_its_members_away() -> None:
         generator = torch.Generator().manual_seed(seed)
         guesses.append((membership(model, candidates, criterion=Criterion("square"), generator=generator), member))
     assert pooled(guesses)[0].value > 0.6
+
+
+@pytest.mark.parametrize(("features", "told"), [("second", True), ("third", False)])
+def test_the_second_layer_from_the_end_gives_members_away_by_itself(features: Features, told: bool) -> None:
+    """Square loss, eight models, 99.9 %; the third layer, hardly trained, says nothing yet."""
+    guesses = []
+    for seed in range(8):
+        model, x, y, member = target(seed, kind="square")
+        candidates, generator = Candidates(x, y, half_known(member, seed=seed)), torch.Generator().manual_seed(seed)
+        guess = membership(model, candidates, features=features, criterion=Criterion("square"), generator=generator)
+        guesses.append((guess, member))
+    _, area = pooled(guesses)
+    assert (area.low > CHANCE) == told
+
+
+def test_how_well_a_class_fits_does_not_depend_on_scales_or_on_order() -> None:
+    _, x, y, _ = target(0)
+    generator = torch.Generator().manual_seed(0)
+    values = x.flatten(1).double()
+    scales, order = 4 ** torch.randn(values.shape[1], generator=generator), torch.randperm(len(y), generator=generator)
+    fit = class_fit(values, y, classes=10)
+    assert torch.allclose(class_fit(values * scales, y, classes=10), fit)
+    assert torch.allclose(class_fit(values[order], y[order], classes=10), fit[order])
+
+
+def test_how_well_a_class_fits_is_told_by_all_others() -> None:
+    """Against the definition: a ridge regression without candidate i, kernel and mean target taken from all."""
+    generator = torch.Generator().manual_seed(1)
+    values, y = torch.randn(12, 5, generator=generator, dtype=torch.float64), torch.arange(12) % 3
+    standard = (values - values.mean(0)) / values.std(0, correction=0)
+    kernel, targets = standard @ standard.T / 5, torch.eye(3, dtype=torch.float64)[y]
+    fit = class_fit(values, y, classes=3)
+    for i in range(12):
+        rest = torch.arange(12) != i
+        inverse = torch.linalg.inv(kernel[rest][:, rest] + 0.3 * torch.eye(11, dtype=torch.float64))
+        told = targets.mean(0) + kernel[i, rest] @ inverse @ (targets[rest] - targets.mean(0))
+        others = torch.cat([told[: y[i]], told[y[i] + 1 :]])
+        assert fit[i, 0].exp() == pytest.approx(1 / float((targets[i] - told).square().sum()))
+        assert float(fit[i, 1]) == pytest.approx(float(told[y[i]] - others.max()))
 
 
 class Veiled(nn.Module):
@@ -230,7 +269,7 @@ def test_the_last_three_layers_are_those_a_sample_passes_last() -> None:
     assert last_layers(cnn, torch.zeros(1, 1, 8, 8)) == [cnn.get_submodule(n) for n in ("conv2", "linear", "head")]
     candidates = Candidates(torch.rand(9, 1, 8, 8), torch.arange(9), torch.tensor([1, 0, UNKNOWN] * 3))
     blocks = describe(cnn, candidates, features="layers", criterion=Criterion())
-    assert [block.shape[1] for block in blocks[-3:]] == [32, 64, 10]
+    assert [block.shape[1] for block in blocks[-3:]] == [128, 64, 10]
     gru = models.build("gru", input_shape=(6,), outputs=10, vocabulary=20)
     words = Candidates(torch.randint(20, (9, 6)), torch.arange(9), torch.tensor([1, 0, UNKNOWN] * 3))
     for features in ("layers", "gradients"):
@@ -249,6 +288,7 @@ X, Y, SHOWN = torch.rand(6, 4), torch.tensor([0, 1, 0, 1, 0, 1]), torch.tensor([
         (Y, SHOWN.abs(), {}, DataError, "nothing is left to infer"),
         (Y + 1, SHOWN, {}, DataError, "Labels must lie in 0…1"),
         (Y, SHOWN, {}, DataError, "at least 4 known members"),
+        (Y, SHOWN, {"features": "second"}, NotApplicableError, "no second one from the end"),
         (Y, SHOWN, {"features": "output"}, ConfigError, "Did you mean 'outputs'"),
         (Y, SHOWN, {"outputs": lambda x: x / 0}, NumericError, "NaN or infinity"),
         (Y, SHOWN, {"outputs": lambda x: x[:, :1]}, DataError, "at least two class scores"),

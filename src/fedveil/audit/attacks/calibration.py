@@ -11,7 +11,8 @@ the sum of the outputs (one γ), and the weights alone (no data at all).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,18 +89,32 @@ def from_weights(weight: Tensor, bias: Tensor | None, head: PublicHead) -> Tenso
     return (above / below)[head.groups] * vector
 
 
+def without_noise(blueprint: Blueprint, module: nn.Module, noise: Tensor) -> nn.Module:
+    """A copy of a received model with r̂ off its last layer: (Ŵ − r̂·1ᵀ)·ĥ + b̂ − r̂ = ŷ − α·r̂, as a model."""
+    twin = copy.deepcopy(module)
+    layer = twin.get_submodule(head_path(blueprint))
+    assert isinstance(layer, nn.Linear)
+    with torch.no_grad():
+        layer.weight.sub_(noise.to(layer.weight)[:, None])
+        if layer.bias is not None:
+            layer.bias.sub_(noise.to(layer.bias))
+    return twin
+
+
 @dataclass(frozen=True, eq=False)
 class Calibrated:
     """What a client makes of a model under head noise: outputs for its queries, by how it came to them.
 
-    `labelled[n]` used n labelled samples, `unlabelled[n]` the same n inputs without their labels; `weights` used
-    no data. `received` are the outputs as they are.
+    `labelled[n]` used n labelled samples, `unlabelled[n]` the same n inputs without their labels by the balance of
+    classes, `total[n]` by the sum of the outputs (one γ only); `weights` used no data. `received` are the outputs
+    as they are.
     """
 
     received: Tensor
     weights: Tensor
     labelled: Mapping[int, Tensor]
     unlabelled: Mapping[int, Tensor]
+    total: Mapping[int, Tensor]
 
 
 def head_calibration(
@@ -107,30 +122,45 @@ def head_calibration(
     broadcast: Broadcast,
     *,
     inputs: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     queries: Tensor,
     counts: Sequence[int] = COUNTS,
     target_scale: float = 1.0,
+    module: nn.Module | None = None,
 ) -> Calibrated:
     """Outputs for `queries` after calibration on the first n of a client's own samples, for every n there is.
 
-    `target_scale` is the square loss's M, which every client is told.
+    `target_scale` is the square loss's M, which every client is told; `labels` may be missing. `module` is the
+    received model where the client has prepared it already.
     """
     head = broadcast.head
     if head is None:
         raise ConfigError("This broadcast has no head noise: its outputs are the true ones, and nothing is left to do.")
-    module = received(blueprint, broadcast)
-    own, asked = read_head(blueprint, module, inputs), read_head(blueprint, module, queries)
-    outputs = own.outputs.shape[1]
-    targets = targets_of(labels, outputs=outputs, target_scale=target_scale)
-    classes = not labels.is_floating_point()
+    module = received(blueprint, broadcast) if module is None else module
+    readings = (read_head(blueprint, module, one) for one in (inputs, queries))
+    own, asked = (one.to(head.vector.device) for one in readings)
     layer = module.get_submodule(head_path(blueprint))
     assert isinstance(layer, nn.Linear)
-    bare = from_weights(layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), head)
-    labelled, unlabelled = {}, {}
+    rows = [None if one is None else one.detach().to(head.vector.device) for one in (layer.weight, layer.bias)]
+    assert rows[0] is not None
+    ways = _ways(head, labels, outputs=own.outputs.shape[1], target_scale=target_scale)
+    found: dict[str, dict[int, Tensor]] = {"labelled": {}, "unlabelled": {}, "total": {}}
     for count in sorted({min(one, len(inputs)) for one in counts}):
-        part = own.rows(count)
-        labelled[count] = uncovered(asked, from_expected(part, targets[:count], head))
-        if classes:
-            unlabelled[count] = uncovered(asked, from_balance(part, head, scale=target_scale))
-    return Calibrated(asked.outputs, uncovered(asked, bare), labelled, unlabelled)
+        for name, noise in ways.items():
+            found[name][count] = uncovered(asked, noise(own.rows(count)))
+    return Calibrated(asked.outputs, uncovered(asked, from_weights(rows[0], rows[1], head)), **found)
+
+
+def _ways(
+    head: PublicHead, labels: Tensor | None, *, outputs: int, target_scale: float
+) -> dict[str, Callable[[Readings], Tensor]]:
+    """How r̂ can be found from the first samples, by name."""
+    ways: dict[str, Callable[[Readings], Tensor]] = {}
+    if labels is not None:
+        targets = targets_of(labels, outputs=outputs, target_scale=target_scale).to(head.vector.device)
+        ways["labelled"] = lambda part: from_expected(part, targets[: len(part.outputs)], head)
+    if labels is None or not labels.is_floating_point():
+        ways["unlabelled"] = lambda part: from_balance(part, head, scale=target_scale)
+        if head.count == 1:
+            ways["total"] = lambda part: from_total(part, head, total=target_scale)
+    return ways

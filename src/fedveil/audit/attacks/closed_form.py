@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedveil.audit.attacks.matching import (
     FULL_BUDGET,
+    MOST_SAMPLES,
     Budget,
     Problem,
     Progress,
@@ -67,8 +68,8 @@ def labels_of(problem: Problem, *, generator: torch.Generator) -> Tensor:
 
 def _paired(problem: Problem, inputs: Tensor, labels: Tensor) -> Tensor:
     """The labels in the order that explains the observed gradient best: swaps of two, as long as one helps."""
-    if problem.batch == 1 or labels.is_floating_point():
-        return labels
+    if problem.batch == 1 or problem.batch > MOST_SAMPLES or labels.is_floating_point():
+        return labels  # among many samples, swaps take long and tell little
     least, improved = matching_loss(problem, inputs, labels), True
     while improved:
         improved = False

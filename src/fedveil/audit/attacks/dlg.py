@@ -18,6 +18,7 @@ from fedveil.audit.attacks.matching import (
     Reconstruction,
     best,
     boxed,
+    cosine_distance,
     first_guess,
     gradient_at,
     private_copy,
@@ -54,7 +55,10 @@ def dlg(
     search: Search | None = None,
     progress: Progress = silent,
 ) -> Reconstruction:
-    """min over x and soft labels p of ‖∇L(x, p) − ĝ‖²/‖ĝ‖²; known labels are not searched for."""
+    """min over x and soft labels p of ‖∇L(x, p) − ĝ‖²/‖ĝ‖²; known labels are not searched for.
+
+    Of a clipped gradient the angle is matched instead, 1 − cos.
+    """
     search = search or _search(budget)
     if problem.labels is not None:
         return idlg(problem, generator=generator, budget=budget, search=search, progress=progress)
@@ -113,6 +117,7 @@ def _attempt(
     progress: Progress,
 ) -> Reconstruction:
     observed = problem.gradient.double()
+    distance = cosine_distance if problem.clipped else squared_distance
     x = first_guess(problem, generator=generator, dtype=torch.float64).requires_grad_(True)
     logits = torch.zeros(problem.batch, problem.outputs, dtype=torch.float64, device=x.device)
     if labels is None:
@@ -125,7 +130,7 @@ def _attempt(
     def value() -> Tensor:
         output = module(x)
         loss = problem.loss.mean(output, labels) if labels is not None else _soft(problem, output, logits)
-        return squared_distance(gradient_at(module, loss), observed)
+        return distance(gradient_at(module, loss), observed)
 
     def closure() -> Tensor:
         found = value()

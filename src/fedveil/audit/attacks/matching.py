@@ -18,6 +18,11 @@ from fedveil.flat import flatten
 from fedveil.work.losses import CrossEntropy, Loss
 
 MOST_SAMPLES = 8
+"""How many samples a search can tell apart."""
+
+MOST_READ = 64
+"""Of how many samples' gradient anything is read at all."""
+
 EFFECTIVE_PSNR = 20.0
 
 Progress = Callable[[float], None]
@@ -41,8 +46,8 @@ class Problem:
 
     `gradient` is the gradient of the mean loss over `batch` samples, flat, in the order of
     `module.named_parameters()`. `labels` is None where the attacker does not know them. `box` holds the
-    least and the greatest value an input can have, or None. The module is in the mode (training or
-    evaluation) in which the gradient was taken; attacks work on a copy of it.
+    least and the greatest value an input can have, or None. Of a `clipped` gradient only the direction counts. The
+    module is in the mode (training or evaluation) in which the gradient was taken; attacks work on a copy of it.
     """
 
     module: nn.Module
@@ -53,6 +58,7 @@ class Problem:
     batch: int = 1
     labels: Tensor | None = None
     box: tuple[float, float] | None = (0.0, 1.0)
+    clipped: bool = False
 
     def __post_init__(self) -> None:
         size = sum(parameter.numel() for parameter in self.module.parameters())
@@ -63,8 +69,8 @@ class Problem:
             )
         if not bool(self.gradient.isfinite().all()):
             raise NumericError("The observed gradient holds NaN or infinity; there is nothing to match.")
-        if not 1 <= self.batch <= MOST_SAMPLES:
-            raise ConfigError(f"Reconstruction takes batches of 1 to {MOST_SAMPLES} samples, not {self.batch}.")
+        if not 1 <= self.batch <= MOST_READ:
+            raise ConfigError(f"Reconstruction takes batches of 1 to {MOST_READ} samples, not {self.batch}.")
         if self.labels is not None and len(self.labels) != self.batch:
             raise ConfigError(f"{len(self.labels)} labels for a batch of {self.batch}: pass one for each sample.")
         if self.box is not None and not self.box[0] < self.box[1]:

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.errors import ConfigError, DataError, NumericError, unknown_name
+from fedveil.audit.attacks.layers import activations, class_fit, last_layers, parts_of, reordered
+from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError, unknown_name
 
 Outputs = Callable[[Tensor], Tensor]
-Features = Literal["outputs", "classes", "layers", "gradients"]
-FEATURES: tuple[Features, ...] = ("outputs", "classes", "layers", "gradients")
+Features = Literal["outputs", "classes", "layers", "second", "third", "gradients"]
+FEATURES: tuple[Features, ...] = ("outputs", "classes", "layers", "second", "third", "gradients")
 UNKNOWN = -1
-LAST_LAYERS = 3
-_AT_ONCE = 256
+_PLACES: dict[Features, tuple[int, ...]] = {"second": (2,), "third": (3,), "layers": (3, 2, 1)}
 _WIDEST = 5.0
 
 
@@ -136,7 +136,8 @@ def membership(
     ``model`` itself where the attacker can do better, as after calibrating away a perturbed head. ``features``:
     "outputs" sorts the class scores, "classes" leaves them in place, "layers" adds the activations of the last
     three layers, "gradients" the norms of the loss's gradients there (``outputs`` must then be differentiable
-    with respect to ``model``'s parameters).
+    with respect to ``model``'s parameters); "second" and "third" use nothing but the label and the activations of
+    the second and the third layer from the end.
     """
     network, criterion = network or AttackNetwork(), criterion or Criterion()
     described = describe(model, candidates, features=features, outputs=outputs, criterion=criterion)
@@ -168,8 +169,9 @@ def describe(
         if y.min() < 0 or y.max() >= scores.shape[1]:
             raise DataError(f"Labels must lie in 0…{scores.shape[1] - 1}, the model's outputs.")
         blocks = _output_features(scores, y.to(scores.device), criterion, ordered=features != "classes")
-        if features == "layers":
-            blocks += _activations(model, x)
+        if features in _PLACES:
+            found = _from_last(activations(model, x), y, features=features, classes=scores.shape[1])
+            blocks = [*(blocks if features == "layers" else blocks[-1:]), *found]
         elif features == "gradients":
             blocks.append(_gradient_norms(model, outputs or model, x, y, criterion))
     if not all(block.isfinite().all() for block in blocks):
@@ -180,26 +182,11 @@ def describe(
 def class_scores(outputs: Outputs, x: Tensor) -> Tensor:
     """Class scores in double precision, computed in parts, without gradients."""
     with torch.no_grad():
-        parts = _parts(len(x))
-        scores = _reordered([outputs(x[rows.to(x.device)]) for rows in parts], parts).double()
+        parts = parts_of(len(x))
+        scores = reordered([outputs(x[rows.to(x.device)]) for rows in parts], parts).double()
     if scores.ndim != 2 or scores.shape[1] < 2:
         raise DataError(f"Membership inference needs at least two class scores per sample, not {scores.shape[1:]}.")
     return scores
-
-
-def _parts(count: int) -> list[Tensor]:
-    """Rows in equal parts of bounded size, mixed.
-
-    A norm that takes its statistics from the batch would otherwise mark candidates listed side by side, and a list
-    that begins with the members would give them away whatever the model had learned.
-    """
-    mixed = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    return list(mixed.tensor_split(-(-count // _AT_ONCE)))
-
-
-def _reordered(results: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """What was computed in parts, in the order of the candidates."""
-    return torch.cat(list(results))[torch.cat(list(parts)).argsort().to(results[0].device)]
 
 
 @contextmanager
@@ -223,32 +210,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 value.copy_(buffers[name])
 
 
-def last_layers(model: nn.Module, x: Tensor) -> list[nn.Module]:
-    """The last layers with a weight matrix or kernel, in the order in which a sample passes them."""
-    passed: dict[nn.Module, None] = {}
-
-    def note(layer: nn.Module, _: object, __: object) -> None:
-        passed.pop(layer, None)
-        passed[layer] = None
-
-    layers = [part for part in model.modules() if _weighted(part)]
-    hooks = [layer.register_forward_hook(note) for layer in layers]
-    try:
-        with torch.no_grad():
-            model(x[:2])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not passed:
-        raise DataError("The model has no layer with a weight matrix to look into: use the features 'outputs'.")
-    return list(passed)[-LAST_LAYERS:]
-
-
-def _weighted(part: nn.Module) -> bool:
-    weight = part._parameters.get("weight")
-    return weight is not None and weight.ndim >= 2 and not isinstance(part, nn.Embedding)
-
-
 def _output_features(scores: Tensor, y: Tensor, criterion: Criterion, *, ordered: bool) -> list[Tensor]:
     """Class scores and their log-probabilities; loss, closeness, whether the label is the first choice; the label."""
     logs = scores.log_softmax(1)
@@ -257,31 +218,22 @@ def _output_features(scores: Tensor, y: Tensor, criterion: Criterion, *, ordered
     return [torch.cat(shown, 1), torch.stack(fit, 1), F.one_hot(y, scores.shape[1]).to(scores)]
 
 
-def _activations(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """Outputs of the last layers; those with an extent in space are averaged over it."""
-    seen: dict[nn.Module, Tensor] = {}
+def _from_last(layers: Sequence[Tensor], y: Tensor, *, features: Features, classes: int) -> list[Tensor]:
+    """How well each candidate lies among its own class in hidden layers, and activations.
 
-    def keep(layer: nn.Module, _: object, output: Tensor) -> None:
-        seen[layer] = output.flatten(2).mean(2) if output.ndim > 2 else output
-
-    layers = last_layers(model, x)
-    hooks = [layer.register_forward_hook(keep) for layer in layers]
-    parts, found = _parts(len(x)), []
-    try:
-        with torch.no_grad():
-            for rows in parts:
-                model(x[rows.to(x.device)])
-                found.append([seen[layer] for layer in layers])
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [_reordered(results, parts) for results in zip(*found, strict=True)]
+    The last layer's fit is in the output features already, by the model's own loss.
+    """
+    places = [place for place in _PLACES[features] if place <= len(layers)]
+    if not places:
+        raise NotApplicableError(f"too few layers ({len(layers)}): there is no {features} one from the end")
+    fits = [class_fit(layers[-place], y, classes=classes) for place in places if place > 1]
+    return fits + [layers[-place] for place in places]
 
 
 def _gradient_norms(model: nn.Module, outputs: Outputs, x: Tensor, y: Tensor, criterion: Criterion) -> Tensor:
     """log ‖∂loss/∂θ‖ of each sample, for every tensor θ of the last layers."""
     if any(part.training for part in model.modules()):
-        raise ConfigError(
+        raise NotApplicableError(
             "A norm of this model uses the batch, so a sample has no gradient of its own: use the features 'layers'."
         )
     parameters = [one for layer in last_layers(model, x) for one in layer.parameters(recurse=False)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedveil.downlink import Blueprint, Broadcast
 from fedveil.downlink.norms import VectorBatchNorm
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import DataError, NotApplicableError, unknown_name
 from fedveil.work.step import prepare
 
 Fit = Literal["ridge", "logistic"]
@@ -42,6 +42,10 @@ class Readings:
         """The first `count` samples."""
         return Readings(self.features[:count], self.outputs[:count], self.bias)
 
+    def to(self, device: torch.device) -> Readings:
+        """The same on another device."""
+        return Readings(self.features.to(device), self.outputs.to(device), self.bias)
+
 
 def received(blueprint: Blueprint, broadcast: Broadcast) -> nn.Module:
     """The model as a client holds it; batch norms use the batch where no running statistics were sent."""
@@ -60,7 +64,7 @@ def head_path(blueprint: Blueprint) -> str:
         return blueprint.table.head.path
     linear: list[str] = [path for path, one in blueprint.skeleton.named_modules() if isinstance(one, nn.Linear)]
     if not linear:
-        raise ConfigError("This model has no nn.Linear layer, so there is no head to probe or to calibrate.")
+        raise NotApplicableError("no nn.Linear layer in the model: there is no head to probe or to calibrate")
     return linear[-1]
 
 

@@ -1,0 +1,39 @@
+"""The label of a batch of one from the direction of its gradient alone, whatever clipping did to its size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.audit.attacks.closed_form import PROBES, named_gradients
+from fedveil.audit.attacks.matching import Problem, client_gradient, cosine_distance, first_guess, private_copy
+from fedveil.errors import ConfigError
+
+
+def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:
+    """argmax_c cos(E_c, ∂L/∂b): E_c is the mean gradient of the last layer's bias for random inputs of class c.
+
+    Without a bias, the last layer's weight stands in.
+    """
+    if problem.batch != 1:
+        raise ConfigError(f"The direction of a gradient tells the label of one sample, not of {problem.batch}.")
+    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    if not linear:
+        raise ConfigError("Labels can be inferred only where the last layer is linear.")
+    parts = named_gradients(problem)
+    prefix = f"{linear[-1]}." if linear[-1] else ""
+    name = f"{prefix}bias" if f"{prefix}bias" in parts else f"{prefix}weight"
+    module = private_copy(problem, dtype=torch.float64)
+    probes = torch.cat([first_guess(problem, generator=generator, dtype=torch.float64) for _ in range(PROBES)])
+    apart = [
+        cosine_distance(_expected(problem, module, probes, one)[name].reshape(-1), parts[name].double().reshape(-1))
+        for one in range(problem.outputs)
+    ]
+    return torch.stack(apart).argmin().reshape(1)
+
+
+def _expected(problem: Problem, module: nn.Module, probes: Tensor, label: int) -> dict[str, Tensor]:
+    labels = torch.full((len(probes),), label, device=probes.device)
+    return named_gradients(dataclasses.replace(problem, gradient=client_gradient(module, problem.loss, probes, labels)))
