@@ -18,7 +18,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 400
 
 LEAVES = {"errors", "flat", "secrets", "version", "config", "data", "models"}
-# cli → api, runs → audit, schemes, engines → protocol → downlink, work, uplink, ledger → crypto, leaves below.
+# cli → api, trials → runs → audit, schemes, engines → protocol → downlink, work, uplink, ledger → crypto, leaves below.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -38,8 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "audit": LEAVES | {"protocol", "downlink", "work", "uplink", "ledger", "crypto"},
     "runs": LEAVES | {"audit", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
     "api": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work"},
-    "reproduce": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger"},
-    "cli": LEAVES | {"api", "audit", "runs", "reproduce", "schemes", "engines", "downlink", "ledger", "protocol"},
+    "trials": LEAVES | {"audit", "runs", "schemes", "engines", "protocol", "downlink", "work"},
+    "reproduce": LEAVES
+    | {"audit", "trials", "runs", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger"},
+    "cli": LEAVES | {"api", "audit", "trials", "runs", "reproduce", "schemes", "engines", "downlink", "ledger", "protocol"},
     "__init__": {"api", "errors", "version"},
     "__main__": {"cli"},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from fedveil.cli.audit import audit
 from fedveil.cli.demo import demo
 from fedveil.cli.export import export
 from fedveil.cli.inspect import inspect
@@ -38,5 +39,5 @@ def top(
     """Bidirectional privacy in federated learning: data privacy proven, model secrecy measured."""
 
 
-for command in (run, ledger, keys, demo, inspect, schemes, models, export, predict, reproduce):
+for command in (run, audit, ledger, keys, demo, inspect, schemes, models, export, predict, reproduce):
     app.command()(command)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedveil.audit.facts import Facts
 from fedveil.audit.recording import Choice, Recorder
 from fedveil.protocol.masked import Masked
 from fedveil.runs.job import Job
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where a run is recorded, and about whom: what clients share is kept for pairs with a victim (None: for all)."""
+
+    folder: Path
+    victims: Collection[int] | None = None
 
 
 def chosen(job: Job) -> Choice:
@@ -18,10 +28,14 @@ def chosen(job: Job) -> Choice:
     )
 
 
-def recorder_for(job: Job, folder: Path, *, attempt: int) -> Recorder:
-    """A recorder of this job that writes into `folder`."""
+def recorder_for(job: Job, place: Path | Recording, *, attempt: int) -> Recorder:
+    """A recorder of this job that writes into a folder."""
+    asked = place if isinstance(place, Recording) else Recording(place)
+    choice = chosen(job)
+    if asked.victims is not None:
+        choice = replace(choice, victims=frozenset(asked.victims))
     return Recorder(
-        folder, chosen(job), facts=facts_of(job), scheme=job.scheme, blueprint=job.blueprint, attempt=attempt
+        asked.folder, choice, facts=facts_of(job), scheme=job.scheme, blueprint=job.blueprint, attempt=attempt
     )
 
 

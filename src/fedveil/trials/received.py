@@ -1,0 +1,203 @@
+"""Trials of a client: what the model it receives tells it about the server's model, and about others' data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedveil.audit.attacks.membership import UNKNOWN
+from fedveil.audit.attacks.probe import fit_probe
+from fedveil.audit.seen import client_view, server_view
+from fedveil.audit.views import ServerView, weights_by_name
+from fedveil.downlink.blueprint import Weights, draw
+from fedveil.runs.evaluate import predict
+from fedveil.trials.measures import Accuracy, Classes, Fit, Members, Numbers
+from fedveil.trials.scene import Scene
+from fedveil.trials.trial import Attempt, Measure, Score, Settings, Trial, Truth
+from fedveil.trials.twins import unprotected_model
+
+CLIENT = "a client"
+_CHOICE = 0xCA9D
+_TAKES_OFF = ("calibration", "probe", "parameters")
+
+
+def model_trials(scene: Scene) -> Iterator[Trial]:
+    """Every trial on the model a client holds after the last recorded round."""
+    maker = _Maker(scene)
+    yield from maker.function()
+    if scene.run.classes:
+        yield from maker.members()
+        if scene.run.pictures:
+            yield from maker.pictures()
+
+
+class _Maker:
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.run = scene.run
+        self.client = _attacker(scene)
+        self.public, self.asked = scene.run.halves()
+        view = client_view(self.run.record, self.client, data=_cpu(self.run.own(self.client)))
+        self.held = self.run.job.scheme.holder != "server"
+        if self.held:
+            named = weights_by_name(_weights(scene))
+            view = replace(view, known={f"weights.{name}": value for name, value in named.items()})
+        self.view = view
+        last = None if self.held else view.broadcasts[-1]
+        self.head = last is not None and last.broadcast.head is not None
+        when = "at the end" if last is None else f"in round {last.round}"
+        self.seen = f"the model it {'holds' if self.held else 'receives'} {when}"
+
+    def trial(
+        self,
+        attack: str,
+        *,
+        asset: str,
+        measure: Measure,
+        truth: Truth,
+        known: dict[str, Tensor],
+        adaptive: bool = False,
+        settings: Settings | None = None,
+        unprotected: Score | None = None,
+    ) -> Trial:
+        view = replace(self.view, known={**self.view.known, **known})
+        twin = None if self.held or unprotected is not None else unprotected_model(self.run, view)
+        base = self.scene.settings
+        return Trial(
+            f"client/{attack}{'/adaptive' * adaptive}",
+            CLIENT,
+            asset,
+            attack,
+            self.seen,
+            measure,
+            (Attempt(view, twin, truth),),
+            settings={**base, **(settings or {}), **({"adaptive": True} if adaptive else {})},
+            twin_settings={**base, **(settings or {})},
+            adaptive=adaptive or attack in _TAKES_OFF,
+            unprotected=unprotected,
+        )
+
+    def function(self) -> Iterator[Trial]:
+        """The model's function: as received, calibrated, and by a head of one's own; and its numbers."""
+        y = self.asked.y.cpu()
+        truth, known = {"y": y}, {"queries": self.asked.x.cpu()}
+        measure: Measure = Fit()
+        if self.run.classes:
+            measure = Accuracy("accuracy", chance=float(y.bincount().max()) / len(y))
+        true = measure.score([{"the true model": self._true_outputs()}], [truth])
+        yield self._use("received", measure, truth, known, true)
+        if self.head:
+            more = {"labelled.x": self.public.x.cpu(), "labelled.y": self.public.y.cpu()}
+            yield self._use("calibration", measure, truth, {**known, **more}, true)
+        if self.run.classes and self.run.test.x.is_floating_point():
+            # Whoever has labels can train without any model: only what a probe gets beyond that is the model's.
+            without = Accuracy("accuracy", chance=self._without_a_model())
+            yield self._use("probe", without, truth, known, true)
+        weights = _weights(self.scene) if self.held else self._server().weights
+        assert weights is not None
+        yield self.trial(
+            "parameters",
+            asset="the model's parameters",
+            measure=Numbers(self.run.record.facts.blueprint()),
+            truth={"parameters": weights.parameters.double().cpu()},
+            known={},
+            unprotected=Score(1.0, more={"exact": 1.0, "signs": 1.0}),
+        )
+
+    def _use(self, attack: str, measure: Measure, truth: Truth, known: dict[str, Tensor], unprotected: Score) -> Trial:
+        asset = "the model's function"
+        return self.trial(attack, asset=asset, measure=measure, truth=truth, known=known, unprotected=unprotected)
+
+    def _without_a_model(self) -> float:
+        """The accuracy of the same linear probe on the inputs themselves, with the client's own labels."""
+        x, y = _cpu(self.run.own(self.client))
+        probe = fit_probe(x.flatten(1), y, outputs=self.run.job.facts.outputs)
+        guess = probe(self.asked.x.cpu().flatten(1)).argmax(1)
+        return float((guess == self.asked.y.cpu()).double().mean())
+
+    def _server(self) -> ServerView:
+        """What the server held when it sent the last recorded model."""
+        last = self.view.broadcasts[-1]
+        return server_view(self.run.record, self.client, round=last.round, attempt=last.attempt)
+
+    def _true_outputs(self) -> Tensor:
+        """What the server's model of that round says to the queries."""
+        model = self.run.model if self.held else self._server().model().eval()
+        x = self.asked.x.cpu()
+        return predict(model, x.to(next(model.parameters()).dtype) if x.is_floating_point() else x).cpu()
+
+    def members(self) -> Iterator[Trial]:
+        """Who was among the others' training samples; half of the candidates are known to the attacker."""
+        known, member = self.candidates()
+        truth = {"member": member}
+        for attack in ("membership", "membership-layers", "likelihood"):
+            for adaptive in (False, True) if self.head else (False,):
+                yield self.trial(
+                    attack, asset="members", measure=Members(), truth=truth, known=known, adaptive=adaptive
+                )
+
+    def candidates(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Candidates with half of their memberships, and the truth about the other half."""
+        generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
+        others = [one for one in range(len(self.run.job.pool)) if one != self.client] or [self.client]
+        parts = [_cpu(self.run.own(one)) for one in others]
+        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        count = min(self.scene.effort.candidates, len(x), len(self.asked)) // 2 * 2
+        inside = torch.randperm(len(x), generator=generator)[:count]
+        outside = torch.randperm(len(self.asked), generator=generator)[:count]
+        order = torch.randperm(2 * count, generator=generator)
+        both_x = torch.cat([x[inside], self.asked.x.cpu()[outside]])[order]
+        both_y = torch.cat([y[inside], self.asked.y.cpu()[outside]])[order]
+        truth = (torch.arange(2 * count) < count).long()[order]
+        told = truth.clone()
+        for kind in (0, 1):
+            rows = (truth == kind).nonzero().flatten()
+            told[rows[len(rows) // 2 :]] = UNKNOWN
+        known = {
+            "candidates.x": both_x,
+            "candidates.y": both_y,
+            "candidates.membership": told,
+            "public.x": self.public.x.cpu(),
+            "public.y": self.public.y.cpu(),
+        }
+        return known, truth[told == UNKNOWN]
+
+    def pictures(self) -> Iterator[Trial]:
+        """What the classes look like, by a prior and the model."""
+        outputs = self.run.job.facts.outputs
+        measure = Classes("recognised", chance=1.0 / outputs, judge=self.scene.judge, private=self.run.own(0)[0].cpu())
+        known = {"public.x": self.public.x.cpu()}
+        settings = {"per_class": self.scene.effort.per_class}
+        for adaptive in (False, True) if self.head else (False,):
+            yield self.trial(
+                "class-inversion",
+                asset="what classes look like",
+                measure=measure,
+                truth={},
+                known=known,
+                adaptive=adaptive,
+                settings=settings,
+            )
+
+
+def _attacker(scene: Scene) -> int:
+    """The first recorded client; of those that are sent models, the first that was sent one and answered."""
+    record = scene.run.record
+    answered = [one.client for one in record.find(kind="reply", phase="train") if one.client is not None]
+    return min(answered, default=record.clients[0])
+
+
+def _weights(scene: Scene) -> Weights:
+    """The true model's values, as clients that hold it have them."""
+    job = scene.run.job
+    example = scene.run.test.x[:2].cpu()
+    model = copy.deepcopy(scene.run.model).cpu().train()  # the run's own stays in evaluation mode
+    return draw(model, example, traced=job.scheme.downlink.traced)[1]
+
+
+def _cpu(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return pair[0].cpu(), pair[1].cpu()

@@ -1,0 +1,58 @@
+"""An audit of a run's folder, from start to verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.trials.running import Tick, audit
+from fedveil.trials.scene import Effort
+from fedveil.trials.store import AuditStore, identity_of
+from fedveil.trials.subject import from_folder
+from fedveil.trials.trial import Finding
+from fedveil.trials.uploads import SERVER
+from fedveil.trials.words import NO_MODEL, sentences
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found, where it lies, and a sentence on each adversary."""
+
+    scheme: str
+    findings: tuple[Finding, ...]
+    adversaries: dict[str, str]
+    folder: Path
+    seconds: float
+
+
+def audit_run(
+    run: str | Path,
+    *,
+    attacks: Sequence[str] = (),
+    quick: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+    out: str | Path | None = None,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    tick: Callable[[Tick], None] = lambda now: None,
+) -> Audit:
+    """Attack a recorded run with everything that fits, and write RUN/audit/audit.json and pictures.
+
+    An audit that was stopped goes on where it ended, if it is asked for with the same effort.
+    """
+    started = time.perf_counter()
+    subject = from_folder(run)
+    effort = Effort(quick=quick, seed=seed, device=device)
+    facts = subject.record.facts
+    about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}
+    folder = Path(run) / "audit" if out is None else Path(out)
+    store = AuditStore(folder, identity=identity_of(subject.record, effort), about=about)
+    findings = audit(subject, store, attacks=attacks, effort=effort, workers=workers, say=say, tick=tick)
+    told = sentences(findings)
+    if subject.job.scheme.holder != "server":
+        told = {SERVER: NO_MODEL, **told}
+    store.conclude(told)
+    return Audit(facts.scheme, tuple(findings), told, folder, time.perf_counter() - started)

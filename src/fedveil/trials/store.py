@@ -1,0 +1,98 @@
+"""audit.json: findings as they come, so that an audit that was stopped goes on where it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from fedveil.audit.record import Record
+from fedveil.errors import CheckpointError
+from fedveil.runs.files import write_atomically
+from fedveil.trials.scene import Effort
+from fedveil.trials.trial import Finding, Verdict
+from fedveil.version import __version__
+
+FORMAT = "fedveil-audit-1"
+
+
+class AuditStore:
+    """Findings by trial in FOLDER/audit.json, pictures in FOLDER/pictures."""
+
+    def __init__(self, folder: Path, *, identity: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.path = folder / "audit.json"
+        self.pictures = folder / "pictures"
+        self.findings: dict[str, Finding] = {}
+        self.replaced = False
+        self._identity = json.loads(json.dumps(identity))
+        self._about = dict(about)
+        self._sentences: dict[str, str] = {}
+        if self.path.exists():
+            stored = read_audit(self.path)
+            if stored["identity"] == self._identity:
+                self.findings = {one.name: one for one in map(finding_from, stored["findings"])}
+            else:
+                self.replaced = True
+
+    def has(self, name: str) -> bool:
+        """Whether a trial was made; one that failed to run is made again."""
+        return name in self.findings and self.findings[name].verdict != "failed"
+
+    def keep(self, finding: Finding) -> None:
+        """Write a finding down."""
+        self.findings[finding.name] = finding
+        self._write()
+
+    def conclude(self, sentences: Mapping[str, str]) -> None:
+        """Write the verdict on each adversary down."""
+        self._sentences = dict(sentences)
+        self._write()
+
+    def _write(self) -> None:
+        content = {
+            "format": FORMAT,
+            "identity": self._identity,
+            **self._about,
+            "versions": {"fedveil": __version__, "torch": torch.__version__},
+            "adversaries": self._sentences,
+            "findings": [asdict(one) for one in self.findings.values()],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def identity_of(record: Record, effort: Effort) -> dict[str, Any]:
+    """What decides the findings: the record and the effort."""
+    index = hashlib.sha256((record.folder / "index.jsonl").read_bytes()).hexdigest()
+    return {"record": index, "quick": effort.quick, "seed": effort.seed}
+
+
+def read_audit(path: Path) -> dict[str, Any]:
+    """What an audit.json holds; anything else is refused."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as reason:
+        raise CheckpointError(f"{path} cannot be read: {reason}. Remove it to audit anew.") from reason
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no audit of this version. Remove it to audit anew.")
+    findings = content.get("findings")
+    if not isinstance(content.get("identity"), dict) or not isinstance(findings, list):
+        raise CheckpointError(f"{path} is damaged: it holds no findings. Remove it to audit anew.")
+    return content
+
+
+def finding_from(data: Mapping[str, Any]) -> Finding:
+    """A finding back from plain data."""
+    try:
+        found = Finding(**{one.name: data[one.name] for one in fields(Finding) if one.name in data})
+        if found.verdict not in get_args(Verdict):
+            raise TypeError(f"{found.verdict!r} is no verdict")
+        return found
+    except TypeError as reason:
+        raise CheckpointError(f"A finding of an audit is damaged: {reason}. Remove audit.json to audit anew.") from None

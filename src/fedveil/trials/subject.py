@@ -1,0 +1,181 @@
+"""What is audited: a recorded run, and what only the auditor knows besides: everybody's data and the true model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.audit.record import Record
+from fedveil.config import RunConfig
+from fedveil.data import Dataset
+from fedveil.downlink import Weights, assemble
+from fedveil.engines import ClientPool
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.job import Job, job_from_config
+from fedveil.runs.model_file import load_model
+from fedveil.runs.recorded import Recording
+from fedveil.runs.training import Row, fresh_state, train_job
+from fedveil.work import Batches
+from fedveil.work.messages import ClientData
+
+_HALVES = 0x4A1F
+_STANDSTILL = 1e-12
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A record, the job that made it, and the model it ended in, in evaluation mode."""
+
+    record: Record
+    job: Job
+    model: nn.Module
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return self.job.config
+
+    @property
+    def test(self) -> Dataset:
+        """Held-out data: what attackers are granted, and what nobody trained on."""
+        if self.job.test is None:
+            raise ConfigError("An audit needs held-out data: what nobody trained on is what it compares with.")
+        return self.job.test
+
+    @property
+    def pictures(self) -> bool:
+        """Whether inputs are pictures (channels, height, width)."""
+        return len(self.job.facts.input_shape) == 3 and self.test.x.is_floating_point()
+
+    @property
+    def classes(self) -> bool:
+        """Whether the model tells classes apart."""
+        return self.job.facts.task == "classification"
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        """The range of input values, which everybody knows; None for text."""
+        x = self.test.x
+        return (float(x.min()), float(x.max())) if x.is_floating_point() else None
+
+    @property
+    def peak(self) -> float:
+        """The width of that range."""
+        low, high = self.box or (0.0, 1.0)
+        return high - low
+
+    def halves(self) -> tuple[Dataset, Dataset]:
+        """The held-out data in two: what attackers are granted as public, and what they are asked about."""
+        order = torch.randperm(len(self.test), generator=torch.Generator().manual_seed(_HALVES))
+        half = len(order) // 2
+        return self.test.subset(order[:half]), self.test.subset(order[half:])
+
+    def own(self, client: int) -> tuple[Tensor, Tensor]:
+        """All samples of a client."""
+        data = self.job.pool.clients[client]
+        return data.take(torch.arange(len(data)))
+
+    def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
+        """The samples of which a client's gradient in a round (counted from 1) was taken."""
+        data = self.job.pool.clients[client]
+        seed = self.config.seed
+        assert seed is not None
+        rows = Batches(self.config.batch_size, seed).indices(client=client, samples=len(data), step=round - 1)
+        return data.take(rows)
+
+
+def from_folder(path: str | Path) -> Subject:
+    """A run's folder, if it was recorded."""
+    folder = RunFolder(path)
+    if not folder.config_file.exists():
+        raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
+    if not folder.record.exists():
+        raise CheckpointError(
+            f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with --record "
+            "(and another --out)."
+        )
+    config = RunConfig.from_mapping(folder.stored_settings(), where=str(folder.config_file))
+    if not folder.model_file.exists():
+        raise CheckpointError(
+            f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
+        )
+    model = load_model(folder.model_file).module
+    return Subject(Record(folder.record), job_from_config(config), model)
+
+
+def enacted(
+    job: Job,
+    folder: Path,
+    *,
+    rounds: int | None = None,
+    victims: Collection[int] | None = None,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> Subject:
+    """A job trained here and now, recorded in `folder` as its settings say; at most the first `rounds` rounds.
+
+    Noise is what the whole run would have had: a run of one round would be calibrated for one round. What clients
+    share is kept only for pairs with one of `victims` (None: for all pairs).
+    """
+    state = fresh_state(job)
+
+    def boundary(row: Row, now: object) -> None:
+        on_round(state.round)
+        if rounds is not None and state.round >= rounds:
+            raise _EnoughError
+
+    try:
+        place = folder if victims is None else Recording(folder, victims)
+        train_job(replace(job, test=None), state=state, on_round=boundary, record=place)  # type: ignore[arg-type]
+    except _EnoughError:
+        pass
+    return Subject(Record(folder), job, model_of(job, state.weights))
+
+
+def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, rounds: int) -> Subject:
+    """The first rounds once more with `samples` samples a client, which are its batch; recorded in `folder`.
+
+    Scheme, noise and first model are the run's; the model all but stands still, so that every round shows the
+    same. This is as close as a server can come to a client's data, and what the papers attack. Clients that train
+    locally do so once at the run's own rate, which is the size of what they send. About `clients` clients of
+    each round are recorded.
+    """
+    last = min(rounds, subject.config.rounds)
+    everybody, asked = subject.config.clients, subject.job.cohort.size
+    count = min(everybody, math.ceil(clients * everybody / asked))
+    trains = subject.record.facts.returns == "update"
+    changes = {
+        "batch_size": 0,
+        **({"local_steps": None, "local_epochs": 1} if trains else {"lr": _STANDSTILL}),
+        "simulate_dropout": 0.0,
+        "record": True,
+        "record_rounds": f"1-{last}",
+        "record_clients": f"0-{count - 1}",
+        "policy": None,
+    }
+    job = job_from_config(subject.config.with_changes(**changes))
+    return enacted(cut(job, samples=samples), folder, rounds=last)
+
+
+def cut(job: Job, *, samples: int) -> Job:
+    """The same job with the first `samples` samples of every client."""
+
+    def few(data: ClientData) -> ClientData:
+        x, y = data.take(torch.arange(min(samples, len(data))))
+        return ClientData(data.client, x, y)
+
+    return replace(job, pool=ClientPool(tuple(few(data) for data in job.pool.clients)))
+
+
+def model_of(job: Job, weights: Weights) -> nn.Module:
+    """The true model, in evaluation mode."""
+    return assemble(job.blueprint, weights).eval()
+
+
+class _EnoughError(Exception):
+    """As many rounds as were asked for."""

@@ -1,0 +1,100 @@
+"""One sentence per adversary, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fedveil.trials.trial import Finding
+
+CAVEAT = (
+    "An audit shows what these attacks got, not what no attack can get. Not tried: servers that send crafted or "
+    "different models, poisoning, side channels."
+)
+
+NO_MODEL = (
+    "The server was not attacked: it holds no model, and reads noised numbers at unknown places and ciphertexts or "
+    "masked words; what that proves is in ledger.json."
+)
+
+_GETS = {
+    "data": "rebuilds what a client trained on",
+    "labels": "reads the labels of what a client trained on",
+    "the model's function": "can use the model as if it were its own",
+    "the model's parameters": "knows the parameters up to scales that leave the function as it is",
+    "members": "tells whose data was trained on",
+    "what classes look like": "makes recognisable pictures of the classes",
+}
+_GETS_PART = {
+    "data": "sees traces of what a client trained on",
+    "labels": "reads some of the labels",
+    "the model's function": "can use a worse copy of the model",
+    "the model's parameters": "knows part of the parameters, up to scales that leave the function as it is",
+    "members": "tells members better than by chance",
+    "what classes look like": "makes pictures that are sometimes recognised",
+}
+_GETS_NOTHING = {
+    "data": "cannot rebuild what a client trained on",
+    "labels": "cannot tell labels",
+    "the model's function": "cannot use the model",
+    "the model's parameters": "knows none of the parameters, not even up to scales",
+    "members": "cannot tell members",
+    "what classes look like": "cannot picture the classes",
+}
+SHORT = {
+    "as if unprotected": "as if unprotected",
+    "in part": "in part",
+    "nothing": "as chance",
+    "not effective": "not effective here",
+    "not applicable": "not applicable",
+    "failed": "failed to run",
+}
+_ORDER = ("as if unprotected", "in part", "nothing", "not effective", "not applicable", "failed")
+
+
+def sentences(findings: Iterable[Finding]) -> dict[str, str]:
+    """What each adversary got, by its best attack on every asset, with chance and no protection beside it."""
+    by_adversary: dict[str, list[Finding]] = {}
+    for one in findings:
+        by_adversary.setdefault(one.adversary, []).append(one)
+    return {who: _sentence(who, found) for who, found in by_adversary.items()}
+
+
+def best_of(findings: Iterable[Finding]) -> list[Finding]:
+    """For every adversary and asset the attack that got most."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault((one.adversary, one.asset), []).append(one)
+    return [min(found, key=_rank) for found in groups.values()]
+
+
+def _sentence(who: str, findings: Sequence[Finding]) -> str:
+    return f"{who[0].upper()}{who[1:]} {'; '.join(_about(one) for one in best_of(findings))}."
+
+
+def _about(best: Finding) -> str:
+    """One asset: by the attack that got most."""
+    shown = best.shown
+    figures = (
+        f"({best.attack} on {best.seen}: {shown.get('value')}; chance {shown.get('chance')}, without protection "
+        f"{shown.get('unprotected')})"
+    )
+    asset = best.asset
+    if best.verdict == "as if unprotected":
+        return f"{_GETS[asset]} {figures}"
+    if best.verdict == "in part":
+        return f"{_GETS_PART[asset]} {figures}"
+    if best.verdict == "nothing":
+        return f"{_GETS_NOTHING[asset]} by these attacks {figures}"
+    if best.verdict == "not effective":
+        return f"gets nothing that says anything about {asset}: no attack is effective here even without protection"
+    return f"was not measured on {asset}: {best.reason.rstrip('.') or best.verdict}"
+
+
+def _rank(one: Finding) -> tuple[int, float, float]:
+    return _ORDER.index(one.verdict), -_reached(one), -(one.value or 0.0)
+
+
+def _reached(one: Finding) -> float:
+    if one.value is None or one.chance is None or one.unprotected is None or one.unprotected == one.chance:
+        return 0.0
+    return (one.value - one.chance) / (one.unprotected - one.chance)
