@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from fedveil.trials.trial import Finding
 from fedveil.trials.words import SHORT, best_of
 
 NOISE: dict[str, Any] = {"epsilon": 8.0, "clip": 1.0}
-LOCAL: dict[str, Any] = {"clip": 0.01, "local_epochs": 1}
+SMALL_STEPS: dict[str, Any] = {"lr": 0.01, "momentum": 0.0}
+LOCAL: dict[str, Any] = {"clip": 0.001, "local_epochs": 3, "lr": 0.1, "momentum": 0.0}
 SCHEMES: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "pbpfl": {},
@@ -34,8 +35,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "cdp": NOISE,
     "nadp": NOISE,
     "veil-dp": NOISE,
-    "mpdp": {"epsilon": 3.0},
-    "mp-cdp": {"epsilon": 3.0},
+    "mpdp": {"epsilon": 3.0, **SMALL_STEPS},
+    "mp-cdp": {"epsilon": 3.0, **SMALL_STEPS},
     "dp-fedavg": LOCAL,
     "paraaegis": {**LOCAL, "share": 0.1, "cipher": "pads"},
 }
@@ -71,8 +72,10 @@ def in_processes(folder: Path, schemes: Sequence[str], *, jobs: int, quick: bool
         return f"{scheme}{' by heart' * by_heart}{said or ' done'}"
 
     with ThreadPoolExecutor(jobs) as pool:
-        for text in pool.map(one, *zip(*((name, flag) for flag in (False, True) for name in schemes), strict=True)):
-            print(text, flush=True)
+        waiting = [pool.submit(one, name, flag) for flag in (False, True) for name in schemes]
+        for done in as_completed(waiting):
+            print(done.result(), flush=True)
+            written(folder, schemes, quick=quick)
 
 
 def found_in(run: Path) -> list[Finding]:
@@ -99,6 +102,21 @@ def tables(folder: Path, schemes: Sequence[str]) -> Iterator[str]:
             yield "| " + " | ".join((*cells, SHORT[one.verdict])) + " |"
 
 
+def written(folder: Path, schemes: Sequence[str], *, quick: bool) -> None:
+    """Write audits.md and audits.json from the audits there are."""
+    title = f"# What attacks got on digits ({'quick' if quick else 'full'} audits)\n"
+    (folder / "audits.md").write_text("\n".join([title, *tables(folder, schemes)]) + "\n", encoding="utf-8")
+    kept = {
+        scheme: {
+            kind: read_audit(path)["findings"]
+            for kind, run in (("usual", scheme), ("by heart", f"{scheme}-by-heart"))
+            if (path := folder / run / "audit" / "audit.json").exists()
+        }
+        for scheme in schemes
+    }
+    (folder / "audits.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """From the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,19 +130,7 @@ def main() -> None:
     if given.one:
         audited(given.one, given.out, by_heart=given.by_heart, quick=given.quick)
         return
-    schemes = given.schemes.split(",")
-    in_processes(given.out, schemes, jobs=given.jobs, quick=given.quick)
-    title = f"# What attacks got on digits ({'quick' if given.quick else 'full'} audits)\n"
-    (given.out / "audits.md").write_text("\n".join([title, *tables(given.out, schemes)]) + "\n", encoding="utf-8")
-    kept = {
-        scheme: {
-            kind: read_audit(path)["findings"]
-            for kind, run in (("usual", scheme), ("by heart", f"{scheme}-by-heart"))
-            if (path := given.out / run / "audit" / "audit.json").exists()
-        }
-        for scheme in schemes
-    }
-    (given.out / "audits.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    in_processes(given.out, given.schemes.split(","), jobs=given.jobs, quick=given.quick)
 
 
 if __name__ == "__main__":

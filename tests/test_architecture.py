@@ -41,7 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trials": LEAVES | {"audit", "runs", "schemes", "engines", "protocol", "downlink", "work"},
     "reproduce": LEAVES
     | {"audit", "trials", "runs", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger"},
-    "cli": LEAVES | {"api", "audit", "trials", "runs", "reproduce", "schemes", "engines", "downlink", "ledger", "protocol"},
+    "cli": LEAVES
+    | {"api", "audit", "trials", "runs", "reproduce", "schemes", "engines", "downlink", "ledger", "protocol"},
     "__init__": {"api", "errors", "version"},
     "__main__": {"cli"},
 }

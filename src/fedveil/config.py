@@ -107,7 +107,9 @@ class RunConfig:
     checkpoint_every: int = _option("rounds between checkpoints (0: never)", 10)
     evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
     record: bool = _option("for audits: keep the messages of some rounds, and the server's secrets beside them", False)
-    record_rounds: str | None = _option("record: which rounds, like 1,2,10 or 1-5; default: the first three and the last")
+    record_rounds: str | None = _option(
+        "record: which rounds, like 1,2,10 or 1-5; default: the first three and the last"
+    )
     record_clients: str | None = _option("record: which clients, like 0,1 or 0-9; default: 0 and 1")
 
     def __post_init__(self) -> None:

@@ -71,7 +71,7 @@ def test_what_clients_share_is_kept_for_pairs_with_a_victim_only(tmp_path: Path)
     settings = {"scheme": "nadp", "clients": 4, "rounds": 1, "record_rounds": "1", "record_clients": "0,1,2,3"}
     _, _, whole = recorded(tmp_path / "whole", **settings)
     job = federation.job(**settings, record=True)
-    train_job(job, state=fresh_state(job), record=Recording(tmp_path / "some", victims=(2,)))  # type: ignore[arg-type]
+    train_job(job, state=fresh_state(job), record=Recording(tmp_path / "some", victims=(2,)))
     some = Record(tmp_path / "some")
 
     def shared(record: Record) -> dict[frozenset[int | None], bytes]:

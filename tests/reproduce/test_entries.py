@@ -90,7 +90,7 @@ def test_the_command_lists_entries_runs_one_and_explains_what_is_wrong(tmp_path:
     assert "12 of 12 cells are in" in fedveil("reproduce", "nadp-table3", "--out", tmp_path).error
     nameless = fedveil("reproduce")
     assert (nameless.code, nameless.error.startswith("error: Name what to run again")) == (ConfigError.exit_code, True)
-    assert "Did you mean 'nadp-table3'" in fedveil("reproduce", "nadp-table4").error
+    assert "Did you mean 'nadp-table3'" in fedveil("reproduce", "nadp-tabel3").error
     wrong = fedveil("reproduce", "nadp-table1", "--data", tmp_path, "--out", tmp_path)
     assert wrong.code == DataError.exit_code
     assert f"No data set 'fashion-mnist' under {tmp_path}" in wrong.error

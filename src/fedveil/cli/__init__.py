@@ -31,7 +31,7 @@ def main() -> None:
         sys.exit(FedVeilError.exit_code)
     except SystemExit as stop:
         if stop.code == _STOPPED:  # what Typer makes of Ctrl-C, without a word
-            print("stopped; checkpoints written so far are kept (continue with --resume)", file=sys.stderr)
+            print("stopped; what was written so far is kept (a run: continue with --resume)", file=sys.stderr)
         raise
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedveil.reproduce.cells import Cell, Figures, Results
 from fedveil.reproduce.report import Report
 from fedveil.reproduce.stage import OnRound, Stage
 
 Work = Callable[[Stage, Cell, int, OnRound], Figures]
+Pictures = Callable[[Results, Path, bool], object]
+"""Writes a PNG, if the cells it needs are there; told whether the quick form is meant."""
 
 
 def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
@@ -31,3 +34,4 @@ class Entry:
     work: Work = train
     random: bool = True
     has_quick: bool = True
+    pictures: Pictures | None = None

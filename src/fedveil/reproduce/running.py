@@ -42,7 +42,7 @@ def reproduce(
     say: Callable[[str], None] = lambda text: None,
     tick: Callable[[Tick], None] = lambda tick: None,
 ) -> Report:
-    """Run an entry's cells that `out` does not hold yet; writes OUT/NAME.json and .md and returns the report."""
+    """Run an entry's cells that `out` does not hold yet; writes OUT/NAME.json, .md and .png; returns the report."""
     entry = find(name)
     if seeds < 1:
         raise ConfigError(f"seeds must be at least 1 (got {seeds}).")
@@ -74,6 +74,8 @@ def reproduce(
     report = entry.report(store.results(), quick)
     if store.path.exists():
         write_atomically(store.path.with_suffix(".md"), report.markdown())
+        if entry.pictures is not None:
+            entry.pictures(store.results(), store.path.with_suffix(".png"), quick)
     return report
 
 

@@ -23,7 +23,7 @@ from fedveil.protocol.messages import Request
 from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy import Books
-from fedveil.runs.recorded import recorder_for
+from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.runs.roles import client_role, server_steps, taken_from_a_client
 from fedveil.work.batches import mixed_seed
 
@@ -68,7 +68,7 @@ def train_job(
     state: ServerState,
     on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
     journal: Path | None = None,
-    record: Path | None = None,
+    record: Path | Recording | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train from `state` to the last round; `on_round` sees every boundary's metrics and state.

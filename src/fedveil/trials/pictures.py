@@ -16,7 +16,7 @@ from fedveil.trials.png import write_png
 from fedveil.trials.trial import Attempt, Found, Trial
 
 ROWS = ("original", "this run", "without protection")
-MOST_PICTURES = 16
+MOST_PICTURES = 24
 _SIDE = 64
 _GAP = 4
 _PAPER = 255

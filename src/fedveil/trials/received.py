@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedveil.audit.attacks.membership import UNKNOWN
 from fedveil.audit.attacks.probe import fit_probe
 from fedveil.audit.seen import client_view, server_view
-from fedveil.audit.views import ServerView, weights_by_name
+from fedveil.audit.views import ClientView, ServerView, weights_by_name
 from fedveil.downlink.blueprint import Weights, draw
 from fedveil.runs.evaluate import predict
 from fedveil.trials.measures import Accuracy, Classes, Fit, Members, Numbers
@@ -22,17 +22,22 @@ from fedveil.trials.twins import unprotected_model
 
 CLIENT = "a client"
 _CHOICE = 0xCA9D
+MEMBERSHIP = ("membership", "membership-layers", "likelihood")
 _TAKES_OFF = ("calibration", "probe", "parameters")
 
 
-def model_trials(scene: Scene) -> Iterator[Trial]:
-    """Every trial on the model a client holds after the last recorded round."""
+def model_trials(scene: Scene, wanted: Collection[str] = ()) -> Iterator[Trial]:
+    """Every trial on the model a client holds after the last recorded round; costly ones only if they are wanted."""
     maker = _Maker(scene)
     yield from maker.function()
-    if scene.run.classes:
+    if scene.run.classes and _any(MEMBERSHIP, wanted):
         yield from maker.members()
-        if scene.run.pictures:
-            yield from maker.pictures()
+    if scene.run.classes and scene.run.pictures and _any(("class-inversion",), wanted):
+        yield from maker.pictures()
+
+
+def _any(attacks: Collection[str], wanted: Collection[str]) -> bool:
+    return not wanted or bool(set(attacks) & set(wanted))
 
 
 class _Maker:
@@ -65,7 +70,7 @@ class _Maker:
         unprotected: Score | None = None,
     ) -> Trial:
         view = replace(self.view, known={**self.view.known, **known})
-        twin = None if self.held or unprotected is not None else unprotected_model(self.run, view)
+        twin = None if unprotected is not None else self._twin(view)
         base = self.scene.settings
         return Trial(
             f"client/{attack}{'/adaptive' * adaptive}",
@@ -80,6 +85,15 @@ class _Maker:
             adaptive=adaptive or attack in _TAKES_OFF,
             unprotected=unprotected,
         )
+
+    def _twin(self, view: ClientView) -> ClientView | None:
+        """What the client would have without protection: the model as it is, from a training without noise."""
+        plain = self.scene.noiseless()
+        if plain is None:
+            return None if self.held else unprotected_model(self.run, view)
+        client = plain.record.clients[0]
+        sent = client_view(plain.record, client, data=_cpu(self.run.own(self.client)))
+        return replace(sent, known={name: one for name, one in view.known.items() if not name.startswith("weights.")})
 
     def function(self) -> Iterator[Trial]:
         """The model's function: as received, calibrated, and by a head of one's own; and its numbers."""
@@ -134,7 +148,7 @@ class _Maker:
         """Who was among the others' training samples; half of the candidates are known to the attacker."""
         known, member = self.candidates()
         truth = {"member": member}
-        for attack in ("membership", "membership-layers", "likelihood"):
+        for attack in MEMBERSHIP:
             for adaptive in (False, True) if self.head else (False,):
                 yield self.trial(
                     attack, asset="members", measure=Members(), truth=truth, known=known, adaptive=adaptive

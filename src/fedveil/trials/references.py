@@ -50,7 +50,15 @@ _RUNS = {
     "bare": _Run("lossless, whose uploads nothing covers, an mlp, one digit a client", _SINGLE, 1),
     "overfitted": _Run(
         "plain averaging, an mlp that knows its few digits by heart",
-        {"scheme": "fedavg", "clients": 4, "rounds": 300, "lr": 0.2, "momentum": 0.9, "record_rounds": "300"},
+        {
+            "scheme": "fedavg",
+            "loss": "square",
+            "clients": 8,
+            "rounds": 400,
+            "lr": 0.05,
+            "momentum": 0.9,
+            "record_rounds": "400",
+        },
         12,
     ),
     "trained": _Run(
@@ -96,7 +104,7 @@ class References:
         place, threshold = _PLACES[attack]
         with self._lock:
             scene = self._scene(place)
-            for trial in (*upload_trials(scene), *model_trials(scene)):
+            for trial in (*upload_trials(scene), *model_trials(scene, (attack,))):
                 if trial.attack == attack:
                     return Reference(_RUNS[place].what, replace(trial, attempts=trial.attempts[:1]), threshold)
         raise ConfigError(f"The attack {attack!r} is not tried in its own reference run.")

@@ -50,10 +50,11 @@ def attack_names() -> tuple[str, ...]:
     return tuple(one for one in ATTACKS if one not in _NOT_ATTACKS)
 
 
-def all_trials(scene: Scene) -> Iterator[Trial]:
-    """Every trial that fits a run."""
-    yield from upload_trials(scene)
-    yield from model_trials(scene)
+def all_trials(scene: Scene, attacks: Sequence[str] = ()) -> Iterator[Trial]:
+    """Every trial of `attacks` (all, unless some are named) that fits a run."""
+    for one in (*upload_trials(scene), *model_trials(scene, attacks)):
+        if not attacks or one.attack in attacks:
+            yield one
 
 
 def audit(
@@ -76,7 +77,7 @@ def audit(
         raise ConfigError(f"workers must be at least 1 (got {workers}).")
     with tempfile.TemporaryDirectory(prefix="fedveil-audit-") as scratch:
         scene = scene_of(subject, effort, Path(scratch), say=say)
-        trials = [one for one in all_trials(scene) if not attacks or one.attack in attacks]
+        trials = list(all_trials(scene, attacks))
         if not trials:
             raise ConfigError(f"None of these attacks fits a run of {subject.config.scheme}: {', '.join(attacks)}.")
         if store.replaced:

@@ -17,7 +17,7 @@ from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import psnr, random_level
 from fedveil.errors import ConfigError
 from fedveil.trials.measures import Likeness
-from fedveil.trials.subject import Subject, replayed
+from fedveil.trials.subject import Subject, noisy, plainly_trained, replayed
 
 MOST_CLIENTS = 10
 
@@ -70,6 +70,8 @@ class Scene:
     replayed: bool
     effort: Effort
     judged: bool = True
+    scratch: Path | None = None
+    say: Callable[[str], None] = lambda text: None
     _lock: Lock = field(default_factory=Lock, repr=False)
 
     def judge(self) -> Judge:
@@ -91,6 +93,21 @@ class Scene:
             quick=self.effort.quick,
             device=self.effort.device,
         )
+
+    def noiseless(self) -> Subject | None:
+        """The same training without its noise, made when first asked for; None where the run had none.
+
+        Noise is what keeps a model from learning samples by heart, so that the run's own model is no yardstick.
+        """
+        with self._lock:
+            return self._noiseless
+
+    @cached_property
+    def _noiseless(self) -> Subject | None:
+        if self.scratch is None or not noisy(self.run):
+            return None
+        self.say("The run is trained once more without its noise, to compare with.")
+        return plainly_trained(self.run, Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch)) / "record")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -137,11 +154,11 @@ def scene_of(run: Subject, effort: Effort, scratch: Path, *, say: Callable[[str]
         )
     reason = _out_of_reach(run)
     if not reason or held:
-        return Scene(run, run, False, effort)
+        return Scene(run, run, False, effort, scratch=scratch, say=say)
     say(f"{reason}: the first rounds are replayed with one sample a client, the worst case.")
     folder = Path(tempfile.mkdtemp(prefix="replay-", dir=scratch))
     close = replayed(run, folder / "record", samples=1, clients=MOST_CLIENTS, rounds=effort.rounds)
-    return Scene(run, close, True, effort)
+    return Scene(run, close, True, effort, scratch=scratch, say=say)
 
 
 def _out_of_reach(run: Subject) -> str:

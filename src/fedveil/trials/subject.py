@@ -16,9 +16,9 @@ from fedveil.data import Dataset
 from fedveil.downlink import Weights, assemble
 from fedveil.engines import ClientPool
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.protocol.assumed import AssumedNoise
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
-from fedveil.runs.model_file import load_model
 from fedveil.runs.recorded import Recording
 from fedveil.runs.training import Row, fresh_state, train_job
 from fedveil.work import Batches
@@ -105,6 +105,8 @@ def from_folder(path: str | Path) -> Subject:
         raise CheckpointError(
             f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
         )
+    from fedveil.runs.model_file import load_model
+
     model = load_model(folder.model_file).module
     return Subject(Record(folder.record), job_from_config(config), model)
 
@@ -131,7 +133,7 @@ def enacted(
 
     try:
         place = folder if victims is None else Recording(folder, victims)
-        train_job(replace(job, test=None), state=state, on_round=boundary, record=place)  # type: ignore[arg-type]
+        train_job(replace(job, test=None), state=state, on_round=boundary, record=place)
     except _EnoughError:
         pass
     return Subject(Record(folder), job, model_of(job, state.weights))
@@ -160,6 +162,35 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     }
     job = job_from_config(subject.config.with_changes(**changes))
     return enacted(cut(job, samples=samples), folder, rounds=last)
+
+
+def noisy(subject: Subject) -> bool:
+    """Whether noise went into the training."""
+    scheme = subject.job.scheme
+    return scheme.plan is not None or isinstance(scheme.uplink, AssumedNoise)
+
+
+def plainly_trained(subject: Subject, folder: Path) -> Subject:
+    """The same training by plain averaging: same data, model, loss, steps and seed; its last round is recorded."""
+    config, last = subject.config, subject.config.rounds
+    work = subject.job.scheme.work
+    local = getattr(work, "local", work)  # under a clipping bound, if there is one
+    steps, epochs = getattr(local, "steps", None), getattr(local, "epochs", None)
+    if work.returns == "update" and steps is None:
+        epochs = epochs or 1
+    plain = config.with_changes(
+        **{**dict.fromkeys(config.scheme_options), "local_steps": steps, "local_epochs": epochs},
+        scheme="fedavg",
+        loss=subject.job.loss.name,
+        policy=None,
+        roster=None,
+        identities=None,
+        record=True,
+        record_rounds=str(last),
+        record_clients=str(subject.job.cohort.draw(last - 1)[0]),
+        simulate_dropout=0.0,
+    )
+    return enacted(job_from_config(plain), folder)
 
 
 def cut(job: Job, *, samples: int) -> Job:

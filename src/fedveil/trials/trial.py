@@ -132,6 +132,8 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
     at least four fifths of the way from chance to the unprotected figure is as if unprotected.
     """
     chance, margin = measure.chance, measure.margin
+    if twin.surely <= chance + margin and score.surely > chance + margin:
+        return "in part", "more than from the unprotected twin: perhaps luck; look again with other seeds"
     if twin.surely <= chance + margin:
         return "not effective", (
             f"even without protection it gets {measure.text(twin.value)}, by chance {measure.text(chance)}: nothing "

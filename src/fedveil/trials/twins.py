@@ -23,7 +23,7 @@ def plain_gradient(subject: Subject, view: ServerView) -> Tensor:
     x, y = subject.batch(view.victim, round=view.round)
     module = view.model()
     x = x.to(_like(module)) if x.is_floating_point() else x
-    return client_gradient(module, view.facts.objective(), x, y).double()
+    return client_gradient(module, view.facts.objective(), x.cpu(), y.cpu()).double()
 
 
 def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:

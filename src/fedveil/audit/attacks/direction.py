@@ -1,4 +1,4 @@
-"""The label of a batch of one from the direction of its gradient alone, whatever clipping did to its size."""
+"""The label of a batch of one: read off the last layer's gradient, or told by its direction alone."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ from torch import Tensor, nn
 from fedveil.audit.attacks.closed_form import PROBES, named_gradients
 from fedveil.audit.attacks.matching import Problem, client_gradient, cosine_distance, first_guess, private_copy
 from fedveil.errors import ConfigError
+
+
+def read_class(problem: Problem) -> Tensor:
+    """argmin_c ‖∂loss(Wh + b, c)/∂output − G[b]‖ with h = Σ G[b]·G[W]/Σ G[b]²: exact for one sample without noise.
+
+    The last layer's gradient is δ·(h, 1)ᵀ for one sample: it gives away h, so the outputs, so the class whose
+    ∂loss/∂output is δ. This holds for any loss; under the square loss a class cannot be told by a sign.
+    """
+    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    prefix = f"{linear[-1]}." if linear and linear[-1] else ""
+    parts, held = named_gradients(problem), dict(problem.module.named_parameters())
+    if not linear or f"{prefix}bias" not in parts:
+        raise ConfigError("The class is read off a last layer that is linear and has a bias.")
+    weight, bias = parts[f"{prefix}weight"].double(), parts[f"{prefix}bias"].double()
+    features = (bias @ weight) / bias.square().sum().clamp_min(1e-300)
+    with torch.no_grad():
+        output = held[f"{prefix}weight"].double() @ features + held[f"{prefix}bias"].double()
+    apart = [(_slope(problem, output[None], one) - bias).norm() for one in range(problem.outputs)]
+    return torch.stack(apart).nan_to_num(nan=torch.inf).argmin().reshape(1)
+
+
+def _slope(problem: Problem, output: Tensor, label: int) -> Tensor:
+    output = output.detach().requires_grad_(True)
+    target = torch.full((1,), label, device=output.device)
+    (slope,) = torch.autograd.grad(problem.loss.mean(output, target), output)
+    return slope[0]
 
 
 def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:

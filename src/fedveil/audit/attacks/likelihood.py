@@ -52,29 +52,55 @@ def likelihood(
     outputs: Outputs | None = None,
     criterion: Criterion | None = None,
     shadows: Shadows | None = None,
+    strangers: Tensor | None = None,
     progress: Callable[[float], None] = lambda done: None,
 ) -> Guess:
     """Score the candidates whose membership the attacker does not know.
 
     ``public`` are samples and labels of the attacker's own, ``fresh`` makes an untrained network of the audited
     architecture from a seed; ``outputs`` stands for ``model`` where the attacker can do better than to take its
-    outputs as they are. The score is −log P(N(μ, σ²) > φ) with φ from the audited model.
+    outputs as they are. The score is −log P(N(μ, σ²) > φ) with φ from the audited model. ``strangers`` are the
+    closenesses of shadow models that were trained before, for another model and the same candidates.
     """
-    shadows, criterion = shadows or Shadows(), criterion or Criterion()
-    _check_public(public, candidates)
-    x, y = candidates.x, candidates.y
+    criterion = criterion or Criterion()
     with evaluating(model):
-        target = criterion.closeness(class_scores(outputs or model, x), y)
-    strangers = []
-    for done in range(shadows.count):
-        shadow = train_shadow(public, fresh=fresh, shadows=shadows, criterion=criterion, generator=generator)
-        with evaluating(shadow):
-            strangers.append(criterion.closeness(class_scores(shadow, x), y))
-        progress((done + 1) / shadows.count)
-    scores = tail_scores(target, torch.stack(strangers)).cpu()
+        target = criterion.closeness(class_scores(outputs or model, candidates.x), candidates.y)
+    if strangers is None:
+        strangers = strangers_to(
+            candidates,
+            public=public,
+            fresh=fresh,
+            generator=generator,
+            criterion=criterion,
+            shadows=shadows,
+            progress=progress,
+        )
+    scores = tail_scores(target, strangers).cpu()
     rows = candidates.unknown.cpu()
     threshold = best_threshold(scores, inside=candidates.known(1).cpu(), outside=candidates.known(0).cpu())
     return Guess(rows=rows, scores=scores[rows], threshold=threshold)
+
+
+def strangers_to(
+    candidates: Candidates,
+    *,
+    public: tuple[Tensor, Tensor],
+    fresh: Callable[[int], nn.Module],
+    generator: torch.Generator,
+    criterion: Criterion,
+    shadows: Shadows | None = None,
+    progress: Callable[[float], None] = lambda done: None,
+) -> Tensor:
+    """The closeness φ of every candidate (columns) to every one of freshly trained shadow models (rows)."""
+    shadows = shadows or Shadows()
+    _check_public(public, candidates)
+    found = []
+    for done in range(shadows.count):
+        shadow = train_shadow(public, fresh=fresh, shadows=shadows, criterion=criterion, generator=generator)
+        with evaluating(shadow):
+            found.append(criterion.closeness(class_scores(shadow, candidates.x), candidates.y))
+        progress((done + 1) / shadows.count)
+    return torch.stack(found)
 
 
 def train_shadow(

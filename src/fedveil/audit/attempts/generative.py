@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attacks import generative as by_prior
+from fedveil.audit.attacks.matching import Budget
 from fedveil.audit.attacks.membership import Criterion
 from fedveil.audit.attacks.prior import FEWEST_PICTURES, LARGEST_SIDE, SMALLEST_SIDE, Prior, train_prior
 from fedveil.audit.attempts.common import (
@@ -28,7 +29,7 @@ from fedveil.audit.attempts.common import (
     seen_by,
 )
 from fedveil.audit.attempts.held import calibrated, held_model
-from fedveil.audit.attempts.reconstruction import as_result, problem_of
+from fedveil.audit.attempts.reconstruction import as_result, problem_of, with_label
 from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Progress, Settings
 from fedveil.audit.views import ClientView, ServerHistory, View
@@ -43,12 +44,11 @@ def generative(view: View, settings: Settings, progress: Progress) -> dict[str, 
     if isinstance(view, ServerHistory | ClientView):
         raise NotApplicableError("this attack reads one upload: it is made on what the server or an outsider sees")
     _require_small_pictures(view.facts)
-    problem = problem_of(view, settings)
-    generator = generator_of(settings)
-    prior = _prior(view.known, settings, generator, progress)
+    prior = _prior(view.known, settings, progress)
     with applicable():
+        problem = with_label(problem_of(view, settings), settings)
         found = by_prior.generative(
-            problem, prior, generator=generator, budget=budget_of(settings), progress=_second(progress)
+            problem, prior, generator=generator_of(settings), budget=budget_of(settings), progress=_second(progress)
         )
     return as_result(found)
 
@@ -61,8 +61,7 @@ def class_inversion(view: View, settings: Settings, progress: Progress) -> dict[
     classes = _classes(settings, seen.facts.outputs)
     device = device_of(settings)
     module = calibrated(seen, device=device) if settings.get("adaptive") else held_model(seen, device=device)[1]
-    generator = generator_of(settings)
-    prior = _prior(seen.known, settings, generator, progress)
+    prior = _prior(seen.known, settings, progress)
     with applicable():
         inputs, labels = by_prior.class_inversion(
             _outputs(module),
@@ -70,7 +69,7 @@ def class_inversion(view: View, settings: Settings, progress: Progress) -> dict[
             classes=classes,
             per_class=count_of(settings, "per_class") or PER_CLASS,
             criterion=_criterion(seen.facts),
-            generator=generator,
+            generator=generator_of(settings),
             budget=budget_of(settings),
             progress=_second(progress),
         )
@@ -86,18 +85,31 @@ def _require_small_pictures(facts: Facts) -> None:
         )
 
 
-def _prior(known: Mapping[str, Tensor], settings: Settings, generator: torch.Generator, progress: Progress) -> Prior:
+_LEARNED: list[tuple[Tensor, Prior]] = []
+
+
+def _prior(known: Mapping[str, Tensor], settings: Settings, progress: Progress) -> Prior:
+    """The prior of these pictures, learned once for all views of a process.
+
+    It knows public pictures alone, so nothing of one view reaches the next. With `thorough_prior` it is learned with
+    the full budget, whatever the attack's own is.
+    """
     pictures = known.get("public.x")
     if pictures is None or len(pictures) < FEWEST_PICTURES:
         raise NotApplicableError(f"fewer than {FEWEST_PICTURES} public pictures: no prior can be learned from them")
-    return train_prior(
+    for learned_from, prior in _LEARNED:
+        if learned_from.shape == pictures.shape and torch.equal(learned_from, pictures):
+            return prior
+    prior = train_prior(
         pictures,
-        generator=generator,
+        generator=generator_of(settings),
         box=box_of(settings),
-        budget=budget_of(settings),
+        budget=Budget() if settings.get("thorough_prior") else budget_of(settings),
         progress=lambda part: progress(_FOR_THE_PRIOR * part),
         device=device_of(settings),
     )
+    _LEARNED[:] = [(pictures, prior)]
+    return prior
 
 
 def _second(progress: Progress) -> Callable[[float], None]:

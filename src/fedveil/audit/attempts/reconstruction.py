@@ -15,7 +15,7 @@ from torch import Tensor
 from fedveil.audit.attacks import closed_form as by_ratio
 from fedveil.audit.attacks import dlg as by_search
 from fedveil.audit.attacks import inverting as by_cosine
-from fedveil.audit.attacks.direction import likeliest_label
+from fedveil.audit.attacks.direction import likeliest_label, read_class
 from fedveil.audit.attacks.matching import MOST_READ, MOST_SAMPLES, Attack, Problem, Reconstruction
 from fedveil.audit.attacks.rank_one import rank_one
 from fedveil.audit.attempts.common import (
@@ -68,7 +68,7 @@ def labels(view: View, settings: Settings, progress: Progress) -> dict[str, Tens
     """The batch's labels as the last layer's gradient shows them; labels the attacker knows are not looked at."""
     problem = problem_from(replace(observed_in(view, settings), labels=None), settings, most=MOST_READ)
     with applicable():
-        found = by_ratio.labels_of(problem, generator=generator_of(settings))
+        found = by_ratio.labels_of(with_label(problem, settings), generator=generator_of(settings))
     progress(1.0)
     return {"labels": found.cpu()}
 
@@ -89,7 +89,7 @@ def problem_from(seen: Observed, settings: Settings, *, most: int = MOST_SAMPLES
     if seen.batch > most:
         raise NotApplicableError(f"a gradient of {seen.batch} samples: this attack takes up to {most}")
     device = device_of(settings)
-    problem = Problem(
+    return Problem(
         module=seen.module.to(device),
         loss=facts.objective(),
         gradient=seen.gradient.to(device),
@@ -100,10 +100,18 @@ def problem_from(seen: Observed, settings: Settings, *, most: int = MOST_SAMPLES
         box=box_of(settings),
         clipped=bool(settings.get("clipped", is_clipped(facts))),
     )
-    if problem.labels is None and problem.batch == 1 and problem.clipped:
-        with applicable():
-            return replace(problem, labels=likeliest_label(problem, generator=generator_of(settings)))
-    return problem
+
+
+def with_label(problem: Problem, settings: Settings) -> Problem:
+    """A batch of one with its class, as its gradient tells it; larger batches as they are."""
+    if problem.labels is not None or problem.batch > 1:
+        return problem
+    if problem.clipped:
+        return replace(problem, labels=likeliest_label(problem, generator=generator_of(settings)))
+    try:
+        return replace(problem, labels=read_class(problem))
+    except ConfigError:  # no bias at the end: signs may still tell
+        return problem
 
 
 def read_by(
@@ -114,8 +122,10 @@ def read_by(
     if name == "closed-form":
         if not has_closed_form(problem):
             raise NotApplicableError("no linear layer with a bias reads the input: there is no closed form")
-        # It finds the class by the whole gradient at the input it has read, better than from the last layer alone.
-        problem = replace(problem, labels=seen.labels if seen.labels is None else problem.labels)
+    elif name != "dlg" or problem.clipped:
+        # dlg searches for labels itself; the closed form tells the class by the whole gradient at what it has read.
+        with applicable():
+            problem = with_label(problem, settings)
     with applicable():
         found = READERS[name](problem, generator=generator_of(settings), budget=budget_of(settings), progress=progress)
     return as_result(found)

@@ -1,0 +1,54 @@
+"""The pictures of NADP-FL's Table 4: originals, and what iDLG made of the uploads of each scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedveil.reproduce.cells import Results
+from fedveil.reproduce.nadp_attacks_table import (
+    ALL,
+    FEDAVG,
+    LDP,
+    SHARPEST,
+    cell_of_row,
+    form_of,
+    nadp_row,
+    name_of,
+)
+
+
+def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
+    """Pictures for a contact sheet: the originals, then what iDLG made of them, a row for each scheme."""
+    form = form_of(quick)
+    found = []
+    for row in ("originals", FEDAVG, LDP, ALL, SHARPEST, *(nadp_row(tau) for tau in form.taus)):
+        parts = [_pictures(results, data, form.fitted, row) for data in form.data]
+        there = [one for one in parts if one is not None]
+        if len(there) == len(parts):
+            found.append((name_of(row), torch.cat(there)))
+    return found
+
+
+def _pictures(results: Results, data: str, size: int, row: str) -> Tensor | None:
+    cell = cell_of_row(data, size, FEDAVG if row == "originals" else row)
+    name = row if row == "originals" else f"{row} idlg pictures"
+    for figures in results.get(cell, {}).values():
+        text, shape = figures.get(name), figures.get("shape")
+        if isinstance(text, str) and isinstance(shape, list):
+            flat = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+            return flat.reshape(-1, *(int(one) for one in shape)).float() / 255
+    return None
+
+
+def write_sheet(results: Results, path: Path, *, quick: bool) -> bool:
+    """One picture with all of them; False where cells are missing."""
+    from fedveil.trials.pictures import contact_sheet
+
+    rows = sheet_rows(results, quick)
+    if len(rows) < 2:
+        return False
+    contact_sheet(rows, path, box=(0.0, 1.0))
+    return True
