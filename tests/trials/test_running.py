@@ -68,7 +68,7 @@ def test_an_attack_proves_itself_on_its_reference_first_and_then_tells_schemes_a
     assert alone.attempts == 4
     assert (tmp_path / "pictures" / alone.pictures).exists()
     every = [f"server+{count}/closed-form" for count in (1, 3)]
-    assert set(found) == {"server/closed-form", *every, "wire/closed-form"}
+    assert set(found) == {"server/closed-form", "server/sum/closed-form", *every, "wire/closed-form"}
 
 
 def test_where_nothing_hides_the_gradient_the_twin_is_not_attacked_again(

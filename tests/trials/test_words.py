@@ -87,7 +87,7 @@ def test_what_an_attack_could_not_do_is_said_of_these_attacks_only() -> None:
 @pytest.mark.parametrize("asset", ASSETS)
 @pytest.mark.parametrize("verdict", get_args(Verdict))
 def test_every_asset_and_verdict_has_words(asset: str, verdict: Verdict) -> None:
-    value = 20.0 if verdict in ("as if unprotected", "in part", "nothing") else None
+    value = 20.0 if verdict in ("as if unprotected", "in part", "nothing", "not decided") else None
     text = sentences([finding("x", verdict, value, asset=asset)])["the server"]
     assert len(text.split()) > 4
     assert "None" not in text

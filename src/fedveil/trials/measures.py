@@ -21,6 +21,7 @@ from fedveil.trials.trial import Found, Score, Truth
 
 RECOGNISABLE = 20.0
 _CONFIDENCE = 0.95
+_DECIDING = 0.99
 _MOST_DECIBELS = 100.0
 _FAR = 1e6
 
@@ -29,13 +30,16 @@ _FAR = 1e6
 class Likeness:
     """PSNR of reconstructions in decibels, capped at 100; beside it MSE, SSIM, feature MSE, KNN distance, ASR.
 
-    Chance is the best guess of one who saw nothing: the mean public picture; `random` is the level of a random one.
+    Chance is the best guess of one who saw nothing, the mean public picture (`blind`, compared with the very samples
+    that are scored); `random` is the level of a random one. A sample that is missed by more than that counts as if it
+    were guessed: whoever fails on most and rebuilds a few would otherwise look worse than one who saw nothing.
     `private` are samples among which the nearest neighbour of a reconstruction is looked for.
     """
 
     peak: float
     chance: float
     random: float
+    blind: Tensor | None = None
     judge: Callable[[], Judge] | None = None
     private: Tensor | None = None
     name: str = "PSNR (dB)"
@@ -54,9 +58,14 @@ class Likeness:
             labels.append(truth["y"])
         guess, x, y = torch.cat(inputs), torch.cat(originals), torch.cat(labels)
         each = psnr(guess, x, peak=self.peak).clamp_max(_MOST_DECIBELS)
+        blind = torch.full_like(each, self.chance)
+        if self.blind is not None:
+            blind = psnr(self.blind.double().cpu().expand_as(x), x, peak=self.peak).clamp_max(_MOST_DECIBELS)
+        clear = each > torch.clamp(blind + self.margin, min=RECOGNISABLE)
         more = {
             "mse": float((guess - x).square().mean() / self.peak**2),
-            "recognisable": float((each > RECOGNISABLE).double().mean()),
+            "recognisable": float(clear.double().mean()),
+            "mean psnr": float(each.mean()),
             "best psnr": float(each.max()),
             "psnr of a random picture": self.random,
         }
@@ -70,7 +79,10 @@ class Likeness:
             if self.private is not None:
                 private = self.private.float()
                 more["knn distance"] = float(knn_distance(seen, private, extractor=judge.features).mean())
-        return Score(float(each.mean()), more=more)
+        if self.blind is None:
+            return Score(float(each.mean()), more=more)
+        level = torch.maximum(each, blind)
+        return Score(float(level.mean()), more=more, chance=float(blind.mean()), some=bool(clear.any()))
 
     def text(self, value: float) -> str:
         """In decibels."""
@@ -98,7 +110,8 @@ class Share:
     def of(self, hits: Tensor, more: dict[str, float] | None = None) -> Score:
         """The share of hits."""
         count, total = int(hits.sum()), hits.numel()
-        return Score(count / total, *exact_interval(count, total, confidence=_CONFIDENCE), more or {})
+        floor = exact_interval(count, total, confidence=_DECIDING)[0]
+        return Score(count / total, *exact_interval(count, total, confidence=_CONFIDENCE), more or {}, floor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +229,8 @@ class Members:
         """Of all attempts together; each is cut at the attacker's own threshold."""
         scores = torch.cat([one["scores"].double() - float(one["threshold"]) for one in found])
         member = torch.cat([truth["member"].bool() for truth in truths])
-        judged = rates(scores.nan_to_num(), member=member, threshold=0.0)
+        judged = rates(scores, member=member, threshold=0.0)
+        strict = rates(scores, member=member, threshold=0.0, confidence=_DECIDING)
         more = {
             "auc": judged.auc.value,
             "auc low": judged.auc.low,
@@ -227,7 +241,10 @@ class Members:
             "members": float(judged.members),
             "others": float(judged.others),
         }
-        return Score(judged.success.value, judged.success.low, judged.success.high, more)
+        # Few who are told apart for sure are a leak, whatever the rate over all.
+        some = strict.auc.low > CHANCE or strict.true_positives.low > strict.false_positives.high
+        success = judged.success
+        return Score(success.value, success.low, success.high, more, strict.success.low, some=some)
 
     def text(self, value: float) -> str:
         """In percent."""

@@ -88,7 +88,7 @@ class _Maker:
 
     def _twin(self, view: ClientView) -> ClientView | None:
         """What the client would have without protection: the model as it is, from a training without noise."""
-        plain = self.scene.noiseless()
+        plain = self.scene.noiseless(None if self.held else view.broadcasts[-1].round)
         if plain is None:
             return None if self.held else unprotected_model(self.run, view)
         client = plain.record.clients[0]
@@ -157,12 +157,12 @@ class _Maker:
     def candidates(self) -> tuple[dict[str, Tensor], Tensor]:
         """Candidates with half of their memberships, and the truth about the other half."""
         generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
-        others = [one for one in range(len(self.run.job.pool)) if one != self.client] or [self.client]
+        took_part = {one for round in range(self.run.config.rounds) for one in self.run.job.cohort.draw(round)}
+        others = sorted(took_part - {self.client}) or [self.client]
         parts = [_cpu(self.run.own(one)) for one in others]
         x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-        count = min(self.scene.effort.candidates, len(x), len(self.asked)) // 2 * 2
-        inside = torch.randperm(len(x), generator=generator)[:count]
-        outside = torch.randperm(len(self.asked), generator=generator)[:count]
+        inside, outside = _paired(y, self.asked.y.cpu(), most=self.scene.effort.candidates, generator=generator)
+        count = len(inside)
         order = torch.randperm(2 * count, generator=generator)
         both_x = torch.cat([x[inside], self.asked.x.cpu()[outside]])[order]
         both_y = torch.cat([y[inside], self.asked.y.cpu()[outside]])[order]
@@ -198,11 +198,27 @@ class _Maker:
             )
 
 
+def _paired(members: Tensor, others: Tensor, *, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Equally many rows of both with the same labels: whose labels differ could be told apart without any model."""
+    inside, outside = [], []
+    for label in range(int(max(members.max(), others.max())) + 1):
+        ours, theirs = ((one == label).nonzero().flatten() for one in (members, others))
+        count = min(len(ours), len(theirs))
+        inside.append(ours[torch.randperm(len(ours), generator=generator)[:count]])
+        outside.append(theirs[torch.randperm(len(theirs), generator=generator)[:count]])
+    left, right = torch.cat(inside), torch.cat(outside)
+    kept = torch.randperm(len(left), generator=generator)[: min(most, len(left)) // 2 * 2]
+    return left[kept], right[kept]
+
+
 def _attacker(scene: Scene) -> int:
-    """The first recorded client; of those that are sent models, the first that was sent one and answered."""
+    """A recorded client; of those that are sent models, one that has the newest and answered."""
     record = scene.run.record
-    answered = [one.client for one in record.find(kind="reply", phase="train") if one.client is not None]
-    return min(answered, default=record.clients[0])
+    answered = [one for one in record.find(kind="reply", phase="train") if one.client is not None]
+    if not answered:
+        return record.clients[0]
+    newest = max((one.round, one.attempt) for one in answered)
+    return min(one.client for one in answered if (one.round, one.attempt) == newest and one.client is not None)
 
 
 def _weights(scene: Scene) -> Weights:

@@ -16,6 +16,7 @@ from fedveil.audit.registry import ATTACKS
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, unknown_name
 from fedveil.runs.job import device_of
+from fedveil.trials.missing import missing_trials
 from fedveil.trials.pictures import sheet_of
 from fedveil.trials.received import model_trials
 from fedveil.trials.references import References
@@ -87,7 +88,10 @@ def audit(
             say(f"{len(trials) - len(waiting)} of {len(trials)} trials are in {store.path} already.")
         runner = _Runner(References(Path(scratch), effort), store, tick, total=len(trials), waiting=len(waiting))
         runner.run(waiting, workers=workers or min(os.cpu_count() or 1, _MOST_WORKERS))
-    return [store.findings[one.name] for one in trials]
+    untried = [] if attacks else list(missing_trials(scene))
+    for finding in untried:
+        store.keep(finding)
+    return [*(store.findings[one.name] for one in trials), *untried]
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,12 @@ class _Runner:
             unprotected=twin.value,
             more=score.more,
             more_unprotected=twin.more,
-            shown={"value": text(score.value), "chance": text(trial.measure.chance), "unprotected": text(twin.value)},
+            shown={
+                "value": text(score.value),
+                "chance": text(score.blind(trial.measure)),
+                "unprotected": text(twin.value),
+            },
+            chance=score.blind(trial.measure),
             pictures=sheet_of(trial, found, bare, folder=self._store.pictures),
         )
 

@@ -73,6 +73,7 @@ class Scene:
     scratch: Path | None = None
     say: Callable[[str], None] = lambda text: None
     _lock: Lock = field(default_factory=Lock, repr=False)
+    _plain: dict[int, Subject] = field(default_factory=dict, repr=False)
 
     def judge(self) -> Judge:
         """An independent classifier of everybody's data, held-out ones included."""
@@ -94,20 +95,20 @@ class Scene:
             device=self.effort.device,
         )
 
-    def noiseless(self) -> Subject | None:
-        """The same training without its noise, made when first asked for; None where the run had none.
+    def noiseless(self, round: int | None = None) -> Subject | None:
+        """The same training without its noise up to `round` (all of it), made once; None where the run had none.
 
         Noise is what keeps a model from learning samples by heart, so that the run's own model is no yardstick.
         """
-        with self._lock:
-            return self._noiseless
-
-    @cached_property
-    def _noiseless(self) -> Subject | None:
         if self.scratch is None or not noisy(self.run):
             return None
-        self.say("The run is trained once more without its noise, to compare with.")
-        return plainly_trained(self.run, Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch)) / "record")
+        last = round or self.run.config.rounds
+        with self._lock:
+            if last not in self._plain:
+                self.say("The run is trained once more without its noise, to compare with.")
+                folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
+                self._plain[last] = plainly_trained(self.run, folder / "record", round=last)
+            return self._plain[last]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class Scene:
             peak=self.run.peak,
             chance=blind,
             random=random_level(unit, generator=torch.Generator().manual_seed(0), draws=4),
+            blind=mean.cpu(),
             judge=self.judge if judged else None,
             private=self.run.own(0)[0] if judged else None,
         )

@@ -12,8 +12,7 @@ from fedveil.trials.scene import Effort
 from fedveil.trials.store import AuditStore, identity_of
 from fedveil.trials.subject import from_folder
 from fedveil.trials.trial import Finding
-from fedveil.trials.uploads import SERVER
-from fedveil.trials.words import NO_MODEL, sentences
+from fedveil.trials.words import sentences
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,13 @@ def audit_run(
     An audit that was stopped goes on where it ended, if it is asked for with the same effort.
     """
     started = time.perf_counter()
-    subject = from_folder(run)
     effort = Effort(quick=quick, seed=seed, device=device)
+    subject = from_folder(run, device=device)
     facts = subject.record.facts
     about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}
     folder = Path(run) / "audit" if out is None else Path(out)
     store = AuditStore(folder, identity=identity_of(subject.record, effort), about=about)
     findings = audit(subject, store, attacks=attacks, effort=effort, workers=workers, say=say, tick=tick)
-    told = sentences(findings)
-    if subject.job.scheme.holder != "server":
-        told = {SERVER: NO_MODEL, **told}
+    told = sentences(store.findings.values())  # of all that was ever tried, whatever was asked for now
     store.conclude(told)
     return Audit(facts.scheme, tuple(findings), told, folder, time.perf_counter() - started)

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from fedveil.audit.record import Record
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, ConfigError
 from fedveil.runs.files import write_atomically
 from fedveil.trials.scene import Effort
 from fedveil.trials.trial import Finding, Verdict
@@ -37,6 +37,11 @@ class AuditStore:
             stored = read_audit(self.path)
             if stored["identity"] == self._identity:
                 self.findings = {one.name: one for one in map(finding_from, stored["findings"])}
+            elif {**stored["identity"], "quick": True} == self._identity and stored["findings"]:
+                raise ConfigError(
+                    f"{self.path} holds a full audit of this run, which a quick one would replace: give another --out, "
+                    "or leave --quick out."
+                )
             else:
                 self.replaced = True
 
@@ -69,8 +74,10 @@ class AuditStore:
 
 def identity_of(record: Record, effort: Effort) -> dict[str, Any]:
     """What decides the findings: the record and the effort."""
-    index = hashlib.sha256((record.folder / "index.jsonl").read_bytes()).hexdigest()
-    return {"record": index, "quick": effort.quick, "seed": effort.seed}
+    digest = hashlib.sha256()
+    for name in ("index.jsonl", "facts.json"):
+        digest.update((record.folder / name).read_bytes())
+    return {"record": digest.hexdigest(), "fedveil": __version__, "quick": effort.quick, "seed": effort.seed}
 
 
 def read_audit(path: Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fedveil.runs.job import Job, job_from_config
 from fedveil.runs.recorded import Recording
 from fedveil.runs.training import Row, fresh_state, train_job
 from fedveil.work import Batches
+from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
@@ -90,8 +91,8 @@ class Subject:
         return data.take(rows)
 
 
-def from_folder(path: str | Path) -> Subject:
-    """A run's folder, if it was recorded."""
+def from_folder(path: str | Path, *, device: str = "cpu") -> Subject:
+    """A run's folder, if it was recorded; what has to be computed again is computed on `device`."""
     folder = RunFolder(path)
     if not folder.config_file.exists():
         raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
@@ -108,7 +109,7 @@ def from_folder(path: str | Path) -> Subject:
     from fedveil.runs.model_file import load_model
 
     model = load_model(folder.model_file).module
-    return Subject(Record(folder.record), job_from_config(config), model)
+    return Subject(Record(folder.record), job_from_config(config.with_changes(device=device)), model)
 
 
 def enacted(
@@ -167,12 +168,12 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
 def noisy(subject: Subject) -> bool:
     """Whether noise went into the training."""
     scheme = subject.job.scheme
-    return scheme.plan is not None or isinstance(scheme.uplink, AssumedNoise)
+    return scheme.plan is not None or scheme.central is not None or isinstance(scheme.uplink, AssumedNoise)
 
 
-def plainly_trained(subject: Subject, folder: Path) -> Subject:
-    """The same training by plain averaging: same data, model, loss, steps and seed; its last round is recorded."""
-    config, last = subject.config, subject.config.rounds
+def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
+    """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
+    config = subject.config
     work = subject.job.scheme.work
     local = getattr(work, "local", work)  # under a clipping bound, if there is one
     steps, epochs = getattr(local, "steps", None), getattr(local, "epochs", None)
@@ -186,18 +187,20 @@ def plainly_trained(subject: Subject, folder: Path) -> Subject:
         roster=None,
         identities=None,
         record=True,
-        record_rounds=str(last),
-        record_clients=str(subject.job.cohort.draw(last - 1)[0]),
+        record_rounds=str(round),
+        record_clients=str(subject.job.cohort.draw(round - 1)[0]),
         simulate_dropout=0.0,
     )
-    return enacted(job_from_config(plain), folder)
+    return enacted(job_from_config(plain), folder, rounds=round)
 
 
 def cut(job: Job, *, samples: int) -> Job:
-    """The same job with the first `samples` samples of every client."""
+    """The same job with `samples` samples of every client, drawn once and for all."""
 
     def few(data: ClientData) -> ClientData:
-        x, y = data.take(torch.arange(min(samples, len(data))))
+        # Parts are often sorted: the first sample of each would be of the same class.
+        rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(_HALVES, data.client)))
+        x, y = data.take(rows[:samples].sort().values)
         return ClientData(data.client, x, y)
 
     return replace(job, pool=ClientPool(tuple(few(data) for data in job.pool.clients)))

@@ -14,22 +14,38 @@ Settings = Mapping[str, Any]
 Found = Mapping[str, Tensor]
 Truth = Mapping[str, Tensor]
 
-Verdict = Literal["as if unprotected", "in part", "nothing", "not effective", "not applicable", "failed"]
+Verdict = Literal["as if unprotected", "in part", "nothing", "not decided", "not effective", "not applicable", "failed"]
 
 
 @dataclass(frozen=True)
 class Score:
-    """A figure, the interval that holds it with 95 % confidence where there is one, and others beside it."""
+    """A figure, the interval that holds it with 95 % confidence where there is one, and others beside it.
+
+    `floor` is the lower end with 99 %, by which it is decided: several attacks are tried, and the best is told.
+    `chance` is there where it depends on what was scored. `some`: something was got for sure, whatever the mean is.
+    """
 
     value: float
     low: float | None = None
     high: float | None = None
     more: Mapping[str, float] = field(default_factory=dict)
+    floor: float | None = None
+    chance: float | None = None
+    some: bool = False
 
     @property
     def surely(self) -> float:
         """The least the figure can be taken to be."""
-        return self.value if self.low is None else self.low
+        known = self.low if self.floor is None else self.floor
+        return self.value if known is None else known
+
+    def above(self, measure: Measure) -> bool:
+        """Whether it says more than chance."""
+        return self.some or self.surely > self.blind(measure) + measure.margin
+
+    def blind(self, measure: Measure) -> float:
+        """What one gets who saw nothing."""
+        return measure.chance if self.chance is None else self.chance
 
 
 class Measure(Protocol):
@@ -129,17 +145,21 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
     """What a figure means beside chance and the unprotected one.
 
     Nothing follows from an attack that gets nothing even without protection. Otherwise: above chance for sure, and
-    at least four fifths of the way from chance to the unprotected figure is as if unprotected.
+    at least four fifths of the way from chance to the unprotected figure is as if unprotected. No more than chance
+    is to a scheme's credit only where the unprotected figure is for sure higher.
     """
-    chance, margin = measure.chance, measure.margin
-    if twin.surely <= chance + margin and score.surely > chance + margin:
-        return "in part", "more than from the unprotected twin: perhaps luck; look again with other seeds"
-    if twin.surely <= chance + margin:
+    chance = score.blind(measure)
+    if not twin.above(measure):
+        if score.above(measure):
+            return "in part", "more than from the unprotected twin: perhaps luck; look again with other seeds"
         return "not effective", (
-            f"even without protection it gets {measure.text(twin.value)}, by chance {measure.text(chance)}: nothing "
-            "follows about the scheme"
+            f"even without protection it gets {measure.text(twin.value)}, by chance "
+            f"{measure.text(twin.blind(measure))}: nothing follows about the scheme"
         )
-    if score.surely <= chance + margin:
+    if not score.above(measure):
+        if score.high is not None and twin.low is not None and twin.low <= score.high:
+            return "not decided", "too few samples: it may be chance, and it may be the unprotected figure"
         return "nothing", ""
-    reached = (min(score.value, measure.enough) - chance) / (min(twin.value, measure.enough) - chance)
+    enough = max(measure.enough, chance + 5 * measure.margin)
+    reached = (min(score.value, enough) - chance) / (min(twin.value, enough) - twin.blind(measure))
     return ("as if unprotected" if reached >= 0.8 else "in part"), ""

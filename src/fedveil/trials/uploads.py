@@ -15,7 +15,7 @@ from fedveil.trials.measures import Labels, blind_labels
 from fedveil.trials.scene import Scene
 from fedveil.trials.subject import Subject
 from fedveil.trials.trial import Attempt, Measure, Settings, Trial, Truth
-from fedveil.trials.twins import less_colluders, unprotected_history, unprotected_upload
+from fedveil.trials.twins import alike, less_colluders, unprotected_history, unprotected_upload
 
 SERVER = "the server"
 OUTSIDER = "somebody on the wire"
@@ -51,6 +51,8 @@ def upload_trials(scene: Scene) -> Iterator[Trial]:
     subject = scene.close
     if subject.job.scheme.holder != "server" or not (uploads := uploads_of(subject)):
         return
+    if subject.config.secret_sampling:
+        return  # nobody knows which records were in an upload, so nothing can be scored
     maker = _Maker(scene, uploads)
     yield from maker.alone()
     yield from maker.of_the_sum()
@@ -130,7 +132,7 @@ class _Maker:
         if not self.masked:
             names = ("closed-form", *SEARCHES) if self.subject.pictures else ("closed-form", "dlg", "idlg", "inverting")
             if self.subject.classes:
-                measure = Labels("labels told", chance=self._blind())
+                measure = Labels("labels told", chance=self._blind(self.largest))
                 yield self.trial("server", SERVER, "labels", seen, every, asset="labels", measure=measure)
         for name in names:
             yield self.trial("server", SERVER, name, seen, every[: self.attempts(name)])
@@ -140,16 +142,22 @@ class _Maker:
             yield self.trial("server", SERVER, "phi", beside, every[: self.attempts("phi")], adaptive=True)
 
     def of_the_sum(self) -> Iterator[Trial]:
-        """The sum of all uploads, which masks leave in the open."""
-        if not self.masked:
-            return
+        """The sum of all uploads, which masks and noise that cancels leave in the open."""
         one = self.uploads[0]
         view, truth = self.view(one), self.truth(one, one.cohort)
+        twin = unprotected_upload(self.subject, view)
+        if view.summed is None or alike(view, twin):
+            return  # an upload that lies open says more than any sum
         samples = len(truth["y"])
         seen = f"the sum of {len(one.cohort)} uploads ({samples} samples)"
-        attempt = Attempt(view, unprotected_upload(self.subject, view), truth, twin_truth=self.truth(one))
+        attempt = Attempt(view, twin, truth, twin_truth=self.truth(one))
+        settings = {"target": "sum", "batch": samples}
+        if self.subject.classes:
+            measure = Labels("labels told", chance=self._blind(samples))
+            yield self.trial(
+                "server/sum", SERVER, "labels", seen, [attempt], asset="labels", measure=measure, settings=settings
+            )
         for name in READERS:
-            settings = {"target": "sum", "batch": samples}
             yield self.trial("server/sum", SERVER, name, seen, [attempt], settings=settings)
 
     def over_rounds(self) -> Iterator[Trial]:
@@ -164,7 +172,8 @@ class _Maker:
             first = next(one for one in self.uploads if one.client == client)
             found.append(Attempt(history, unprotected_history(self.subject, history), self.truth(first)))
         still = self.scene.replayed and self.facts.returns == "gradient"
-        seen = f"{rounds} rounds' uploads of one client, {self.of}" + ", the model all but standing still" * still
+        total = self.scene.run.config.rounds
+        seen = f"{rounds} of {total} rounds' uploads of one client, {self.of}" + ", the model standing still" * still
         yield self.trial("server/rounds", SERVER, "averaging", seen, found, adaptive=True)
 
     def with_clients(self) -> Iterator[Trial]:
@@ -218,6 +227,6 @@ class _Maker:
             seen = f"messages both ways, no secret; one upload {self.of}"
             yield self.trial("wire", OUTSIDER, name, seen, found, adaptive=name == "phi")
 
-    def _blind(self) -> float:
+    def _blind(self, batch: int) -> float:
         _, asked = self.scene.run.halves()
-        return blind_labels(asked.y.cpu().bincount() / len(asked), batch=self.largest)
+        return blind_labels(asked.y.cpu().bincount() / len(asked), batch=batch)

@@ -11,11 +11,6 @@ CAVEAT = (
     "different models, poisoning, side channels."
 )
 
-NO_MODEL = (
-    "The server was not attacked: it holds no model, and reads noised numbers at unknown places and ciphertexts or "
-    "masked words; what that proves is in ledger.json."
-)
-
 _GETS = {
     "data": "rebuilds what a client trained on",
     "labels": "reads the labels of what a client trained on",
@@ -44,11 +39,12 @@ SHORT = {
     "as if unprotected": "as if unprotected",
     "in part": "in part",
     "nothing": "as chance",
+    "not decided": "not decided",
     "not effective": "not effective here",
     "not applicable": "not applicable",
     "failed": "failed to run",
 }
-_ORDER = ("as if unprotected", "in part", "nothing", "not effective", "not applicable", "failed")
+_ORDER = ("as if unprotected", "in part", "not decided", "nothing", "not effective", "not applicable", "failed")
 
 
 def sentences(findings: Iterable[Finding]) -> dict[str, str]:
@@ -68,11 +64,24 @@ def best_of(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _sentence(who: str, findings: Sequence[Finding]) -> str:
-    return f"{who[0].upper()}{who[1:]} {'; '.join(_about(one) for one in best_of(findings))}."
+    parts = [_about(one, [each for each in findings if each.asset == one.asset]) for one in best_of(findings)]
+    return f"{who[0].upper()}{who[1:]} {'; '.join(parts)}."
 
 
-def _about(best: Finding) -> str:
-    """One asset: by the attack that got most."""
+def _about(best: Finding, findings: Sequence[Finding]) -> str:
+    """One asset: by the attack that got most, and what could not be tried where it got nothing."""
+    said = _got(best)
+    untried = [one for one in findings if one.verdict in ("not applicable", "failed") and one is not best]
+    if best.verdict in ("nothing", "not decided", "not effective") and untried:
+        said += f" (not measured: {', '.join(dict.fromkeys(_untried(one) for one in untried))})"
+    return said
+
+
+def _untried(one: Finding) -> str:
+    return one.reason.rstrip(".") if one.attack == "–" else f"{one.attack} on {one.seen}"
+
+
+def _got(best: Finding) -> str:
     shown = best.shown
     figures = (
         f"({best.attack} on {best.seen}: {shown.get('value')}; chance {shown.get('chance')}, without protection "
@@ -85,6 +94,8 @@ def _about(best: Finding) -> str:
         return f"{_GETS_PART[asset]} {figures}"
     if best.verdict == "nothing":
         return f"{_GETS_NOTHING[asset]} by these attacks {figures}"
+    if best.verdict == "not decided":
+        return f"was measured on {asset} with too few samples to decide {figures}"
     if best.verdict == "not effective":
         return f"gets nothing that says anything about {asset}: no attack is effective here even without protection"
     return f"was not measured on {asset}: {best.reason.rstrip('.') or best.verdict}"
