@@ -97,9 +97,12 @@ def _show(found: Audit) -> None:
 
 def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
     """Findings under who is after what, from what."""
+    from fedveil.trials.trial import NOT_TRIED
+
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
-        groups.setdefault((one.adversary, one.asset, one.seen), []).append(one)
+        if one.attack != NOT_TRIED:
+            groups.setdefault((one.adversary, one.asset, one.seen), []).append(one)
     for (adversary, asset, seen), found in groups.items():
         yield f"{adversary[0].upper()}{adversary[1:]}, after {asset}, from {seen}", found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fedveil.protocol.masked import Masked
 from fedveil.trials.received import CLIENT
 from fedveil.trials.scene import Scene
-from fedveil.trials.trial import Finding
+from fedveil.trials.trial import NOT_TRIED, Finding
 from fedveil.trials.uploads import OUTSIDER, SERVER
 
 COALITION = "the server with some clients"
@@ -38,4 +38,4 @@ def missing_trials(scene: Scene) -> Iterator[Finding]:
 
 
 def _untried(where: str, adversary: str, reason: str) -> Finding:
-    return Finding(f"{where}/not tried", adversary, "data", "–", "–", False, "–", "not applicable", reason)
+    return Finding(f"{where}/not tried", adversary, "data", NOT_TRIED, "–", False, "–", "not applicable", reason)

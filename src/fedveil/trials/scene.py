@@ -157,7 +157,7 @@ def scene_of(run: Subject, effort: Effort, scratch: Path, *, say: Callable[[str]
     reason = _out_of_reach(run)
     if not reason or held:
         return Scene(run, run, False, effort, scratch=scratch, say=say)
-    say(f"{reason}: the first rounds are replayed with one sample a client, the worst case.")
+    say(f"{reason}: the first rounds are replayed with one sample a client.")
     folder = Path(tempfile.mkdtemp(prefix="replay-", dir=scratch))
     close = replayed(run, folder / "record", samples=1, clients=MOST_CLIENTS, rounds=effort.rounds)
     return Scene(run, close, True, effort, scratch=scratch, say=say)

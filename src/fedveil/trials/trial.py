@@ -14,6 +14,9 @@ Settings = Mapping[str, Any]
 Found = Mapping[str, Tensor]
 Truth = Mapping[str, Tensor]
 
+NOT_TRIED = "–"
+"""Stands for an attack where none was tried."""
+
 Verdict = Literal["as if unprotected", "in part", "nothing", "not decided", "not effective", "not applicable", "failed"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fedveil.trials.trial import Finding
+from fedveil.trials.trial import NOT_TRIED, Finding
 
 CAVEAT = (
     "An audit shows what these attacks got, not what no attack can get. Not tried: servers that send crafted or "
@@ -47,12 +47,16 @@ SHORT = {
 _ORDER = ("as if unprotected", "in part", "not decided", "nothing", "not effective", "not applicable", "failed")
 
 
+_WHO = ("server", "clients", "wire", "client")
+
+
 def sentences(findings: Iterable[Finding]) -> dict[str, str]:
     """What each adversary got, by its best attack on every asset, with chance and no protection beside it."""
     by_adversary: dict[str, list[Finding]] = {}
     for one in findings:
         by_adversary.setdefault(one.adversary, []).append(one)
-    return {who: _sentence(who, found) for who, found in by_adversary.items()}
+    order = sorted(by_adversary, key=lambda who: (_WHO.index(who.split()[-1]) if who.split()[-1] in _WHO else 1, who))
+    return {who: _sentence(who, by_adversary[who]) for who in order}
 
 
 def best_of(findings: Iterable[Finding]) -> list[Finding]:
@@ -78,7 +82,7 @@ def _about(best: Finding, findings: Sequence[Finding]) -> str:
 
 
 def _untried(one: Finding) -> str:
-    return one.reason.rstrip(".") if one.attack == "–" else f"{one.attack} on {one.seen}"
+    return one.reason.rstrip(".") if one.attack == NOT_TRIED else f"{one.attack} on {one.seen}"
 
 
 def _got(best: Finding) -> str:
