@@ -113,7 +113,7 @@ def test_rounds_compose_to_the_analytic_epsilon() -> None:
 def test_every_cells_settings_are_those_of_its_scheme(entry: Entry) -> None:
     for quick in (False, True) if entry.has_quick else (False,):
         for cell in entry.cells(quick):
-            if not cell.settings or cell.settings["scheme"] == LOCAL:
+            if "scheme" not in cell.settings or cell.settings["scheme"] == LOCAL:
                 continue
             config = RunConfig.from_mapping(cell.settings, where=cell.name)
             given = {name for name, value in config.scheme_options.items() if value is not None}
