@@ -64,7 +64,7 @@ def test_the_papers_two_epsilons_leave_equal_noise_in_the_sum() -> None:
     assert nadp_attacks.equal_utility(5.0, cohort=80, rate=0.8) == pytest.approx(20 * math.sqrt(2))
     for quick in (False, True):
         cells = {one.name: one for one in nadp_attacks.ENTRY.cells(quick)}
-        assert len(cells) == (16 if not quick else 6)
+        assert len(cells) == (12 if not quick else 6)
         assert all(one.settings["dataset"] == "digits" for one in cells.values()) == quick
     assert nadp_attacks.ENTRY.cells(False)[2].settings["epsilon"] == pytest.approx(5000 * 20 * math.sqrt(2))
 
