@@ -12,7 +12,7 @@ from torch import Tensor
 from fedveil.reproduce import inversion_tables, reproduce
 from fedveil.reproduce.attacking import REFERENCES, Tried
 from fedveil.reproduce.cells import Cell, Figures
-from fedveil.reproduce.inversion_report import report, sheet_rows, write_sheet
+from fedveil.reproduce.inversion_report import report, sheet_rows
 from fedveil.reproduce.inversion_rows import (
     ADAPTIVE,
     ALL,
@@ -161,11 +161,10 @@ def test_nothing_follows_where_the_attack_gets_nothing_from_an_open_model() -> N
     assert all(check.held is None for check in report({}, False).checks)
 
 
-def test_the_sheet_has_a_row_for_every_attack(tmp_path: Path) -> None:
+def test_the_sheet_has_a_row_for_every_attack() -> None:
     results = made_up()
     assert len(sheet_rows(results, True)) == 8
-    assert write_sheet(results, tmp_path / "sheet.png", quick=True)
-    assert not write_sheet({}, tmp_path / "none.png", quick=True)
+    assert len(sheet_rows({}, True)) < 2
 
 
 @pytest.mark.slow

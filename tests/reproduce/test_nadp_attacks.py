@@ -17,7 +17,7 @@ from fedveil.reproduce import nadp_attacks, nadp_attacks_table, reproduce
 from fedveil.reproduce.cells import Figures, Store
 from fedveil.reproduce.nadp_attacks_report import report
 from fedveil.reproduce.nadp_attacks_round import Seen, seen_round
-from fedveil.reproduce.nadp_attacks_sheet import sheet_rows, write_sheet
+from fedveil.reproduce.nadp_attacks_sheet import sheet_rows
 from fedveil.reproduce.nadp_attacks_table import (
     ALL,
     FEDAVG,
@@ -219,7 +219,7 @@ def test_claims_whose_cells_were_not_run_are_open() -> None:
     assert all(one is None for one in held({}).values())
 
 
-def test_the_sheet_has_a_row_for_every_scheme(tmp_path: Path) -> None:
+def test_the_sheet_has_a_row_for_every_scheme() -> None:
     results = made_up(QUICK)
     shade = {"originals": "00" * 64, **{row: f"{place + 1:02x}" * 64 for place, row in enumerate(LEVEL)}}
     for row, text in shade.items():
@@ -229,6 +229,4 @@ def test_the_sheet_has_a_row_for_every_scheme(tmp_path: Path) -> None:
     assert [name for name, _ in rows][:3] == ["originals", "no DP", "LDP"]
     assert len(rows) == 5 + len(QUICK.taus)
     assert torch.equal(rows[1][1], torch.full((1, 1, 8, 8), 1 / 255))
-    assert write_sheet(results, tmp_path / "sheet.png", quick=True)
-    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
-    assert not write_sheet({}, tmp_path / "none.png", quick=True)
+    assert len(sheet_rows({}, True)) < 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from fedveil.audit.attacks.matching import Problem, client_gradient
 from fedveil.reproduce import reconstruction_rows, reconstruction_tables
 from fedveil.reproduce.attacking import REFERENCES, Scale, from_text, interval, proven
 from fedveil.reproduce.cells import Figures
-from fedveil.reproduce.reconstruction_report import report, sheet_rows, write_sheet
+from fedveil.reproduce.reconstruction_report import report, sheet_rows
 from fedveil.reproduce.reconstruction_rows import QUICK, SCHEMES
 from fedveil.reproduce.report import Check
 from fedveil.reproduce.stage import Stage
@@ -184,13 +183,11 @@ def test_intervals_hold_the_mean_and_need_two_values() -> None:
     assert interval([]) is None
 
 
-def test_the_sheet_shows_originals_and_what_became_of_them(tmp_path: Path) -> None:
+def test_the_sheet_shows_originals_and_what_became_of_them() -> None:
     results = made_up()
     rows = sheet_rows(results, True)
     assert [name for name, _ in rows][:2] == [
         "digits/lenet-sigmoid/b1 originals",
         "digits/lenet-sigmoid/b1/fedavg idlg",
     ]
-    assert write_sheet(results, tmp_path / "sheet.png", quick=True)
-    assert (tmp_path / "sheet.png").read_bytes().startswith(b"\x89PNG")
-    assert not write_sheet({}, tmp_path / "none.png", quick=True)
+    assert len(sheet_rows({}, True)) < 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedveil.errors import ConfigError
 from fedveil.reproduce import Cell, Check, Entry, Report, Tick, entries, find, reproduce, run_entry, running
@@ -132,3 +133,17 @@ def test_an_entry_without_figures_shows_an_empty_table_and_no_verdict(entry: Ent
         assert found.verdict.startswith("not run")
         assert all(len(row) == len(found.columns) for row in found.rows)
         json.dumps([cell.identity() for cell in entry.cells(quick)])
+
+
+def test_an_entry_that_makes_pictures_leaves_a_sheet_once_there_is_something_to_compare(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(results: Results, quick: bool) -> list[tuple[str, torch.Tensor]]:
+        return [(name, torch.rand(2, 1, 8, 8)) for name in results]
+
+    shown = replace(running.find("three"), pictures=rows)
+    monkeypatch.setattr(running, "find", lambda name: shown)
+    reproduce("three", out=tmp_path, only=["a"])
+    assert not (tmp_path / "three.png").exists()
+    reproduce("three", out=tmp_path)
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")

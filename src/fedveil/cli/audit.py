@@ -143,13 +143,10 @@ def _bar() -> Iterator[Callable[[Tick], None]]:
 
     shown = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*shown, console=complaints, transient=True) as progress:
-        trials = progress.add_task("trials", total=None)
-        running = progress.add_task("", total=1.0, visible=False)
+        trials = progress.add_task("getting ready", total=None)
 
         def tick(now: Tick) -> None:
-            progress.update(trials, completed=now.done, total=now.total)
             names = ", ".join(f"{name} {part:.0%}" for name, part in now.running.items())
-            mean = sum(now.running.values()) / max(1, len(now.running))
-            progress.update(running, description=names, completed=mean, visible=bool(names))
+            progress.update(trials, description=names or "trials", completed=now.done, total=now.total)
 
         yield tick

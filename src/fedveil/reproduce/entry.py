@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from torch import Tensor
 
 from fedveil.reproduce.cells import Cell, Figures, Results
 from fedveil.reproduce.report import Report
 from fedveil.reproduce.stage import OnRound, Stage
 
 Work = Callable[[Stage, Cell, int, OnRound], Figures]
-Pictures = Callable[[Results, Path, bool], object]
-"""Writes a PNG, if the cells it needs are there; told whether the quick form is meant."""
+Pictures = Callable[[Results, bool], Sequence[tuple[str, Tensor]]]
+"""Rows of a contact sheet with their names, from the cells that are there; told whether the quick form is meant."""
 
 
 def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:

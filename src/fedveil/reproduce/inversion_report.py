@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from fedveil.reproduce.inversion_rows import (
     verdict,
 )
 from fedveil.reproduce.report import EMPTY, Check, Report
-from fedveil.trials.pictures import contact_sheet
 from fedveil.trials.trial import Score
 
 _ROWS = (
@@ -222,12 +220,3 @@ def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
         for label, way, name in _ROWS
         if (made := from_text(figures_of(results, bench, label), f"{prior} {way} pictures")) is not None
     ]
-
-
-def write_sheet(results: Results, path: Path, *, quick: bool) -> bool:
-    """One picture with all of them; False where cells are missing."""
-    rows = sheet_rows(results, quick)
-    if len(rows) < 2:
-        return False
-    contact_sheet(rows, path, box=(0.0, 1.0))
-    return True

@@ -30,7 +30,7 @@ from fedveil.reproduce.attacking import (
 )
 from fedveil.reproduce.cells import Cell, Figures
 from fedveil.reproduce.entry import Entry
-from fedveil.reproduce.inversion_report import report, write_sheet
+from fedveil.reproduce.inversion_report import report, sheet_rows
 from fedveil.reproduce.inversion_rows import (
     ADAPTIVE,
     ALL,
@@ -246,5 +246,5 @@ ENTRY = Entry(
     cells=_cells,
     report=report,
     work=_work,
-    pictures=lambda results, path, quick: write_sheet(results, path, quick=quick),
+    pictures=sheet_rows,
 )

@@ -23,7 +23,7 @@ from fedveil.reproduce.cells import Cell, Figures
 from fedveil.reproduce.entry import Entry
 from fedveil.reproduce.nadp_attacks_report import report
 from fedveil.reproduce.nadp_attacks_round import Seen, seen_round
-from fedveil.reproduce.nadp_attacks_sheet import write_sheet
+from fedveil.reproduce.nadp_attacks_sheet import sheet_rows
 from fedveil.reproduce.nadp_attacks_table import (
     ALL,
     BOTH,
@@ -263,5 +263,5 @@ ENTRY = Entry(
     cells=_cells,
     report=report,
     work=_work,
-    pictures=lambda results, path, quick: write_sheet(results, path, quick=quick),
+    pictures=sheet_rows,
 )

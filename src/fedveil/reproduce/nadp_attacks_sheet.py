@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -41,14 +39,3 @@ def _pictures(results: Results, data: str, size: int, row: str) -> Tensor | None
             flat = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
             return flat.reshape(-1, *(int(one) for one in shape)).float() / 255
     return None
-
-
-def write_sheet(results: Results, path: Path, *, quick: bool) -> bool:
-    """One picture with all of them; False where cells are missing."""
-    from fedveil.trials.pictures import contact_sheet
-
-    rows = sheet_rows(results, quick)
-    if len(rows) < 2:
-        return False
-    contact_sheet(rows, path, box=(0.0, 1.0))
-    return True

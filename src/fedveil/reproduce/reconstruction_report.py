@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from fedveil.reproduce.reconstruction_rows import (
     verdict,
 )
 from fedveil.reproduce.report import EMPTY, Check, Report
-from fedveil.trials.pictures import contact_sheet
 from fedveil.trials.trial import Score
 
 MARGIN = 3.0
@@ -276,12 +274,3 @@ def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
                     if (made := from_text(figures, f"{attack} pictures")) is not None
                 ]
     return found
-
-
-def write_sheet(results: Results, path: Path, *, quick: bool) -> bool:
-    """One picture with all of them; False where cells are missing."""
-    rows = sheet_rows(results, quick)
-    if len(rows) < 2:
-        return False
-    contact_sheet(rows, path, box=(0.0, 1.0))
-    return True

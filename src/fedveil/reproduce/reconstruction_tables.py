@@ -29,7 +29,7 @@ from fedveil.reproduce.attacking import (
 )
 from fedveil.reproduce.cells import Cell, Figures
 from fedveil.reproduce.entry import Entry
-from fedveil.reproduce.reconstruction_report import report, write_sheet
+from fedveil.reproduce.reconstruction_report import report, sheet_rows
 from fedveil.reproduce.reconstruction_rows import ADAPTIVE, PHI, SCHEMES, Form, Place, form_of
 from fedveil.reproduce.stage import OnRound, Stage
 from fedveil.runs.job import Job
@@ -236,5 +236,5 @@ ENTRY = Entry(
     cells=_cells,
     report=report,
     work=_work,
-    pictures=lambda results, path, quick: write_sheet(results, path, quick=quick),
+    pictures=sheet_rows,
 )

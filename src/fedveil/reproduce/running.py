@@ -11,6 +11,7 @@ from pathlib import Path
 from fedveil.errors import ConfigError
 from fedveil.reproduce.catalogue import find
 from fedveil.reproduce.cells import Figures, Store, chosen
+from fedveil.reproduce.entry import Entry
 from fedveil.reproduce.report import Report
 from fedveil.reproduce.stage import Stage
 from fedveil.runs.files import write_atomically
@@ -74,9 +75,17 @@ def reproduce(
     report = entry.report(store.results(), quick)
     if store.path.exists():
         write_atomically(store.path.with_suffix(".md"), report.markdown())
-        if entry.pictures is not None:
-            entry.pictures(store.results(), store.path.with_suffix(".png"), quick)
+        _write_sheet(entry, store, quick=quick)
     return report
+
+
+def _write_sheet(entry: Entry, store: Store, *, quick: bool) -> None:
+    """One picture beside the figures, where an entry makes pictures and there is something to compare."""
+    rows = () if entry.pictures is None else entry.pictures(store.results(), quick)
+    if len(rows) > 1:
+        from fedveil.trials.pictures import contact_sheet
+
+        contact_sheet(rows, store.path.with_suffix(".png"), box=(0.0, 1.0))
 
 
 def _in_short(figures: Figures) -> str:
