@@ -31,6 +31,8 @@ def test_a_few_that_are_rebuilt_are_not_hidden_by_many_that_are_missed() -> None
     exact = measure.score([{"inputs": x}], truth)
     assert judged(measure, score, exact)[0] == "in part"
     assert score.more["recognisable"] == 0.25
+    guess[:2] = x[:2]  # exactly: two of eight still do not stand for all
+    assert judged(measure, measure.score([{"inputs": guess}], truth), exact)[0] == "in part"
     nothing = measure.score([{"inputs": 1.0 - x}], truth)
     assert nothing.value == pytest.approx(nothing.chance)
     assert judged(measure, nothing, exact)[0] == "nothing"

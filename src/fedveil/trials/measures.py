@@ -82,7 +82,14 @@ class Likeness:
         if self.blind is None:
             return Score(float(each.mean()), more=more)
         level = torch.maximum(each, blind)
-        return Score(float(level.mean()), more=more, chance=float(blind.mean()), some=bool(clear.any()))
+        enough = max(self.enough, float(blind.mean()) + 5 * self.margin)
+        return Score(
+            float(level.mean()),
+            more=more,
+            chance=float(blind.mean()),
+            some=bool(clear.any()),
+            capped=float(level.clamp_max(enough).mean()),
+        )
 
     def text(self, value: float) -> str:
         """In decibels."""

@@ -26,6 +26,7 @@ class Score:
 
     `floor` is the lower end with 99 %, by which it is decided: several attacks are tried, and the best is told.
     `chance` is there where it depends on what was scored. `some`: something was got for sure, whatever the mean is.
+    `capped` is the mean with every sample cut at what is enough, so that a few exact ones do not stand for all.
     """
 
     value: float
@@ -35,6 +36,7 @@ class Score:
     floor: float | None = None
     chance: float | None = None
     some: bool = False
+    capped: float | None = None
 
     @property
     def surely(self) -> float:
@@ -164,5 +166,6 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
             return "not decided", "too few samples: it may be chance, and it may be the unprotected figure"
         return "nothing", ""
     enough = max(measure.enough, chance + 5 * measure.margin)
-    reached = (min(score.value, enough) - chance) / (min(twin.value, enough) - twin.blind(measure))
+    ours, theirs = (min(one.value if one.capped is None else one.capped, enough) for one in (score, twin))
+    reached = (ours - chance) / (theirs - twin.blind(measure))
     return ("as if unprotected" if reached >= 0.8 else "in part"), ""
