@@ -16,11 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup
 	$(BIN)/fedveil demo
 
+# One process per core, one thread each: threads that spin for work starve the other processes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
