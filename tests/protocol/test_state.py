@@ -54,7 +54,7 @@ def test_a_sealed_state_cut_anywhere_is_refused() -> None:
             ClientState.unseal(sealed[:length], KEY)
 
 
-@pytest.mark.parametrize("key", [os.urandom(32), bytes(32), b"", b"short"])
+@pytest.mark.parametrize("key", [os.urandom(32), bytes(32), b"", b"short"], ids=["other", "zeros", "none", "short"])
 def test_another_key_is_refused(key: bytes) -> None:
     with pytest.raises(ProtocolError):
         ClientState.unseal(ClientState(3).seal(KEY), key)
