@@ -70,7 +70,7 @@ def test_what_is_no_picture_is_a_bad_one(odd: float) -> None:
 
 def test_chance_is_what_the_mean_public_picture_gets() -> None:
     found = scene()
-    measure = found.likeness()
+    measure = found.likeness
     public, _ = found.run.halves()
     victims = found.run.own(0)[0][:200]
     mean = public.x.mean(0, keepdim=True).expand_as(victims)

@@ -82,10 +82,8 @@ def reference_figures(attacks: Sequence[str], effort: Effort) -> Figures:
 
 def _on_reference(trial: Trial) -> tuple[float | None, str]:
     views = [one.view for one in trial.attempts]
-    outcome = tried(trial.attack, views, [{**trial.settings, **one.settings} for one in trial.attempts])
-    if outcome.reason:
-        return None, outcome.reason
-    return trial.measure.score(outcome.found, [one.truth for one in trial.attempts]).value, ""
+    outcome = tried(trial.attack, views, [trial.told(one) for one in trial.attempts])
+    return (None, outcome.reason) if outcome.reason else (trial.score(outcome.found).value, "")
 
 
 def proven(references: Mapping[str, object], attack: str) -> bool | None:

@@ -6,7 +6,6 @@ them the attacker knows which they are, and the other half is judged.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +71,7 @@ def work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
         if reason:
             figures["stopped"] = reason
         figures |= {"parameters": subject.job.blueprint.size, **fitted(subject)}
-        _tidy(stage)
+        stage.tidy()
         figures |= _attacked(stage, cell, subject, seed=seed)
     return figures
 
@@ -106,13 +105,13 @@ def _trained(stage: Stage, cell: AttackedCell, folder: Path, *, seed: int, on_ro
 
 def fitted(subject: Subject) -> Figures:
     """Accuracy of the server's model on held-out and on training samples: how overfitted it is."""
-    parts = [subject.own(client) for client in range(len(subject.job.pool))]
-    x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    clients = len(subject.job.pool)
+    x, y = subject.samples_of(range(clients))
     return {
         "accuracy": _right(subject, subject.test.x, subject.test.y),
         "train accuracy": _right(subject, x, y),
         "samples": len(y),
-        "clients": len(parts),
+        "clients": clients,
         "commonest": round(100.0 * float(subject.test.y.bincount().max()) / len(subject.test), 3),
     }
 
@@ -175,7 +174,7 @@ def _figures(name: str, trial: Trial, process: AttackProcess, view: View, settin
 
 def _score(trial: Trial, process: AttackProcess, view: View, settings: dict[str, object]) -> Score:
     found = process.run(to_bytes(view), settings=settings, time_limit=TIME_LIMIT)
-    return trial.measure.score([found], [trial.attempts[0].truth])
+    return trial.score([found])
 
 
 def _proofs(stage: Stage) -> dict[str, float]:
@@ -197,10 +196,3 @@ def _proofs(stage: Stage) -> dict[str, float]:
 
 def _named(row: str) -> dict[str, object]:
     return {"layer": row} if row in LAYERS else {}
-
-
-def _tidy(stage: Stage) -> None:
-    if stage.device.startswith("cuda"):
-        # Captured steps hold memory of their own, and sit in circles that only the collector breaks.
-        gc.collect()
-        torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from fedveil.audit.isolation import AttackProcess
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import feature_mse, mse, ssim
 from fedveil.audit.views import View, to_bytes
+from fedveil.reproduce.attacking import as_text, short
 from fedveil.reproduce.cells import Cell, Figures
 from fedveil.reproduce.entry import Entry
 from fedveil.reproduce.nadp_attacks_report import report
@@ -134,7 +135,7 @@ def _facts(stage: Stage, seen: Seen) -> Figures:
         "parameters": job.blueprint.size,
         "labels": [float(one) for one in y],
         "lengths": [round(float(seen.contribution(one).norm()), 4) for one in seen.victims],
-        "originals": _as_hex(_unit(seen, x)),
+        "originals": as_text(x, box=_box(seen)),
         "shape": [float(one) for one in x.shape[1:]],
     }
     return figures
@@ -215,7 +216,7 @@ def _attacked(
         figures |= _measured(stage, cell, seen, f"{row} {name}", inputs)
         figures[f"{row} {name} labels"] = [float(one) for one in labels == y]
         if name == "idlg":
-            figures[f"{row} {name} pictures"] = _as_hex(_unit(seen, inputs))
+            figures[f"{row} {name} pictures"] = as_text(inputs, box=_box(seen))
     return figures
 
 
@@ -229,7 +230,7 @@ def _measured(stage: Stage, cell: Cell, seen: Seen, what: str, inputs: Tensor) -
         "ssim": ssim(ours, theirs),
         "features": feature_mse(inputs, x, extractor=judge.features).cpu() / apart,
     }
-    return {f"{what} {name}": [float(f"{float(one):.4g}") for one in values] for name, values in measured.items()}
+    return {f"{what} {name}": [short(float(one)) for one in values] for name, values in measured.items()}
 
 
 def _judge(stage: Stage, data: str) -> tuple[Judge, float]:
@@ -246,12 +247,12 @@ def _judge(stage: Stage, data: str) -> tuple[Judge, float]:
 
 def _unit(seen: Seen, x: Tensor) -> Tensor:
     """Pictures with values from 0 to 1."""
-    low, high = seen.subject.box or (0.0, 1.0)
+    low, high = _box(seen)
     return ((x - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _as_hex(x: Tensor) -> str:
-    return (x * 255).round().to(torch.uint8).numpy().tobytes().hex()
+def _box(seen: Seen) -> tuple[float, float]:
+    return seen.subject.box or (0.0, 1.0)
 
 
 ENTRY = Entry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedveil.reproduce.attacking import from_text
 from fedveil.reproduce.cells import Results
 from fedveil.reproduce.nadp_attacks_table import (
     ALL,
@@ -33,9 +34,5 @@ def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
 def _pictures(results: Results, data: str, size: int, row: str) -> Tensor | None:
     cell = cell_of_row(data, size, FEDAVG if row == "originals" else row)
     name = row if row == "originals" else f"{row} idlg pictures"
-    for figures in results.get(cell, {}).values():
-        text, shape = figures.get(name), figures.get("shape")
-        if isinstance(text, str) and isinstance(shape, list):
-            flat = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-            return flat.reshape(-1, *(int(one) for one in shape)).float() / 255
-    return None
+    found = (from_text(figures, name) for figures in results.get(cell, {}).values())
+    return next((one for one in found if one is not None), None)

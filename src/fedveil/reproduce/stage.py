@@ -129,12 +129,16 @@ class Stage:
         assert judged.test is not None
         figures["rounds"] = state.round
         figures["accuracy"] = accuracy_of(cell, job, state, judged.test)
+        del judged, job, state
+        self.tidy()
+        return figures
+
+    def tidy(self) -> None:
+        """Give back a GPU's memory that nobody uses any more."""
         if self.device.startswith("cuda"):
             # Captured steps hold memory of their own, and sit in circles that only the collector breaks.
-            del judged, job, state
             gc.collect()
             torch.cuda.empty_cache()
-        return figures
 
 
 def tiered(train: Dataset, *, clients: int, tiers: int, ratio: float, seed: int) -> list[Tensor]:

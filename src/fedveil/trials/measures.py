@@ -17,7 +17,7 @@ from fedveil.audit.judge import Judge
 from fedveil.audit.metrics import assignment, attack_success, feature_mse, knn_distance, psnr, ssim
 from fedveil.audit.rates import CHANCE, rates
 from fedveil.downlink import Blueprint
-from fedveil.trials.trial import Found, Score, Truth
+from fedveil.trials.trial import Found, Score, Truth, enough_above
 
 RECOGNISABLE = 20.0
 _CONFIDENCE = 0.95
@@ -81,15 +81,9 @@ class Likeness:
                 more["knn distance"] = float(knn_distance(seen, private, extractor=judge.features).mean())
         if self.blind is None:
             return Score(float(each.mean()), more=more)
-        level = torch.maximum(each, blind)
-        enough = max(self.enough, float(blind.mean()) + 5 * self.margin)
-        return Score(
-            float(level.mean()),
-            more=more,
-            chance=float(blind.mean()),
-            some=bool(clear.any()),
-            capped=float(level.clamp_max(enough).mean()),
-        )
+        level, chance = torch.maximum(each, blind), float(blind.mean())
+        capped = float(level.clamp_max(enough_above(chance, self)).mean())
+        return Score(float(level.mean()), more=more, chance=chance, some=bool(clear.any()), capped=capped)
 
     def text(self, value: float) -> str:
         """In decibels."""
@@ -101,18 +95,26 @@ def tamed(guess: Tensor, originals: Tensor) -> Tensor:
     return guess.double().cpu().reshape(originals.shape).nan_to_num(0.0, _FAR, -_FAR).clamp(-_FAR, _FAR)
 
 
+class _Percent:
+    """A figure between 0 and 1."""
+
+    @property
+    def enough(self) -> float:
+        """All of it."""
+        return 1.0
+
+    def text(self, value: float) -> str:
+        """In percent."""
+        return f"{100 * value:.1f} %"
+
+
 @dataclass(frozen=True, eq=False)
-class Share:
+class Share(_Percent):
     """A share of successes with its exact interval."""
 
     name: str
     chance: float
     margin: float = 0.0
-    enough: float = 1.0
-
-    def text(self, value: float) -> str:
-        """In percent."""
-        return f"{100 * value:.1f} %"
 
     def of(self, hits: Tensor, more: dict[str, float] | None = None) -> Score:
         """The share of hits."""
@@ -176,13 +178,12 @@ def _labels_used(way: str) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(_Percent):
     """Regression: the share of the targets' variance that the adversary's own model explains; ways as for accuracy."""
 
     name: str = "explained"
     chance: float = 0.0
     margin: float = 0.05
-    enough: float = 1.0
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """1 − Σ(ŷ − y)²/Σ(y − ȳ)², at least 0."""
@@ -195,13 +196,9 @@ class Fit:
             more[way] = max(0.0, 1.0 - float((guess - y).square().sum()) / spread)
         return Score(more[max(ways, key=_labels_used)], more=more)
 
-    def text(self, value: float) -> str:
-        """In percent."""
-        return f"{100 * value:.1f} %"
-
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class Numbers(_Percent):
     """The share of parameters known to a thousandth once rows and columns may be rescaled, which changes no function.
 
     Beside it the share known exactly, and with their sign.
@@ -211,26 +208,20 @@ class Numbers:
     name: str = "known up to scale"
     chance: float = 0.0
     margin: float = 0.05
-    enough: float = 1.0
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of one model."""
         known = parameter_knowledge(found[0]["parameters"], truths[0]["parameters"], self.blueprint)
         return Score(known.determined, more={"exact": known.exact, "signs": known.signs})
 
-    def text(self, value: float) -> str:
-        """In percent."""
-        return f"{100 * value:.1f} %"
-
 
 @dataclass(frozen=True, eq=False)
-class Members:
+class Members(_Percent):
     """How often members are told from others (balanced); AUC and the true positives at 1 % false ones beside it."""
 
     name: str = "members told"
     chance: float = CHANCE
     margin: float = 0.0
-    enough: float = 1.0
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of all attempts together; each is cut at the attacker's own threshold."""
@@ -252,10 +243,6 @@ class Members:
         some = strict.auc.low > CHANCE or strict.true_positives.low > strict.false_positives.high
         success = judged.success
         return Score(success.value, success.low, success.high, more, strict.success.low, some=some)
-
-    def text(self, value: float) -> str:
-        """In percent."""
-        return f"{100 * value:.1f} %"
 
 
 @dataclass(frozen=True, eq=False)

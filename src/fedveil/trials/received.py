@@ -47,7 +47,7 @@ class _Maker:
         self.client = _attacker(scene)
         self.public, self.asked = scene.run.halves()
         view = client_view(self.run.record, self.client, data=_cpu(self.run.own(self.client)))
-        self.held = self.run.job.scheme.holder != "server"
+        self.held = self.run.held
         if self.held:
             named = weights_by_name(_weights(scene))
             view = replace(view, known={f"weights.{name}": value for name, value in named.items()})
@@ -159,8 +159,7 @@ class _Maker:
         generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
         took_part = {one for round in range(self.run.config.rounds) for one in self.run.job.cohort.draw(round)}
         others = sorted(took_part - {self.client}) or [self.client]
-        parts = [_cpu(self.run.own(one)) for one in others]
-        x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        x, y = _cpu(self.run.samples_of(others))
         inside, outside = _paired(y, self.asked.y.cpu(), most=self.scene.effort.candidates, generator=generator)
         count = len(inside)
         order = torch.randperm(2 * count, generator=generator)

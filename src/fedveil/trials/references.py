@@ -17,7 +17,7 @@ from fedveil.runs.job import job_from_config
 from fedveil.trials.measures import RECOGNISABLE
 from fedveil.trials.received import model_trials
 from fedveil.trials.scene import Effort, Scene
-from fedveil.trials.subject import cut, enacted
+from fedveil.trials.subject import STANDSTILL, cut, enacted
 from fedveil.trials.trial import Trial
 from fedveil.trials.uploads import upload_trials
 
@@ -39,7 +39,7 @@ class _Run:
     samples: int | None = None
 
 
-_SINGLE = {"clients": 4, "rounds": 4, "lr": 1e-12, "record_rounds": "1-4", "record_clients": "0-3"}
+_SINGLE = {"clients": 4, "rounds": 4, "lr": STANDSTILL, "record_rounds": "1-4", "record_clients": "0-3"}
 _RUNS = {
     "mlp": _Run("plain averaging, an mlp, one digit a client", {**_SINGLE, "scheme": "fedavg"}, 1),
     "lenet": _Run(

@@ -23,7 +23,7 @@ from fedveil.trials.references import References
 from fedveil.trials.scene import Effort, Scene, scene_of
 from fedveil.trials.store import AuditStore
 from fedveil.trials.subject import Subject
-from fedveil.trials.trial import Finding, Found, Score, Settings, Trial, judged
+from fedveil.trials.trial import Finding, Found, Settings, Trial, judged
 from fedveil.trials.twins import alike
 from fedveil.trials.uploads import upload_trials
 
@@ -191,8 +191,7 @@ class _Runner:
             return _Proof()
         trial = reference.trial
         try:
-            found = [attack(one.view, {**trial.settings, **one.settings}) for one in trial.attempts]
-            score = trial.measure.score(found, [one.truth for one in trial.attempts])
+            score = trial.score([attack(one.view, trial.told(one)) for one in trial.attempts])
         except _UNUSABLE as reason:
             return _Proof(verdict="failed", reason=f"on its reference ({reference.what}): {reason}")
         if score.value > reference.threshold:
@@ -224,10 +223,10 @@ class _Runner:
         if proof.verdict:
             return replace(finding, verdict=proof.verdict, reason=proof.reason)  # type: ignore[arg-type]
         try:
-            found = [attack(one.view, {**trial.settings, **one.settings}) for one in trial.attempts]
+            found = [attack(one.view, trial.told(one)) for one in trial.attempts]
             bare = self._unprotected(trial, attack, found)
-            score = trial.measure.score(found, [one.truth for one in trial.attempts])
-            twin = trial.unprotected or _twin_score(trial, bare)
+            score = trial.score(found)
+            twin = trial.unprotected or trial.twin_score(bare)
         except NotApplicableError as reason:
             return replace(finding, verdict="not applicable", reason=str(reason))
         except AttackError as reason:
@@ -266,8 +265,3 @@ class _Runner:
             else:
                 results.append(attack(one.twin, trial.twin_settings))
         return results
-
-
-def _twin_score(trial: Trial, found: Sequence[Found]) -> Score:
-    truths = [one.truth if one.twin_truth is None else one.twin_truth for one in trial.attempts]
-    return trial.measure.score(found, truths)

@@ -82,13 +82,11 @@ class Scene:
 
     @cached_property
     def _judge(self) -> Judge:
-        pool = self.run.job.pool.clients
-        parts = [one.take(torch.arange(len(one))) for one in pool] + [(self.run.test.x, self.run.test.y)]
-        x, y = torch.cat([x for x, _ in parts]).float(), torch.cat([y for _, y in parts])
+        x, y = self.run.samples_of(range(len(self.run.job.pool)))
         generator = torch.Generator().manual_seed(self.effort.seed)
         return train_judge(
-            x,
-            y,
+            torch.cat([x, self.run.test.x]).float(),
+            torch.cat([y, self.run.test.y]),
             outputs=self.run.job.facts.outputs,
             generator=generator,
             quick=self.effort.quick,
@@ -122,6 +120,7 @@ class Scene:
             "box": None if box is None else list(box),
         }
 
+    @cached_property
     def likeness(self) -> Likeness:
         """How reconstructions of this run are judged."""
         public, _ = self.run.halves()
@@ -149,13 +148,12 @@ def scene_of(run: Subject, effort: Effort, scratch: Path, *, say: Callable[[str]
             "This run's model was built in Python, and an audit has to build it again: name it as "
             "package.module:factory, or FILE.py:factory, in the run."
         )
-    held = run.job.scheme.holder != "server"
-    if not (run.record.clients if held else run.record.find(kind="reply", phase="train")):
+    if not (run.record.clients if run.held else run.record.find(kind="reply", phase="train")):
         raise ConfigError(
             "No recorded client answered in a recorded round: record more clients (--record-clients 0-9) or rounds."
         )
     reason = _out_of_reach(run)
-    if not reason or held:
+    if not reason or run.held:
         return Scene(run, run, False, effort, scratch=scratch, say=say)
     say(f"{reason}: the first rounds are replayed with one sample a client.")
     folder = Path(tempfile.mkdtemp(prefix="replay-", dir=scratch))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,8 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
-_STANDSTILL = 1e-12
+STANDSTILL = 1e-12
+"""A learning rate at which the model all but stands still, so that every round shows the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +78,20 @@ class Subject:
         half = len(order) // 2
         return self.test.subset(order[:half]), self.test.subset(order[half:])
 
+    @property
+    def held(self) -> bool:
+        """Whether the model lives with the clients, and the server has none."""
+        return self.job.scheme.holder != "server"
+
     def own(self, client: int) -> tuple[Tensor, Tensor]:
         """All samples of a client."""
         data = self.job.pool.clients[client]
         return data.take(torch.arange(len(data)))
+
+    def samples_of(self, clients: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """All samples of several clients, one after the other."""
+        parts = [self.own(one) for one in clients]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
     def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
         """The samples of which a client's gradient in a round (counted from 1) was taken."""
@@ -154,7 +165,7 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     trains = subject.record.facts.returns == "update"
     changes = {
         "batch_size": 0,
-        **({"local_steps": None, "local_epochs": 1} if trains else {"lr": _STANDSTILL}),
+        **({"local_steps": None, "local_epochs": 1} if trains else {"lr": STANDSTILL}),
         "simulate_dropout": 0.0,
         "record": True,
         "record_rounds": f"1-{last}",

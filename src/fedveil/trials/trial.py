@@ -117,6 +117,19 @@ class Trial:
     unprotected: Score | None = None
     """The figure without protection, where it needs no attack: then twins are not attacked."""
 
+    def told(self, attempt: Attempt) -> Settings:
+        """What the attack is told for one of its attempts."""
+        return {**self.settings, **attempt.settings}
+
+    def score(self, found: Sequence[Found]) -> Score:
+        """The figure of what was found on the views."""
+        return self.measure.score(found, [one.truth for one in self.attempts])
+
+    def twin_score(self, found: Sequence[Found]) -> Score:
+        """The figure of what was found on the twins."""
+        truths = [one.truth if one.twin_truth is None else one.twin_truth for one in self.attempts]
+        return self.measure.score(found, truths)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -146,6 +159,11 @@ class Finding:
     pictures: str = ""
 
 
+def enough_above(chance: float, measure: Measure) -> float:
+    """Beyond this, more means nothing; well above chance, wherever that lies."""
+    return max(measure.enough, chance + 5 * measure.margin)
+
+
 def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
     """What a figure means beside chance and the unprotected one.
 
@@ -165,7 +183,7 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
         if score.high is not None and twin.low is not None and twin.low <= score.high:
             return "not decided", "too few samples: it may be chance, and it may be the unprotected figure"
         return "nothing", ""
-    enough = max(measure.enough, chance + 5 * measure.margin)
+    enough = enough_above(chance, measure)
     ours, theirs = (min(one.value if one.capped is None else one.capped, enough) for one in (score, twin))
     reached = (ours - chance) / (theirs - twin.blind(measure))
     return ("as if unprotected" if reached >= 0.8 else "in part"), ""

@@ -49,7 +49,7 @@ def uploads_of(subject: Subject) -> list[Upload]:
 def upload_trials(scene: Scene) -> Iterator[Trial]:
     """Every trial on uploads; none where the server holds no model, for it then reads no gradient."""
     subject = scene.close
-    if subject.job.scheme.holder != "server" or not (uploads := uploads_of(subject)):
+    if subject.held or not (uploads := uploads_of(subject)):
         return
     if subject.config.secret_sampling:
         return  # nobody knows which records were in an upload, so nothing can be scored
@@ -69,6 +69,8 @@ class _Maker:
         self.uploads = uploads
         self.masked = isinstance(self.subject.job.scheme.uplink, Masked)
         self.largest = max(len(self.truth(one)["y"]) for one in uploads)
+        self.sent = self.view(uploads[0]).broadcast
+        self.bare_tensors = not self.masked and self.sent is not None and self.sent.head is not None
         self.of = f"of {self.largest} sample{'s' * (self.largest != 1)}"
 
     def truth(self, upload: Upload, clients: Sequence[int] | None = None) -> Truth:
@@ -105,7 +107,7 @@ class _Maker:
             asset,
             attack,
             seen,
-            measure or self.scene.likeness(),
+            measure or self.scene.likeness,
             tuple(self._granted(one) if attack == "generative" else one for one in attempts),
             settings={**base, **(settings or {})},
             twin_settings=base,
@@ -136,8 +138,7 @@ class _Maker:
                 yield self.trial("server", SERVER, "labels", seen, every, asset="labels", measure=measure)
         for name in names:
             yield self.trial("server", SERVER, name, seen, every[: self.attempts(name)])
-        sent = every[0].view.broadcast if isinstance(every[0].view, ServerView) else None
-        if not self.masked and sent is not None and sent.head is not None:
+        if self.bare_tensors:
             beside = f"what travels beside one upload's gradient, {self.of}"
             yield self.trial("server", SERVER, "phi", beside, every[: self.attempts("phi")], adaptive=True)
 
@@ -188,14 +189,14 @@ class _Maker:
             return
         for count in sorted({max(1, others // 2), others}):
             adversary = f"the server with {count} of {self.subject.config.clients} clients"
+            found, seen = [], ""
+            for one in self.uploads[: max(map(self.attempts, READERS))]:
+                others_there = [each for each in recorded if each in one.cohort and each != one.client]
+                attempt, seen = self._less(one, others_there[:count])
+                found.append(attempt)
             for name in READERS:
-                found, seen = [], ""
-                for one in self.uploads[: self.attempts(name)]:
-                    attempt, seen = self._less(
-                        one, [each for each in recorded if each in one.cohort and each != one.client][:count]
-                    )
-                    found.append(attempt)
-                yield self.trial(f"server+{count}", adversary, name, seen, found, adaptive=True)
+                some = found[: self.attempts(name)]
+                yield self.trial(f"server+{count}", adversary, name, seen, some, adaptive=True)
 
     def _less(self, upload: Upload, colluders: list[int]) -> tuple[Attempt, str]:
         view = self.view(upload, colluders)
@@ -211,21 +212,19 @@ class _Maker:
 
     def on_the_wire(self) -> Iterator[Trial]:
         """Somebody who reads every message and knows no secret: what encryption in transit has to hide."""
-        sent = self.view(self.uploads[0]).broadcast
-        if sent is None:
+        if self.sent is None:
             return
-        names = ("phi",) if sent.head is not None and not self.masked else READERS
+        names = ("phi",) if self.bare_tensors else READERS
         everything = outsider_view(self.subject.record)
+        found = []
+        for one in self.uploads[: max(map(self.attempts, names))]:
+            heard = tuple(each for each in everything.messages if each.round in (0, one.round))
+            twin = unprotected_upload(self.subject, self.view(one))
+            where = {"client": one.client, "round": one.round}
+            found.append(Attempt(OutsiderView(everything.facts, heard), twin, self.truth(one), where))
+        seen = f"messages both ways, no secret; one upload {self.of}"
         for name in names:
-            found = []
-            for one in self.uploads[: self.attempts(name)]:
-                heard = tuple(each for each in everything.messages if each.round in (0, one.round))
-                view = OutsiderView(everything.facts, heard)
-                twin = unprotected_upload(self.subject, self.view(one))
-                where = {"client": one.client, "round": one.round}
-                found.append(Attempt(view, twin, self.truth(one), where))
-            seen = f"messages both ways, no secret; one upload {self.of}"
-            yield self.trial("wire", OUTSIDER, name, seen, found, adaptive=name == "phi")
+            yield self.trial("wire", OUTSIDER, name, seen, found[: self.attempts(name)], adaptive=name == "phi")
 
     def _blind(self, batch: int) -> float:
         _, asked = self.scene.run.halves()
