@@ -23,7 +23,7 @@ from fedveil.protocol.shares import Quorum
 from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
 from fedveil.runs.planning import Question, plan_run
-from fedveil.runs.roles import client_role, server_steps
+from fedveil.runs.roles import client_role, server_role
 from fedveil.runs.training import fresh_state, train_job
 from fedveil.uplink.graph import ring
 
@@ -67,7 +67,7 @@ def recorded(one: Job) -> list[object]:
     role: Any = Overhearing(one)
     failed: list[str] = []
     engine = LocalEngine(role, one.pool)
-    engine.drive(server_steps(one, fresh_state(one)), on_round=lambda done: failed.append(done.failed))
+    engine.drive(server_role(one, fresh_state(one)).run(), on_round=lambda done: failed.append(done.failed))
     assert failed == ["", ""]
     said: list[object] = role.said
     return said

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedveil.engines.driving import drive
 from fedveil.errors import ConfigError, DataError, FedVeilError, ProtocolError
 from fedveil.protocol import (
     ClientRole,
@@ -16,7 +17,6 @@ from fedveil.protocol import (
     HolderRole,
     RoundBegins,
     RoundDone,
-    RunStopped,
     Steps,
 )
 from fedveil.protocol.asking import Ask
@@ -31,12 +31,14 @@ _AT_ONCE = 512
 
 @dataclass(frozen=True, eq=False)
 class ClientPool:
-    """Every client's data: rows of shared tensors, or tensors of their own."""
+    """Every client's data: rows of shared tensors, or tensors of their own; or, on other machines, only how many
+    clients there are (`elsewhere`)."""
 
     clients: tuple[ClientData, ...]
+    elsewhere: int = 0
 
     def __post_init__(self) -> None:
-        if not self.clients:
+        if not self.clients and self.elsewhere < 1:
             raise ConfigError("There are no clients: give at least one.")
         for data in self.clients:
             if len(data) == 0:
@@ -68,7 +70,7 @@ class ClientPool:
         return ClientPool(tuple(ClientData(k, x, y) for k, (x, y) in enumerate(pairs)))
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return len(self.clients) or self.elsewhere
 
 
 Absent = Callable[[Request, int], bool]
@@ -115,21 +117,7 @@ class LocalEngine:
         on_stop: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """Run to the end; `on_begin` and `on_round` are called at every round's beginning and boundary."""
-        answer: Gathered | None = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration:
-                return
-            answer = None
-            if isinstance(step, RoundDone):
-                on_round(step)
-            elif isinstance(step, RoundBegins):
-                on_begin(step)
-            elif isinstance(step, RunStopped):
-                on_stop(step.reason)
-            else:
-                answer = self._gather(step)
+        drive(steps, self._gather, on_round=on_round, on_begin=on_begin, on_stop=on_stop)
 
     def _gather(self, ask: Ask) -> Gathered:
         arrived: list[int] = []

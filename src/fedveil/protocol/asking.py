@@ -60,6 +60,8 @@ class Gathered:
 class RoundBegins:
     """A round is about to be asked for. Whoever keeps books writes it down before going on.
 
+    `samples` are the cohort's sample counts, as announced (empty where nobody announces them).
+
     Yielded again when uploads are missing and clients are about to be asked for what opens the sum without
     them: then it says what `arrived` (None: everything may) and which pairs' noise will be `revealed`.
     """
@@ -70,6 +72,7 @@ class RoundBegins:
     graph: bytes = b""
     arrived: tuple[int, ...] | None = None
     revealed: tuple[tuple[int, int], ...] = ()
+    samples: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

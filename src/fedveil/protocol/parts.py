@@ -17,7 +17,7 @@ from fedveil.flat import Layout
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
 from fedveil.ledger.remarks import Remarks
-from fedveil.protocol.asking import Accumulator, Ask, Gathered
+from fedveil.protocol.asking import Accumulator, Ask, Gathered, RoundBegins
 from fedveil.protocol.directory import Directory
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
@@ -48,6 +48,13 @@ class RoundContext:
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
         return RoundContext(2 * self.round + number, self.attempt, self.cohort, self.directory)
+
+    def begins(self) -> RoundBegins:
+        """What whoever keeps books is told before anything is asked."""
+        if self.directory is None:
+            return RoundBegins(self.round, self.attempt, self.cohort)
+        counts = tuple(self.samples())
+        return RoundBegins(self.round, self.attempt, self.cohort, self.graph_seed(), samples=counts)
 
     def samples(self) -> list[int]:
         """The cohort's sample counts, as announced."""

@@ -15,7 +15,7 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.account import Account
 from fedveil.ledger.releases import UndeclaredError
-from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.asking import Ask, Gathered, RoundDone, RunStopped, Step, Steps
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.conducting import Conductor, too_few
 from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Finish, Lend
@@ -67,6 +67,11 @@ class RelayRole(Conductor):
         self._doubted: set[int] = set()
         self._lender = -1
 
+    @property
+    def standing(self) -> tuple[int, Aggregate | None]:
+        """The model's version, and the sums that bring clients to it: what a resumed run must not lose."""
+        return self._version, self._latest
+
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         asking, answer = self._group.steps(clients), None
         while True:
@@ -106,7 +111,7 @@ class RelayRole(Conductor):
             self._stopped = True
             return
         context = RoundContext(context.round, context.attempt, able, context.directory)
-        yield RoundBegins(context.round, context.attempt, able, context.graph_seed())
+        yield context.begins()
         heard = _Heard(able)
         failed, latest = "", None
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from fedveil.downlink.messages import Mean, Recovered, Veil
 from fedveil.errors import ProtocolError
 from fedveil.ledger.account import Account
 from fedveil.ledger.releases import UndeclaredError, check_declared
-from fedveil.protocol.asking import Ask, Gathered, RoundBegins, RoundDone, Steps
+from fedveil.protocol.asking import Ask, Gathered, RoundDone, Steps
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.conducting import Conductor
 from fedveil.protocol.messages import Request, Train
@@ -76,8 +76,8 @@ class ServerRole(Conductor):
         request = Train(context.round, context.attempt, veil.broadcast(), named)
         each = {client: self._private[client] for client in context.cohort if client in self._private}
         ask = Ask(context.cohort, request, total, each=each)
-        graph = b"" if context.directory is None else context.graph_seed()
-        yield RoundBegins(context.round, context.attempt, context.cohort, graph)
+        begins = context.begins()
+        yield begins
         gathered = yield self._declared_only(ask)
         assert gathered is not None
         for client in gathered.arrived:  # whoever is missing may not have been told, and is told again
@@ -92,7 +92,7 @@ class ServerRole(Conductor):
             while phase is not None:
                 revealed = uplink.revealed(total)
                 if len(traffic.arrived) < len(context.cohort):
-                    yield RoundBegins(context.round, context.attempt, context.cohort, graph, traffic.arrived, revealed)
+                    yield replace(begins, arrived=traffic.arrived, revealed=revealed)
                 answer = yield self._declared_only(phase)
                 assert answer is not None
                 gathered, traffic = answer, traffic.and_then(answer)

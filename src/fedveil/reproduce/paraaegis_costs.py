@@ -25,7 +25,7 @@ from fedveil.protocol.relayed import Votes
 from fedveil.reproduce.cells import Figures
 from fedveil.reproduce.paraaegis_rows import Bench, Row
 from fedveil.runs.job import Job, ModelFacts, assemble_job
-from fedveil.runs.roles import client_role, server_steps
+from fedveil.runs.roles import client_role, server_role
 from fedveil.runs.training import fresh_state
 from fedveil.work.clipped import ClippedUpdate
 from fedveil.work.divided import DividedUpdate
@@ -185,7 +185,7 @@ def _rounds(job: Job) -> tuple[list[Spent], Gathered]:
     clocks, state = Clocks(), fresh_state(job)
     done: list[RoundDone] = []
     engine = LocalEngine(_TimedRole(client_role(job, state), clocks), job.pool)  # type: ignore[arg-type]
-    engine.drive(_timed(server_steps(job, state), clocks), on_round=done.append)
+    engine.drive(_timed(server_role(job, state).run(), clocks), on_round=done.append)
     for one in done:
         if one.failed:
             raise ConfigError(f"A round that was to be timed failed: {one.failed}.")

@@ -1,12 +1,14 @@
 """The run folder: config.toml, metrics.jsonl, privacy.jsonl, checkpoints/, model, summary.json, ledger.json.
 
-A run that is recorded for an audit has record/ besides.
+A run that is recorded for an audit has record/ besides; one on Flower has events.jsonl (who was missing, late, refused)
+and, where the model lives with clients, relay.state in place of checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from fedveil.runs.files import write_atomically
 class RunFolder:
     """One run's files. Metrics are appended as they happen; everything else is replaced atomically."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, engine: str = "local") -> None:
         self.path = Path(path)
+        self._engine = engine
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.model_file = self.path / "model.safetensors"
@@ -28,6 +31,8 @@ class RunFolder:
         self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.record = self.path / "record"
+        self.events_file = self.path / "events.jsonl"
+        self.relay_file = self.path / "relay.state"
         self._attempts = self.path / "attempts.json"
 
     def require_free(self) -> None:
@@ -46,23 +51,47 @@ class RunFolder:
         self.require_free()
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config_file, config.to_toml())
-        write_atomically(self._attempts, json.dumps({"attempts": 1}))
+        self._remember({"attempts": 1})
 
     def stored_settings(self) -> dict[str, Any]:
         """The settings the run was started with."""
         if not self.config_file.exists():
             raise CheckpointError(f"{self.path} holds no run to resume (there is no config.toml).")
+        engine = self._remembered().get("engine", "local")
+        if engine != self._engine:
+            how = "fedveil flower run" if engine == "flower" else "fedveil run"
+            raise CheckpointError(
+                f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
+                f"there: resume it with `{how} --resume`."
+            )
         return RunConfig.read(self.config_file)
 
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""
         write_atomically(self.config_file, config.to_toml())
-        try:
-            before = int(json.loads(self._attempts.read_text())["attempts"])
-        except (OSError, ValueError, KeyError):
-            before = 1
-        write_atomically(self._attempts, json.dumps({"attempts": before + 1}))
+        facts = self._remembered()
+        before = int(facts.get("attempts", 1))
+        self._remember({**facts, "attempts": before + 1})
         return before
+
+    @property
+    def lineage(self) -> str:
+        """The run's name through all its attempts, for clients that keep state of their own."""
+        facts = self._remembered()
+        if "lineage" not in facts:
+            facts["lineage"] = secrets.token_hex(16)
+            self._remember(facts)
+        return str(facts["lineage"])
+
+    def _remembered(self) -> dict[str, Any]:
+        try:
+            facts = json.loads(self._attempts.read_text())
+        except (OSError, ValueError):
+            return {}
+        return facts if isinstance(facts, dict) else {}
+
+    def _remember(self, facts: dict[str, Any]) -> None:
+        write_atomically(self._attempts, json.dumps({**facts, "engine": self._engine}))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one round's line."""

@@ -36,20 +36,23 @@ def create_identities(folder: str | Path, *, clients: int) -> Path:
 
 def read_identities(folder: str | Path, *, clients: int) -> dict[int, bytes]:
     """The private keys of clients 0 … clients − 1."""
-    found = {}
-    for client in range(clients):
-        path = _file(Path(folder), client)
-        try:
-            key = bytes.fromhex(path.read_text(encoding="ascii").strip())
-        except (OSError, ValueError) as reason:
-            raise ConfigError(
-                f"Client {client}'s signing key cannot be read from {path}: {reason}. Make keys with `fedveil keys`, "
-                "or name their folder with --identities."
-            ) from reason
-        if len(key) != _KEY_BYTES:
-            raise ConfigError(f"{path} does not hold a signing key of {2 * _KEY_BYTES} hexadecimal digits.")
-        found[client] = key
-    return found
+    return {client: read_identity(_file(Path(folder), client)) for client in range(clients)}
+
+
+def read_identity(path: Path) -> bytes:
+    """The private key in a file."""
+    try:
+        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except OSError as reason:
+        raise ConfigError(
+            f"The signing key {path} cannot be read: {reason.strerror}. Make keys with `fedveil keys`, or name their "
+            "folder with --identities."
+        ) from reason
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"{path} does not hold a signing key of {2 * _KEY_BYTES} hexadecimal digits.")
+    return key
 
 
 def _file(folder: Path, client: int) -> Path:

@@ -24,6 +24,7 @@ from fedveil.downlink.verify import verify
 from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
+from fedveil.ledger.releases import Release
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
@@ -56,6 +57,17 @@ class Guard:
     policy: Policy | None = None
     roster: Roster | None = None
     identities: Mapping[int, bytes] | None = None
+    pinned: bool = False
+    """Whether clients on other machines say that they know everybody's public keys beforehand."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an engine lets out and takes for granted, beside the scheme."""
+
+    engine: str = "local"
+    releases: tuple[Release, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +87,12 @@ class Job:
     cohort: Cohort
     optimiser: Optimiser
     guard: Guard = Guard()
+    around: Surroundings = Surroundings()
+
+    @property
+    def model_here(self) -> bool:
+        """Whether this process sees the model: not where it lives with clients on other machines."""
+        return self.scheme.holder == "server" or bool(self.pool.clients)
 
 
 def located(config: RunConfig) -> RunConfig:
@@ -155,14 +173,23 @@ def job_from_config(config: RunConfig) -> Job:
     return assemble_job(config, model, pool, split.test, facts)
 
 
-def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Dataset | None, facts: ModelFacts) -> Job:
-    """The scheme, its blueprint and roles for a model and clients that are already there."""
-    device, dtype = device_of(config), dtype_of(config)
-    loss = _loss(config, facts.task)
+@dataclass(frozen=True, eq=False)
+class Agreed:
+    """What both sides of a run make of its settings, without a model or data."""
+
+    scheme: Scheme
+    loss: Loss
+    cohort: Cohort
+    optimiser: Optimiser
+
+
+def agreed(config: RunConfig, *, clients: int, task: str) -> Agreed:
+    """The scheme that settings name, for so many clients, and how the model moves."""
+    loss = _loss(config, task)
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
-    cohort = Cohort.of(len(pool), cohort=config.cohort, seed=seed)
+    cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
     setting = Setting(
         loss,
         Batches(config.batch_size, seed),
@@ -174,15 +201,40 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
     )
     scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
     scheme.uplink.fits(cohort.size)
-    example = _example(pool, facts)
+    # Updates are already multiplied by the local learning rate: the server takes them whole.
+    server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
+    return Agreed(scheme, loss, cohort, Optimiser(server, config.momentum, config.weight_decay))
+
+
+def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) -> tuple[Blueprint, Weights]:
+    """A model's blueprint and weights, checked to be something that this scheme can train."""
     _check_output(model, example, facts)
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
-    blueprint, weights = draw(model.to(dtype).cpu(), example, traced=scheme.downlink.traced)
+    blueprint, weights = draw(model, example, traced=scheme.downlink.traced)
     if scheme.plan is not None and not getattr(scheme.work, "reports", False):
         refuse_batch_norm(blueprint)
     _refuse_moving_buffers(blueprint, weights, example)
-    source: SecretSource = SeededSecrets(seed) if config.simulated_secrets else OsSecrets()
+    return blueprint, weights
+
+
+def assemble_job(
+    config: RunConfig,
+    model: nn.Module,
+    pool: ClientPool,
+    test: Dataset | None,
+    facts: ModelFacts,
+    *,
+    guard: Guard | None = None,
+) -> Job:
+    """The scheme, its blueprint and roles for a model and clients that are already there."""
+    device, dtype = device_of(config), dtype_of(config)
+    common = agreed(config, clients=len(pool), task=facts.task)
+    scheme = common.scheme
+    example = _example(pool, facts, dtype)
+    blueprint, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
+    assert config.seed is not None
+    source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
     found = None
@@ -194,12 +246,10 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
         verify(blueprint, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
     blueprint = blueprint.to(device=device)
     weights = weights.to(device=device)
-    # Updates are already multiplied by the local learning rate: the server takes them whole.
-    server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
     return Job(
         config=config,
         scheme=scheme,
-        loss=loss,
+        loss=common.loss,
         blueprint=blueprint,
         weights=weights,
         pool=pool,
@@ -207,9 +257,9 @@ def assemble_job(config: RunConfig, model: nn.Module, pool: ClientPool, test: Da
         facts=facts,
         coverage=found,
         secrets=source,
-        cohort=cohort,
-        guard=_guard(config),
-        optimiser=Optimiser(server, config.momentum, config.weight_decay),
+        cohort=common.cohort,
+        guard=_guard(config) if guard is None else guard,
+        optimiser=common.optimiser,
     )
 
 
@@ -260,12 +310,22 @@ def _loss(config: RunConfig, task: str) -> Loss:
     return make_loss(name, target_scale=config.target_scale, true_weight=config.true_weight)
 
 
-def _example(pool: ClientPool, facts: ModelFacts) -> Tensor:
+def _example(pool: ClientPool, facts: ModelFacts, dtype: torch.dtype) -> Tensor:
+    if not pool.clients:
+        return example_of(facts, dtype)
     first = pool.clients[0]
     x, _ = first.take(torch.arange(min(2, len(first))))
     if tuple(x.shape[1:]) != facts.input_shape:
         raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model expects {facts.input_shape}.")
     return x.repeat(2, *([1] * (x.dim() - 1)))[:2].cpu()
+
+
+def example_of(facts: ModelFacts, dtype: torch.dtype) -> Tensor:
+    """Two made-up samples of the shape that facts name, where no data are at hand."""
+    generator = torch.Generator().manual_seed(0)
+    if facts.vocabulary is not None:
+        return torch.randint(facts.vocabulary, (2, *facts.input_shape), generator=generator)
+    return torch.randn((2, *facts.input_shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
 def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,20 +56,30 @@ class _Terms:
     """On what a round's noise depends beside its cohort: the plan, and how far a unit of each client's data reaches."""
 
     plan: NoisePlan
-    reach: tuple[float, ...]
+    reach: Mapping[int, float]
 
     @staticmethod
-    def of(scheme: Scheme, sizes: Sequence[int]) -> _Terms:
+    def of(scheme: Scheme, sizes: Mapping[int, int]) -> _Terms:
         """As the scheme has it now."""
         assert scheme.plan is not None
         limits = bounded(scheme.work)
-        return _Terms(scheme.plan, tuple(limits.sensitivity(count) for count in sizes))
+        return _Terms(scheme.plan, {client: limits.sensitivity(count) for client, count in sizes.items()})
 
     @staticmethod
     def parse(entry: dict[str, Any]) -> _Terms:
         """As a journal has it."""
         plan = NoisePlan(**{**entry["plan"], "target": Target(**entry["plan"]["target"])})
-        return _Terms(plan, tuple(entry["reach"]))
+        reach = entry["reach"]
+        return _Terms(plan, _numbered(reach) if isinstance(reach, dict) else dict(enumerate(reach)))
+
+    def joined(self, reach: Mapping[int, float]) -> _Terms:
+        """The same with clients that have come later."""
+        return replace(self, reach={**self.reach, **reach})
+
+    def agrees_with(self, other: _Terms) -> bool:
+        """Whether the plan is the same, and the reach of every client that both know."""
+        both = self.reach.keys() & other.reach.keys()
+        return self.plan == other.plan and all(self.reach[one] == other.reach[one] for one in both)
 
 
 class Books:
@@ -81,7 +91,7 @@ class Books:
 
     def __init__(self, job: Job, journal: Path | None = None) -> None:
         self._job = job
-        self._sizes = [len(one) for one in job.pool.clients]
+        self._sizes = {one.client: len(one) for one in job.pool.clients}
         self._journal = journal
         self._headed = False
         self._open: RoundBegins | None = None
@@ -94,20 +104,40 @@ class Books:
         if journal is not None:
             _mend(journal)
             self._replay(_entries(journal))
+            self._terms = _Terms.of(job.scheme, self._sizes)
 
     def begin(self, begins: RoundBegins) -> None:
         """Write down what clients are about to be asked for."""
         self._open = begins
         if self.account is None:
             return
+        self._meet(begins)
         if not self._headed:
             self._headed = True
-            self._write({"plan": dataclasses.asdict(self._terms.plan), "reach": self._terms.reach})
-        cohort = None if len(begins.cohort) == len(self._sizes) else list(begins.cohort)
+            self._write({"plan": dataclasses.asdict(self._terms.plan), **self._known()})
+        cohort = None if len(begins.cohort) == len(self._job.pool) else list(begins.cohort)
         entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
         if begins.arrived is not None:
             entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
         self._write(entry)
+
+    def _meet(self, begins: RoundBegins) -> None:
+        """Learn the sample counts of clients on other machines, as they were announced."""
+        said = dict(zip(begins.cohort, begins.samples, strict=False))
+        new = {client: count for client, count in said.items() if self._sizes.get(client) != count}
+        if not new:
+            return
+        self._sizes.update(new)
+        reach = _Terms.of(self._job.scheme, new).reach
+        self._terms = self._terms.joined(reach)
+        if self._headed:
+            self._write({"joined": {str(one): [count, reach[one]] for one, count in new.items()}})
+
+    def _known(self) -> dict[str, Any]:
+        """What a journal's head says of the clients; sample counts only where no pool remembers them."""
+        if self._job.pool.clients:
+            return {"reach": [self._terms.reach[one] for one in range(len(self._job.pool))]}
+        return {"reach": dict(self._terms.reach), "samples": self._sizes}
 
     def end(self, done: RoundDone, *, void: bool = False) -> None:
         """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
@@ -146,17 +176,22 @@ class Books:
 
     def _replay(self, entries: list[dict[str, Any]]) -> None:
         """Charge every round in the journal, for the noise it had then: a run may go on with another target."""
-        everybody = list(range(len(self._sizes)))
+        everybody = list(range(len(self._job.pool)))
         terms = self._terms
         begun: list[tuple[_Terms, dict[str, Any]]] = []
         for entry in entries:
             if "plan" in entry:
                 terms = _Terms.parse(entry)
-                if terms.plan.sampling is not None and terms != self._terms:
+                self._sizes.update(_numbered(entry.get("samples", {})))
+                if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
                     raise ConfigError(
                         "Under secret sampling the noise of all rounds is found together: resume with the settings the "
                         f"run was started with (rounds = {terms.plan.target.rounds}), or start anew with another --out."
                     )
+            elif "joined" in entry:
+                came = _numbered(entry["joined"])
+                self._sizes.update({one: count for one, (count, _) in came.items()})
+                terms = terms.joined({one: reach for one, (_, reach) in came.items()})
             elif "begin" in entry:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
@@ -206,7 +241,7 @@ class Books:
             delta=job.config.delta or _DELTA,
             stream=job.secrets.stream("ledger"),
         )
-        releases = job.scheme.releases(job.blueprint)
+        releases = (*job.scheme.releases(job.blueprint), *job.around.releases)
         again = 0 if self.account is None or not rounds else self.account.rounds - rounds
         if again > 0:
             lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
@@ -218,10 +253,10 @@ class Books:
             self.first,
             simulation=job.secrets.simulation,
             rounds=rounds,
-            notes=notes,
+            notes=(*notes, *job.around.notes),
             plan=self._first_plan,
         )
-        return found if job.guard.roster is None else _with_roster(found)
+        return _with_roster(found) if job.guard.pinned or job.guard.roster is not None else found
 
 
 def ledger_of(
@@ -293,6 +328,11 @@ def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None
     if plan.layout == "local":
         by_paper *= math.sqrt(len(first.members))
     return PaperFigure(formula, plan.target.epsilon, by_paper, used)
+
+
+def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
+    """By client number: JSON has names only."""
+    return {int(client): value for client, value in named.items()}
 
 
 def _mend(journal: Path) -> None:

@@ -33,7 +33,7 @@ def rehearse(job: Job) -> None:
     try:
         if policy is not None and uplink.introduction != "none":
             policy.check_cohort(first[0], len(first))
-        if scheme.plan is None or len(first) > DENSE_UP_TO:
+        if scheme.plan is None or len(first) > DENSE_UP_TO or not job.pool.clients:
             return
         samples = [len(job.pool.clients[client]) for client in first]
         reach = [bounded(scheme.work).sensitivity(count) for count in samples]

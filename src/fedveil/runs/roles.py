@@ -15,17 +15,16 @@ from fedveil.protocol import (
     RoundDone,
     ServerRole,
     ServerState,
-    Steps,
 )
 from fedveil.runs.job import Job
 from fedveil.secrets import SeededSecrets
 
 
-def server_steps(job: Job, state: ServerState, account: Account | None = None) -> Steps:
-    """The server's run. Where the model lives with the clients, `state` is the run's record and not the server's:
+def server_role(job: Job, state: ServerState, account: Account | None = None) -> ServerRole | RelayRole:
+    """The server of a run. Where the model lives with the clients, `state` is the run's record and not the server's:
     the server is given the number of the round and nothing else."""
     if job.scheme.holder == "server":
-        server = ServerRole(
+        return ServerRole(
             job.scheme,
             job.blueprint,
             state,
@@ -35,8 +34,7 @@ def server_steps(job: Job, state: ServerState, account: Account | None = None) -
             rounds=job.config.rounds,
             account=account,
         )
-        return server.run()
-    relay = RelayRole(
+    return RelayRole(
         job.scheme,
         job.blueprint,
         RelayState(state.round, state.attempt),
@@ -45,7 +43,6 @@ def server_steps(job: Job, state: ServerState, account: Account | None = None) -
         rounds=job.config.rounds,
         account=account,
     )
-    return relay.run()
 
 
 def client_role(job: Job, state: ServerState | None = None) -> ClientRole | HolderRole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
@@ -19,7 +19,7 @@ from fedveil.runs.progress import progress_for, working
 from fedveil.runs.recorded import chosen
 from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.summary import summarise
-from fedveil.runs.training import Row, fresh_state, train_job
+from fedveil.runs.training import Outcome, Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def resume(
 
 
 def continue_in(
-    job: Job, folder: RunFolder, *, quiet: bool = False, say: Say = lambda text: None
+    job: Job, folder: RunFolder, *, quiet: bool = False, say: Say = lambda text: None, train: Trainer = train_job
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
@@ -76,11 +76,34 @@ def continue_in(
         say("No checkpoint yet: starting from the first round.")
     state.attempt = folder.resume(config)
     folder.rewind_metrics(state.round)
-    return train_into(job, folder, state, quiet=quiet, say=say), state
+    return train_into(job, folder, state, quiet=quiet, say=say, train=train), state
+
+
+class Trainer(Protocol):
+    """Trains a job from a state to its last round; see `train_job`."""
+
+    def __call__(
+        self,
+        job: Job,
+        *,
+        state: ServerState,
+        on_round: Callable[[Row, ServerState], None],
+        journal: Path | None,
+        record: Path | None,
+        say: Say,
+    ) -> Outcome:
+        """What the run leaves."""
+        ...
 
 
 def train_into(
-    job: Job, folder: RunFolder, state: ServerState, *, quiet: bool, say: Say = lambda text: None
+    job: Job,
+    folder: RunFolder,
+    state: ServerState,
+    *,
+    quiet: bool,
+    say: Say = lambda text: None,
+    train: Trainer = train_job,
 ) -> dict[str, Any]:
     """Train a job from `state`, writing metrics and checkpoints as they come."""
     config = job.config
@@ -89,22 +112,17 @@ def train_into(
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
         every = config.checkpoint_every
-        if every and (now.round % every == 0 or now.round == config.rounds):
+        if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
         bar.update(row)
 
     with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
         record = folder.record if config.record else None
-        outcome = train_job(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
-    module = assemble(job.blueprint, state.weights).eval()
-    save_model(
-        folder.model_file,
-        module,
-        job.facts,
-        kind=_KINDS[job.scheme.holder],
-        config=dataclasses.asdict(config),
-        shape=None,
-    )
+        outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
+    if job.model_here:
+        module = assemble(job.blueprint, state.weights).eval()
+        kind = _KINDS[job.scheme.holder]
+        save_model(folder.model_file, module, job.facts, kind=kind, config=dataclasses.asdict(config), shape=None)
     outcome.rows = earlier + outcome.rows
     summary = summarise(job, outcome)
     folder.write_ledger(summary["ledger"])

@@ -17,6 +17,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     config = job.config
     rows = outcome.rows
     summary: dict[str, Any] = {
+        "engine": job.around.engine,
         "scheme": config.scheme,
         "holder": job.scheme.holder,
         "dataset": config.dataset,

@@ -6,17 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fedveil.engines import LocalEngine
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.policy import ENDED
-from fedveil.protocol import (
-    HolderRole,
-    RoundDone,
-    ServerState,
-    Train,
-)
+from fedveil.protocol import HolderRole, RoundBegins, RoundDone, ServerState, Steps, Train
 from fedveil.protocol.dividing import Begin, Divide
 from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
@@ -24,7 +19,7 @@ from fedveil.runs.evaluate import ClientView, Scores, score_client_view, score_w
 from fedveil.runs.job import Job
 from fedveil.runs.privacy import Books
 from fedveil.runs.recorded import Recording, recorder_for
-from fedveil.runs.roles import client_role, server_steps, taken_from_a_client
+from fedveil.runs.roles import client_role, server_role, taken_from_a_client
 from fedveil.work.batches import mixed_seed
 
 Row = dict[str, Any]
@@ -78,12 +73,7 @@ def train_job(
     """
     if job.config.record and record is None:
         raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
-    books = Books(job, journal)
-    if journal is not None and books.account is not None and books.account.rounds < state.round:
-        raise CheckpointError(
-            f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
-            "spent is no longer known. Put the file back, or start anew with another --out."
-        )
+    books = books_of(job, journal, state)
     role = client_role(job, state)
     recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
     engine = LocalEngine(
@@ -93,6 +83,57 @@ def train_job(
         spent=books.remembered(),
         listen=None if recorder is None else recorder.hear,
     )
+
+    def written(done: RoundDone) -> RoundDone:
+        return taken_from_a_client(role, engine, done, state) if isinstance(role, HolderRole) else done
+
+    served = job if recorder is None else replace(job, scheme=recorder.scheme)
+    steps = server_role(served, state, books.account).run()
+    try:
+        return conduct(job, engine, steps, books, state=state, written=written, on_round=on_round, say=say)
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def books_of(job: Job, journal: Path | None, state: ServerState) -> Books:
+    """The books of a run that goes on from `state`; a journal that knows less than that is refused."""
+    books = Books(job, journal)
+    if journal is not None and books.account is not None and books.account.rounds < state.round:
+        raise CheckpointError(
+            f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
+            "spent is no longer known. Put the file back, or start anew with another --out."
+        )
+    return books
+
+
+class Engine(Protocol):
+    """Carries a server's requests to its clients, wherever they are, and the answers back."""
+
+    def drive(
+        self,
+        steps: Steps,
+        *,
+        on_round: Callable[[RoundDone], None],
+        on_begin: Callable[[RoundBegins], None],
+        on_stop: Callable[[str], None],
+    ) -> None:
+        """Run to the end; the others are called as rounds begin and end, and where the run stops early."""
+        ...
+
+
+def conduct(
+    job: Job,
+    engine: Engine,
+    steps: Steps,
+    books: Books,
+    *,
+    state: ServerState,
+    written: Callable[[RoundDone], RoundDone] = lambda done: done,
+    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Drive a server's steps with an engine; `written` puts a round's sums where the model is kept."""
     outcome = Outcome(state, books)
     started = time.perf_counter()
     last = [started]
@@ -108,9 +149,9 @@ def train_job(
         over = not done.gathered.arrived and bool(done.gathered.refused) and not _unreadable(done)
         if done.failed and (over or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
-        if isinstance(role, HolderRole) and done.aggregate is not None:
+        if done.aggregate is not None:
             try:
-                done = taken_from_a_client(role, engine, done, state)
+                done = written(done)
             except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
                 done = replace(done, failed=str(reason), aggregate=None)
         now = time.perf_counter()
@@ -126,21 +167,16 @@ def train_job(
         say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
 
     try:
-        served = job if recorder is None else replace(job, scheme=recorder.scheme)
-        steps = server_steps(served, state, books.account)
         engine.drive(steps, on_round=boundary, on_begin=books.begin, on_stop=stopped)
     except _EndedError as reason:
         state.round -= 1  # the round nobody took part in
         stopped(str(reason))
-    finally:
-        if recorder is not None:
-            recorder.close()
     outcome.seconds = time.perf_counter() - started
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
-        outcome.client_view = None if isinstance(role, HolderRole) else _client_view(job, state)
+        outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
     return outcome
 
 
