@@ -1,0 +1,196 @@
+"""Where a client's messages are dealt with: one after the other, remembered before they are answered."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from fedveil.downlink import assemble
+from fedveil.engines.flower import refusals
+from fedveil.engines.flower.home import Home, RequiredError
+from fedveil.engines.flower.memory import DamagedError, Memory, Remembered
+from fedveil.engines.flower.parcel import pack, unpack
+from fedveil.engines.flower.rollcall import RollCall, present
+from fedveil.engines.flower.setup import Setup
+from fedveil.engines.flower.side import Side, build_side
+from fedveil.errors import (
+    ConfigError,
+    DataError,
+    FedVeilError,
+    MissingExtraError,
+    NumericError,
+    ProtocolError,
+    TraceError,
+)
+from fedveil.ledger.policy import ENDED
+from fedveil.protocol import ClientState, Held
+from fedveil.protocol.dividing import Finish
+from fedveil.protocol.keeping import UNREADABLE
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.wire import decode, encode
+from fedveil.runs.model_file import save_model
+
+_LOG = logging.getLogger(__name__)
+_BEHIND = -1
+
+
+def code_of(error: FedVeilError) -> str:
+    """The code under which an error may leave this machine."""
+    text = str(error)
+    if UNREADABLE in text:
+        return refusals.UNREADABLE
+    if ENDED in text:
+        return refusals.ENDED
+    kinds = (
+        (RequiredError, refusals.REQUIRED),
+        (DamagedError, refusals.STATE),
+        (NumericError, refusals.NUMBERS),
+        (DataError, refusals.DATA),
+        (MissingExtraError, refusals.EXTRA),
+        ((ConfigError, TraceError), refusals.SETTINGS),
+        (ProtocolError, refusals.PROTOCOL),
+    )
+    return next((code for kind, code in kinds if isinstance(error, kind)), refusals.INTERNAL)
+
+
+class Desk:
+    """One client. What it does for a message is decided by its role; here is only what outlives a process."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = Home.read(home)
+        self._memory = Memory(self._home.state)
+        self._side: tuple[tuple[str, str], Side] | None = None
+        self._latest: tuple[str, Remembered] | None = None
+
+    def handle(self, parcel: bytes) -> bytes:
+        """The reply to a parcel: an answer, or the code of a refusal. Details stay in this machine's log."""
+        try:
+            header, parts = unpack(parcel)
+            setup = Setup.parse(str(header.get("setup")))
+            message = str(header.get("message"))
+            request = _request(parts["common"])
+            private = _request(parts["private"]) if "private" in parts else None
+        except (ProtocolError, KeyError) as reason:
+            _LOG.warning("a message cannot be read: %s", reason)
+            return self._refused(refusals.PROTOCOL)
+        try:
+            if isinstance(request, RollCall):
+                return self._present(setup, request)
+            return self._answered(setup, message, request, private)
+        except FedVeilError as reason:
+            _LOG.warning("refused a %s: %s", type(request).__name__, reason)
+            return self._refused(code_of(reason))
+
+    def _refused(self, code: str) -> bytes:
+        return pack({"client": self._home.client, "code": code}, {})
+
+    def _present(self, setup: Setup, call: RollCall) -> bytes:
+        self._built(setup, self._recalled(setup))
+        home = self._home
+        answer = present(
+            home.client, call, lineage=setup.lineage, pinned=home.roster is not None, identity=home.identity
+        )
+        return self._packed(answer)
+
+    def _packed(self, answer: Reply) -> bytes:
+        return pack({"client": self._home.client, "code": ""}, {"reply": encode(answer)})
+
+    def _answered(self, setup: Setup, message: str, request: Request, private: Request | None) -> bytes:
+        known = self._recalled(setup)
+        if known is not None and message and known.message == message:
+            _LOG.info("the same message again: it gets the same reply")
+            return known.reply
+        side = self._built(setup, known)
+        now = self._entered(setup, known, side)
+        told = {} if private is None else {now.state.client: private}
+        state, answer = next(iter(side.role.handle_many([now.state], request, [side.data], told)))
+        if isinstance(answer, FedVeilError):
+            _LOG.warning("refused a %s: %s", type(request).__name__, answer)
+            reply = self._refused(code_of(answer))
+        else:
+            reply = self._packed(answer)
+        # First what was spent: a kill in between then counts it twice, and never not at all.
+        self._memory.spend(state.spent - now.state.spent)
+        self._keep(setup, now.replied(state, message, reply))
+        if isinstance(request, Finish) and not isinstance(answer, FedVeilError):
+            self._write_model(setup, side, state)
+        return reply
+
+    def _recalled(self, setup: Setup) -> Remembered | None:
+        if self._latest is not None and self._latest[0] == setup.lineage:
+            return self._latest[1]
+        return self._memory.recall(setup.lineage, device=torch.device(self._home.device))
+
+    def _keep(self, setup: Setup, one: Remembered) -> None:
+        self._memory.keep(setup.lineage, one)
+        self._latest = (setup.lineage, one)
+
+    def _built(self, setup: Setup, known: Remembered | None) -> Side:
+        """The side of this attempt, from the last message or anew."""
+        which = (setup.lineage, setup.digest())
+        if known is not None and known.attempt == setup.attempt and known.setup != which[1]:
+            raise ProtocolError("a run's settings have changed in the middle of an attempt")
+        if known is not None and known.attempt > setup.attempt:
+            raise ProtocolError(f"attempt {setup.attempt} of a run is over: attempt {known.attempt} has begun")
+        if self._side is None or self._side[0] != which:
+            begun = known is not None and known.attempt == setup.attempt
+            device = torch.device(self._home.device)
+            start = self._memory.start(setup.lineage, device=device) if begun else self._carried(setup, known)
+            self._side = (which, build_side(self._home, setup, start=start))
+        return self._side[1]
+
+    def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
+        """The model that a new attempt begins with: what an earlier one has left, if it is of the right version."""
+        held = None if known is None else known.state.held
+        if held is None or known is None or known.base + held.version != setup.start:
+            return None
+        return Held.fresh(held.weights, held.velocity)
+
+    def _entered(self, setup: Setup, known: Remembered | None, side: Side) -> Remembered:
+        """What is remembered, as this attempt begins with it."""
+        if known is not None and known.attempt == setup.attempt:
+            return known
+        _LOG.info("run %s, attempt %d begins", setup.lineage, setup.attempt)
+        held = None
+        if side.start is not None:
+            self._memory.keep_start(setup.lineage, side.start)
+            if setup.start and self._carried(setup, known) is None:
+                # Counted as before the beginning: it refuses to train on this, and is lent the model by another.
+                held = replace(side.start, version=_BEHIND)
+                _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
+        if known is None:
+            # Limits of one's own hold for all runs on these data; without them a run is held to its own target.
+            before = self._memory.spent() if self._home.policy is not None else 0.0
+            state = ClientState(self._home.client, spent=before, held=held)
+        else:
+            state = replace(known.state, held=held, pending=None)
+        entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
+        self._keep(setup, entered)
+        return entered
+
+    def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
+        """The model that this client holds, as a file of its own."""
+        held = state.held
+        if held is None:
+            return
+        folder = self._home.kept_models
+        folder.mkdir(exist_ok=True, mode=0o700)
+        module = assemble(side.blueprint, held.weights).eval()
+        save_model(
+            folder / f"{setup.lineage}.safetensors",
+            module,
+            side.facts,
+            kind="client",
+            config=dict(setup.settings),
+            shape=None,
+        )
+
+
+def _request(content: bytes) -> Request:
+    found = decode(content)
+    if not isinstance(found, Request):
+        raise ProtocolError(f"a {type(found).__name__} arrived where a request belongs")
+    return found

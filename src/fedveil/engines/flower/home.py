@@ -1,0 +1,128 @@
+"""A client's own folder: who it is, where its data are, and what it agrees to. Read here, never from a message."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.crypto.roster import Roster
+from fedveil.errors import ConfigError, FedVeilError, unknown_name
+from fedveil.ledger.policy import Policy
+from fedveil.models.catalogue import CATALOGUE
+from fedveil.runs.identities import read_identity
+
+_FILE = "client.toml"
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "client": int,
+    "data": str,
+    "roster": str,
+    "identity": str,
+    "policy": str,
+    "models": list,
+    "idle_hours": (int, float),
+    "socket": str,
+    "worker_user": str,
+    "courier_user": str,
+    "device": str,
+    "require": dict,
+}
+
+
+class RequiredError(FedVeilError):
+    """A run's settings are not those that the client's owner requires."""
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """What a client's folder says."""
+
+    path: Path
+    client: int
+    data: Path | None = None
+    roster: Roster | None = None
+    identity: bytes | None = field(default=None, repr=False)
+    policy: Policy | None = None
+    models: tuple[str, ...] = ()
+    device: str = "cpu"
+    require: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Path:
+        """Where sealed state is kept."""
+        return self.path / "state"
+
+    @property
+    def kept_models(self) -> Path:
+        """Where the models of schemes are kept that let clients hold them."""
+        return self.path / "models"
+
+    @staticmethod
+    def read(path: Path) -> Home:
+        """The folder's client.toml and the files it names; every mistake is named."""
+        where = path / _FILE
+        given = _settings(where)
+        client = given.get("client")
+        if client is None or client < 0:
+            raise ConfigError(f"{where}: client must be this client's number, 0 or more.")
+        files = {name: path / given[name] for name in ("data", "roster", "identity", "policy") if name in given}
+        for name, file in files.items():
+            if not file.is_file():
+                raise ConfigError(f"{where}: {name} names {file}, where no file is.")
+        require = given.get("require", {})
+        known = {one.name for one in fields(RunConfig)}
+        for name in require:
+            if name.replace("-", "_") not in known:
+                raise unknown_name(f"setting in {where}, [require]:", name, known)
+        roster, policy = files.get("roster"), files.get("policy")
+        return Home(
+            path=path,
+            client=client,
+            data=files.get("data"),
+            roster=None if roster is None else Roster.parse(roster.read_text(encoding="utf-8"), where=str(roster)),
+            identity=read_identity(files["identity"]) if "identity" in files else None,
+            policy=None if policy is None else Policy.parse(policy.read_text(encoding="utf-8"), where=str(policy)),
+            models=tuple(given.get("models", ())),
+            device=given.get("device", "cpu"),
+            require={name.replace("-", "_"): value for name, value in require.items()},
+        )
+
+    def accepts(self, config: RunConfig) -> RunConfig:
+        """A run's settings as this client will use them; settings that its owner does not agree to are refused."""
+        settings = dataclasses.asdict(config)
+        for name, wanted in self.require.items():
+            allowed = wanted if isinstance(wanted, list) else [wanted]
+            if settings[name] not in allowed:
+                raise RequiredError(
+                    f"the run has {name} = {settings[name]!r}, and {self.path / _FILE} requires {allowed}"
+                )
+        if not 0 <= self.client < config.clients:
+            raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
+        model = config.model
+        if model not in CATALOGUE:
+            # A name from a message would otherwise be imported and called: only what the owner has listed is.
+            if model not in self.models:
+                raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / _FILE}")
+            file, _, factory = model.rpartition(":")
+            if file.endswith(".py"):
+                model = f"{self.path / file}:{factory}"
+        return config.with_changes(model=model, device=self.device)
+
+
+def _settings(where: Path) -> dict[str, Any]:
+    try:
+        given = tomllib.loads(where.read_text(encoding="utf-8"))
+    except OSError as reason:
+        raise ConfigError(f"Cannot read {where}: {reason.strerror}. Make it with `fedveil flower client`.") from reason
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+        raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
+    for name, value in given.items():
+        if name not in _KINDS:
+            raise unknown_name(f"setting in {where}:", name, _KINDS)
+        if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
+            raise ConfigError(f"{where}: {name} has a value of the wrong kind ({value!r}).")
+    return given

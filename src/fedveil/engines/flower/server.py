@@ -1,0 +1,162 @@
+"""The server app on Flower: a run with a folder, like any other, with its clients on other machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from fedveil import models
+from fedveil.config import RunConfig
+from fedveil.crypto.roster import Roster
+from fedveil.engines import ClientPool
+from fedveil.engines.flower import rollcall
+from fedveil.engines.flower.engine import FlowerEngine
+from fedveil.engines.flower.events import Events, tell
+from fedveil.engines.flower.settings import Extras, merged_settings, settings_of
+from fedveil.engines.flower.setup import Setup
+from fedveil.engines.flower.sources import described
+from fedveil.engines.flower.standing import Standing, bring_up_to_date
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.protocol import RelayRole, ServerState
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.job import Guard, Job, Surroundings, agreed, assemble_job, located, settled
+from fedveil.runs.rehearsal import rehearse
+from fedveil.runs.roles import server_role
+from fedveil.runs.session import continue_in, train_into
+from fedveil.runs.training import Outcome, Row, books_of, conduct, fresh_state
+
+_TRUST = (
+    "on Flower: whoever may submit runs chooses the code of the app that SuperNodes execute. A client's data and "
+    "secrets are in its worker, which takes no code from there; run it as another user, or submit runs only from "
+    "where every client trusts"
+)
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """One run, from the app's configuration to the summary in its folder."""
+    try:
+        _serve(grid, context)
+    except FedVeilError as reason:
+        tell("failed", text=str(reason), exit_code=reason.exit_code)
+        raise
+
+
+def _serve(grid: Grid, context: Context) -> None:
+    config, extras = settings_of(context.run_config)
+    folder = RunFolder(Path(extras.out or f"runs/flower-{context.run_id}").resolve(), engine="flower")
+    if extras.resume:
+        stored = folder.stored_settings()
+        config = RunConfig.from_mapping({**stored, **_given(context)}, where=str(folder.config_file))
+    else:
+        folder.require_free()
+    config = located(settled(config))
+    job = server_job(config, extras.data)
+    rehearse(job)
+    if not extras.resume:
+        folder.start(config)
+    events = Events(folder.events_file)
+    train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events)
+
+    def say(text: str) -> None:
+        events.note("note", text)
+
+    if not extras.resume:
+        tell("began", scheme=config.scheme, rounds=config.rounds, round=0, out=str(folder.path))
+        summary = train_into(job, folder, fresh_state(job), quiet=True, say=say, train=train)
+    elif job.model_here:
+        summary, _ = continue_in(job, folder, quiet=True, say=say, train=train)
+    else:
+        state = fresh_state(job)
+        standing = Standing.read(folder.relay_file)
+        state.round = 0 if standing is None else standing.round
+        state.attempt = folder.resume(config)
+        folder.rewind_metrics(state.round)
+        summary = train_into(job, folder, state, quiet=True, say=say, train=train)
+    tell("done", out=str(folder.path), summary=summary)
+
+
+def _given(context: Context) -> dict[str, Any]:
+    """What the app and the command line say about the run, without what is about Flower."""
+    own = {one.name for one in dataclasses.fields(Extras)}
+    return {name: value for name, value in merged_settings(context.run_config).items() if name not in own}
+
+
+def server_job(config: RunConfig, module: str) -> Job:
+    """A job whose clients are elsewhere: the server's model, its scheme, and what it may judge the model by."""
+    if config.record:
+        raise ConfigError("record keeps what clients know, which is not here: record a run of the local engine.")
+    if config.simulate_dropout:
+        raise ConfigError("simulate_dropout is for the local engine: on Flower clients drop out by themselves.")
+    found = described(config, module)
+    facts, seed = found.facts, config.seed
+    assert seed is not None
+    held_here = agreed(config, clients=config.clients, task=facts.task).scheme.holder == "server"
+    # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
+    own = secrets.randbelow(1 << 62) if held_here and not config.simulated_secrets else seed
+    model = models.build(
+        config.model,
+        input_shape=facts.input_shape,
+        outputs=facts.outputs,
+        seed=own,
+        vocabulary=facts.vocabulary,
+        **config.model_options,
+    )
+    roster = None
+    if config.roster is not None:
+        roster = Roster.parse(Path(config.roster).read_text(encoding="utf-8"), where=config.roster)
+    pool = ClientPool((), elsewhere=config.clients)
+    guard = Guard(roster=roster)
+    job = assemble_job(config, model, pool, found.test if held_here else None, facts, guard=guard)
+    return dataclasses.replace(job, around=Surroundings("flower", rollcall.RELEASES, (_TRUST,)))
+
+
+def train_on_flower(
+    job: Job,
+    *,
+    state: ServerState,
+    on_round: Any,
+    journal: Path | None,
+    record: Path | None,
+    say: Any,
+    grid: Grid,
+    folder: RunFolder,
+    extras: Extras,
+    events: Events,
+) -> Outcome:
+    """Train from `state` to the last round, with clients behind Flower nodes."""
+    config = job.config
+    standing = Standing.read(folder.relay_file) if not job.model_here else None
+    start = 0 if standing is None else standing.reached
+    facts = dataclasses.asdict(job.facts)
+    setup = Setup.of(config, facts, lineage=folder.lineage, attempt=state.attempt, start=start)
+    engine = FlowerEngine(
+        grid,
+        setup,
+        clients=config.clients,
+        deadline=extras.deadline,
+        events=events,
+        roster=job.guard.roster,
+    )
+    if state.attempt:
+        events.note("resumed", f"the run goes on after round {state.round}", round=state.round, attempt=state.attempt)
+        tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
+    engine.assemble()
+    if standing is not None and state.attempt:
+        bring_up_to_date(engine, standing, clients=config.clients)
+    job = dataclasses.replace(job, guard=dataclasses.replace(job.guard, roster=None, pinned=engine.pinned))
+    books = books_of(job, journal, state)
+    role = server_role(job, state, books.account)
+
+    def boundary(row: Row, now: ServerState) -> None:
+        if isinstance(role, RelayRole):
+            Standing.of(role, setup, round=now.round).write(folder.relay_file)
+        on_round(row, now)
+        tell("round", **row)
+
+    return conduct(job, engine, role.run(), books, state=state, on_round=boundary, say=say)

@@ -1,0 +1,101 @@
+"""A client's side of a run, built on its own machine: its role and its data. The server's model is no part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedveil import models
+from fedveil.config import RunConfig
+from fedveil.downlink import Blueprint
+from fedveil.downlink.epsilon import draw_secret_epsilon
+from fedveil.engines.flower.home import Home
+from fedveil.engines.flower.setup import Setup
+from fedveil.engines.flower.sources import own_data
+from fedveil.errors import ConfigError, DataError, ProtocolError
+from fedveil.protocol import ClientRole, Held, HolderRole
+from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
+from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
+from fedveil.work.messages import ClientData
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A client's role and data in one attempt at a run; `start` is the model it begins with, where it holds one."""
+
+    config: RunConfig
+    facts: ModelFacts
+    role: ClientRole | HolderRole
+    blueprint: Blueprint
+    data: ClientData
+    start: Held | None
+
+
+def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
+    """The side of the client in `home`; `start` replaces the model of the seed where the run is resumed."""
+    try:
+        config = RunConfig.from_mapping(setup.settings, where="the run's settings")
+    except ConfigError as reason:
+        raise ProtocolError(f"a run's settings cannot be read: {reason}") from reason
+    seed = config.seed
+    if seed is None:
+        raise ProtocolError("a run's settings name no seed")
+    config = home.accepts(config)
+    facts = _facts(config, setup.facts)
+    common = agreed(config, clients=config.clients, task=facts.task)
+    held_here = common.scheme.holder == "clients"
+    data = own_data(config, setup.facts, client=home.client, loader=home.data)
+    _check_targets(data, facts)
+    model = models.build(
+        config.model,
+        input_shape=facts.input_shape,
+        outputs=facts.outputs,
+        seed=seed if held_here else 0,
+        vocabulary=facts.vocabulary,
+        **config.model_options,
+    )
+    example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
+    blueprint, weights = drawn(common.scheme, model.to(dtype_of(config)).cpu(), example, facts)
+    device = device_of(config)
+    blueprint = blueprint.to(device=device)
+    seeded = SeededSecrets(seed)
+    source: SecretSource = seeded.branch("clients") if config.simulated_secrets else OsSecrets()
+    own = {
+        "secrets": source,
+        "policy": home.policy,
+        "roster": home.roster,
+        "identities": None if home.identity is None else {home.client: home.identity},
+    }
+    if not held_here:
+        role = ClientRole(common.scheme, blueprint, **own)  # type: ignore[arg-type]
+        return Side(config, facts, role, blueprint, data, None)
+    if config.bn_eps == "secret":
+        # Every client must begin with the same one, and the seed is all they share before the first round.
+        draw_secret_epsilon(weights, seeded.stream("epsilon"))
+    begin = Held.fresh(weights.to(device=device)) if start is None else start
+    holder = HolderRole(common.scheme, blueprint, start=begin, optimiser=common.optimiser, **own)  # type: ignore[arg-type]
+    return Side(config, facts, holder, blueprint, data, begin)
+
+
+def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
+    shape, outputs, vocabulary = given["input_shape"], given["outputs"], given["vocabulary"]
+    numbers = [*(shape if isinstance(shape, list) else [0]), outputs, 1 if vocabulary is None else vocabulary]
+    if not all(type(one) is int and 0 < one < 1 << 31 for one in numbers):
+        raise ProtocolError("a run's setup describes its data wrongly")
+    if given["task"] not in ("classification", "regression"):
+        raise ProtocolError("a run's setup names no task")
+    return ModelFacts(config.model, config.model_options, tuple(shape), outputs, given["task"], vocabulary)
+
+
+def _check_targets(data: ClientData, facts: ModelFacts) -> None:
+    y = data.y
+    if facts.task == "classification":
+        if y.is_floating_point() or y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= facts.outputs:
+            raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
+    elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
+        raise DataError(f"the targets are not {facts.outputs} numbers per sample")
+    if facts.vocabulary is not None and (data.x.dtype != torch.int64 or int(data.x.max()) >= facts.vocabulary):
+        raise DataError("the samples are not token numbers of the run's vocabulary")

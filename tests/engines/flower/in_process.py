@@ -1,0 +1,96 @@
+"""A Grid whose nodes are desks in this process: engine, messages and desks are real, Flower's processes are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedveil.engines.flower.client import answer
+from fedveil.engines.flower.desk import Desk
+
+RUN = 7
+Twist = Callable[[Message], "list[Message]"]
+
+
+class InProcessGrid(Grid):
+    """Every message goes to its node's desk at once; `twist` may drop, repeat, delay or change replies."""
+
+    def __init__(self, homes: Iterable[Path], *, twist: Twist | None = None) -> None:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
+        self.homes = {100 + place: home for place, home in enumerate(homes)}
+        self.desks: dict[Path, Desk] = {}
+        self.twist = twist
+        self.sent: list[Message] = []
+        self.away: set[int] = set()
+        self._replies: list[Message] = []
+        self._count = 0
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in self.homes if node not in self.away]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        return [self._push(one) for one in messages]
+
+    def _push(self, message: Message) -> str:
+        self._count += 1
+        identifier = f"message-{self._count}"
+        message.metadata.__dict__["_message_id"] = identifier
+        self.sent.append(message)
+        node = message.metadata.dst_node_id
+        context = Context(
+            run_id=RUN,
+            node_id=node,
+            node_config={"fedveil-home": str(self.homes[node])},
+            state=RecordDict(),
+            run_config={},
+        )
+        reply = answer(message, context, deliver=self._deliver)
+        reply.metadata.__dict__["_message_id"] = f"reply-{self._count}"
+        self._replies += [reply] if self.twist is None else self.twist(reply)
+        return identifier
+
+    def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
+        if home not in self.desks:
+            self.desks[home] = Desk(home)
+        return self.desks[home].handle(parcel)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        wanted = set(message_ids)
+        found = [one for one in self._replies if one.metadata.reply_to_message_id in wanted]
+        self._replies = [one for one in self._replies if one.metadata.reply_to_message_id not in wanted]
+        return found
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
+        return self.pull_messages(self.push_messages(messages))
+
+    def set_run(self, run: Any) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+
+def context_of(**run_config: Any) -> Context:
+    """A server app's context with this run configuration."""
+    named = {name.replace("_", "-"): value for name, value in run_config.items()}
+    return Context(run_id=RUN, node_id=1, node_config={}, state=RecordDict(), run_config=named)
+
+
+def make_homes(folder: Path, clients: int) -> list[Path]:
+    """A home for every client, with nothing in it but its number."""
+    homes = []
+    for number in range(clients):
+        home = folder / f"client-{number}"
+        home.mkdir(parents=True)
+        (home / "client.toml").write_text(f"client = {number}\n")
+        homes.append(home)
+    return homes
