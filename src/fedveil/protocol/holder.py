@@ -28,7 +28,7 @@ from fedveil.protocol.group import Found, Join, OpeningKeys, found, join
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.held import Held, Pending
 from fedveil.protocol.hiding import Pads
-from fedveil.protocol.keeping import Keeper, UnreadableError
+from fedveil.protocol.keeping import First, Keeper, UnreadableError
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parallel import Parallel
@@ -48,7 +48,8 @@ MOST_MISREAD = 3
 
 
 class HolderRole:
-    """What a client does, whoever drives it. `start` is the model that every client of the run begins with."""
+    """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
+    makes it from a secret of the group, where there is one."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class HolderRole:
         *,
         start: Held,
         optimiser: Optimiser,
+        first: First | None = None,
         secrets: SecretSource | None = None,
         policy: Policy | None = None,
         roster: Roster | None = None,
@@ -66,7 +68,7 @@ class HolderRole:
         self._uplink = parallel(scheme)
         self._blueprint = blueprint
         self._terms = scheme.terms(blueprint)
-        self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser)
+        self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._secrets = OsSecrets() if secrets is None else secrets
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         self._policy = own_target(scheme) if policy is None else policy

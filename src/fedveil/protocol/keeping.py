@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,8 @@ from fedveil.protocol.stored import as_bytes, from_stored
 from fedveil.protocol.story import told_sums
 from fedveil.protocol.unmasking import listed
 
+First = Callable[[bytes], Held]
+
 UNREADABLE = "a sum cannot be read"
 """How such refusals begin; the server and the run's record tell them from others by it."""
 
@@ -35,18 +37,32 @@ class UnreadableError(ProtocolError):
 
 
 class Keeper:
-    """A client's way with the model; `start` is what every client of the run begins with."""
+    """A client's way with the model; `start` is what every client of the run begins with.
 
-    def __init__(self, uplink: Parallel, terms: Terms, *, start: Held, optimiser: Optimiser) -> None:
+    `first`, where given, makes that from a secret of the group instead: then the server does not know it either.
+    """
+
+    def __init__(
+        self, uplink: Parallel, terms: Terms, *, start: Held, optimiser: Optimiser, first: First | None = None
+    ) -> None:
         self._uplink = uplink
         self._terms = terms
         self._start = start
+        self._first = first
+        self._begun: tuple[bytes, Held] | None = None
         self._mover = Mover(terms.blueprint, optimiser)
         self._moved: tuple[Aggregate, Held, Held] | None = None
 
     def held(self, state: ClientState) -> Held:
         """What a client holds."""
-        return self._start if state.held is None else state.held
+        if state.held is not None:
+            return state.held
+        if self._first is None:
+            return self._start
+        seed = state.membership().seed(round=0, attempt=0, purpose="first model")
+        if self._begun is None or self._begun[0] != seed:
+            self._begun = (seed, self._first(seed))
+        return self._begun[1]
 
     def brought_up(
         self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None

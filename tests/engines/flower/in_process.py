@@ -86,11 +86,11 @@ def context_of(**run_config: Any) -> Context:
 
 
 def make_homes(folder: Path, clients: int) -> list[Path]:
-    """A home for every client, with nothing in it but its number."""
+    """A home for every client, with nothing in it but its number and that it takes part in simulations."""
     homes = []
     for number in range(clients):
         home = folder / f"client-{number}"
         home.mkdir(parents=True)
-        (home / "client.toml").write_text(f"client = {number}\n")
+        (home / "client.toml").write_text(f"client = {number}\nsimulation = true\n")
         homes.append(home)
     return homes

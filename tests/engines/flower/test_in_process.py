@@ -202,7 +202,7 @@ def test_a_late_answer_is_noted_and_not_counted(tmp_path: Path) -> None:
 
 def test_two_nodes_of_one_number_are_refused(tmp_path: Path) -> None:
     homes = make_homes(tmp_path / "homes", 3)
-    (homes[2] / "client.toml").write_text("client = 1\n")
+    (homes[2] / "client.toml").write_text("client = 1\nsimulation = true\n")
     with pytest.raises(ConfigError, match="all say that they are client 1"):
         run_on_grid(InProcessGrid(homes), tmp_path / "run", scheme="lossless")
 

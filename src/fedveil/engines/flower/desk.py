@@ -155,7 +155,7 @@ class Desk:
             return known
         _LOG.info("run %s, attempt %d begins", setup.lineage, setup.attempt)
         held = None
-        if side.start is not None:
+        if side.start is not None and not side.hidden:
             self._memory.keep_start(setup.lineage, side.start)
             if setup.start and self._carried(setup, known) is None:
                 # Counted as before the beginning: it refuses to train on this, and is lent the model by another.

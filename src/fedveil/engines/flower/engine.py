@@ -81,6 +81,7 @@ class FlowerEngine:
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
         self._turned_away: dict[int, float] = {}
+        self._last_word = ""
         self._pinned: set[int] = set()
         self._overdue: dict[str, _Sent] = {}
 
@@ -104,14 +105,17 @@ class FlowerEngine:
         """Wait for the run's clients: for all of them a while, for one of them up to the deadline."""
         begun = time.monotonic()
         while True:
-            self._call_roll()
+            here = self._live()
+            self._call_roll(here)
             waited = time.monotonic() - begun
-            if len(self._node_of) == self._clients or (self._node_of and waited > self._assembly):
+            everybody = len(here) >= self._clients
+            if len(self._node_of) == self._clients or (self._node_of and (everybody or waited > self._assembly)):
                 break
-            if waited > self._deadline:
+            if waited > self._deadline or (everybody and here <= self._turned_away.keys()):
+                why = f" What they said: {self._last_word}." if self._last_word else ""
                 raise ProtocolError(
-                    f"no client of the run has come within {self._deadline:g} seconds: start their SuperNodes, each "
-                    "with --node-config 'fedveil-home=\"…\"'"
+                    f"no client of the run is there after {waited:.0f} seconds, with {len(here)} nodes online: start "
+                    f"SuperNodes, each with --node-config 'fedveil-home=\"…\"'.{why}"
                 )
             time.sleep(1.0)
         absent = [one for one in range(self._clients) if one not in self._node_of]
@@ -183,6 +187,7 @@ class FlowerEngine:
                 )
             except ProtocolError as reason:
                 self._turned_away[node] = now
+                self._last_word = str(reason)
                 self._events.note("turned away", f"node {node} is not taken for a client: {reason}", node=node)
                 continue
             claims.setdefault(answer.client, []).append(node)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.crypto.roster import Roster
 from fedveil.errors import ConfigError, FedVeilError, unknown_name
@@ -29,6 +29,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "worker_user": str,
     "courier_user": str,
     "device": str,
+    "simulation": bool,
     "require": dict,
 }
 
@@ -48,6 +49,7 @@ class Home:
     identity: bytes | None = field(default=None, repr=False)
     policy: Policy | None = None
     models: tuple[str, ...] = ()
+    simulation: bool = False
     device: str = "cpu"
     require: Mapping[str, Any] = field(default_factory=dict)
 
@@ -87,19 +89,25 @@ class Home:
             identity=read_identity(files["identity"]) if "identity" in files else None,
             policy=None if policy is None else Policy.parse(policy.read_text(encoding="utf-8"), where=str(policy)),
             models=tuple(given.get("models", ())),
+            simulation=given.get("simulation", False),
             device=given.get("device", "cpu"),
             require={name.replace("-", "_"): value for name, value in require.items()},
         )
 
     def accepts(self, config: RunConfig) -> RunConfig:
         """A run's settings as this client will use them; settings that its owner does not agree to are refused."""
-        settings = dataclasses.asdict(config)
+        if config.simulated_secrets and not self.simulation:
+            raise RequiredError(
+                "the run is a simulation: its secrets follow from a seed that the server knows, and protect nothing. "
+                f"Leave the seed out, or write simulation = true into {self.path / _FILE}"
+            )
+        defaults = schemes.find(config.scheme).options
         for name, wanted in self.require.items():
             allowed = wanted if isinstance(wanted, list) else [wanted]
-            if settings[name] not in allowed:
-                raise RequiredError(
-                    f"the run has {name} = {settings[name]!r}, and {self.path / _FILE} requires {allowed}"
-                )
+            value = getattr(config, name)
+            value = defaults.get(name) if value is None else value
+            if value not in allowed:
+                raise RequiredError(f"the run has {name} = {value!r}, and {self.path / _FILE} requires {allowed}")
         if not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model
@@ -123,6 +131,6 @@ def _settings(where: Path) -> dict[str, Any]:
     for name, value in given.items():
         if name not in _KINDS:
             raise unknown_name(f"setting in {where}:", name, _KINDS)
-        if not isinstance(value, _KINDS[name]) or isinstance(value, bool):
+        if not isinstance(value, _KINDS[name]) or (isinstance(value, bool) and _KINDS[name] is not bool):
             raise ConfigError(f"{where}: {name} has a value of the wrong kind ({value!r}).")
     return given

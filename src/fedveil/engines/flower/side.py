@@ -24,7 +24,10 @@ from fedveil.work.messages import ClientData
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """A client's role and data in one attempt at a run; `start` is the model it begins with, where it holds one."""
+    """A client's role and data in one attempt at a run.
+
+    `start` is the model it begins with, where it holds one, unless that follows from a secret of the group (`hidden`).
+    """
 
     config: RunConfig
     facts: ModelFacts
@@ -32,6 +35,7 @@ class Side:
     blueprint: Blueprint
     data: ClientData
     start: Held | None
+    hidden: bool = False
 
 
 def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
@@ -46,38 +50,49 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     config = home.accepts(config)
     facts = _facts(config, setup.facts)
     common = agreed(config, clients=config.clients, task=facts.task)
-    held_here = common.scheme.holder == "clients"
     data = own_data(config, setup.facts, client=home.client, loader=home.data)
     _check_targets(data, facts)
-    model = models.build(
-        config.model,
-        input_shape=facts.input_shape,
-        outputs=facts.outputs,
-        seed=seed if held_here else 0,
-        vocabulary=facts.vocabulary,
-        **config.model_options,
-    )
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
-    blueprint, weights = drawn(common.scheme, model.to(dtype_of(config)).cpu(), example, facts)
     device = device_of(config)
-    blueprint = blueprint.to(device=device)
-    seeded = SeededSecrets(seed)
-    source: SecretSource = seeded.branch("clients") if config.simulated_secrets else OsSecrets()
+
+    def beginning(own: int) -> tuple[Blueprint, Held]:
+        model = models.build(
+            config.model,
+            input_shape=facts.input_shape,
+            outputs=facts.outputs,
+            seed=own,
+            vocabulary=facts.vocabulary,
+            **config.model_options,
+        )
+        blueprint, weights = drawn(common.scheme, model.to(dtype_of(config)).cpu(), example, facts)
+        if config.bn_eps == "secret":
+            # Every client must begin with the same one, so it follows from what they share.
+            draw_secret_epsilon(weights, SeededSecrets(own).stream("epsilon"))
+        return blueprint.to(device=device), Held.fresh(weights.to(device=device))
+
+    blueprint, template = beginning(seed)
+    source: SecretSource = SeededSecrets(seed).branch("clients") if config.simulated_secrets else OsSecrets()
     own = {
         "secrets": source,
         "policy": home.policy,
         "roster": home.roster,
         "identities": None if home.identity is None else {home.client: home.identity},
     }
-    if not held_here:
+    if common.scheme.holder == "server":
         role = ClientRole(common.scheme, blueprint, **own)  # type: ignore[arg-type]
         return Side(config, facts, role, blueprint, data, None)
-    if config.bn_eps == "secret":
-        # Every client must begin with the same one, and the seed is all they share before the first round.
-        draw_secret_epsilon(weights, seeded.stream("epsilon"))
-    begin = Held.fresh(weights.to(device=device)) if start is None else start
-    holder = HolderRole(common.scheme, blueprint, start=begin, optimiser=common.optimiser, **own)  # type: ignore[arg-type]
-    return Side(config, facts, holder, blueprint, data, begin)
+    # The server knows the seed. A run that is no simulation begins with a model that it cannot make from it.
+    hidden = start is None and setup.start == 0 and not config.simulated_secrets
+    begin = template if start is None else start
+    holder = HolderRole(
+        common.scheme,
+        blueprint,
+        start=begin,
+        optimiser=common.optimiser,
+        first=(lambda secret: beginning(int.from_bytes(secret[:8], "big") >> 1)[1]) if hidden else None,
+        **own,  # type: ignore[arg-type]
+    )
+    return Side(config, facts, holder, blueprint, data, begin, hidden)
 
 
 def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:

@@ -131,7 +131,11 @@ def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, wher
     load = getattr(code, "client", None)
     if load is None:
         raise DataError(f"{where} has no function client(number) that gives this client's samples")
-    x, y = _pair(load(client), task, where=f"{where}: client({client})")
+    try:
+        found = load(client)
+    except Exception as reason:
+        raise DataError(f"{where}: client({client}) raised {type(reason).__name__}: {reason}") from reason
+    x, y = _pair(found, task, where=f"{where}: client({client})")
     device, dtype = torch.device(config.device), dtype_of(config)
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
     return ClientData(client, x, y.to(device, dtype) if y.is_floating_point() else y.to(device))
