@@ -1,0 +1,55 @@
+"""What is imported where: the thin side stays thin, and a missing extra is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "numpy", "scipy", "sklearn")
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_client_app_is_loaded_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from fedveil.engines.flower import client_app\n"
+        "import fedveil.engines.flower.client\n"
+        "import flwr.clientapp\n"
+        f"print([one for one in {HEAVY!r} if one in sys.modules and one != 'numpy'])"
+    )
+    done = python(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("name", ["server_app", "client_app"])
+def test_without_flower_the_extra_is_named(name: str) -> None:
+    done = python(f"import sys; sys.modules['flwr'] = None\nfrom fedveil.engines.flower import {name}")
+    assert done.returncode
+    assert "pip install 'fedveil[flower]'" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["up"], ["run", "app"]], ids=["up", "run"])
+def test_the_command_line_names_it_too(command: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys, os; sys.modules['flwr'] = None\n"
+        f"os.chdir({str(tmp_path)!r})\n"
+        f"sys.argv = ['fedveil', 'flower', *{command!r}]\n"
+        "from fedveil.cli import main\nmain()"
+    )
+    (tmp_path / "app").mkdir()
+    done = python(code)
+    assert done.returncode == 8, done.stderr
+    assert "pip install 'fedveil[flower]'" in done.stderr
+
+
+def test_flower_finds_both_apps_without_running_anything() -> None:
+    from flwr.supercore import object_ref
+
+    for name in ("server_app", "client_app"):
+        assert object_ref.validate(f"fedveil.engines.flower:{name}", check_module=True) == (True, None)
