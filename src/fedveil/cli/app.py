@@ -7,6 +7,7 @@ import typer
 from fedveil.cli.audit import audit
 from fedveil.cli.demo import demo
 from fedveil.cli.export import export
+from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
@@ -41,3 +42,4 @@ def top(
 
 for command in (run, audit, ledger, keys, demo, inspect, schemes, models, export, predict, reproduce):
     app.command()(command)
+app.add_typer(flower)
