@@ -85,7 +85,7 @@ def test_a_name_that_flower_would_refuse_is_refused_at_once(tmp_path: Path, name
     assert not (tmp_path / name).exists()
 
 
-@pytest.mark.parametrize("setting", [{"policy": "p.toml"}, {"roster": "r.toml"}, {"simulate_dropout": 0.1}], ids=str)
+@pytest.mark.parametrize("setting", [{"policy": "p.toml"}, {"simulate_dropout": 0.1}], ids=str)
 def test_settings_of_one_machine_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} belongs to a run on one machine"):
         create_app(tmp_path / "app", CONFIG.with_changes(**setting))

@@ -42,7 +42,7 @@ def init(
     from fedveil.config import RunConfig
     from fedveil.deploy.project import create_app
 
-    config = RunConfig.from_mapping({"clients": _CLIENTS, **located_here(settings)})
+    config = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **located_here(settings)})
     project = create_app(folder, config, own_data=own_data, deadline=deadline)
     plainly(f"wrote {project}: {config.scheme}, {config.clients} clients, {config.rounds} rounds")
     if own_data:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from fedveil.engines.flower import courier
+from fedveil.errors import FedVeilError
 
 
 def main(homes: list[str]) -> int:
@@ -19,7 +20,7 @@ def main(homes: list[str]) -> int:
     for home in homes:
         try:
             courier.stop(Path(home))
-        except courier.CourierError:
+        except (FedVeilError, OSError):
             left += 1
             sys.stderr.write(f"the worker of {home} would not end\n")
     return 1 if left else 0

@@ -17,7 +17,7 @@ from fedveil.errors import ConfigError
 
 DATA_MODULE = "fedveil_data"
 _ALWAYS_SHOWN = ("scheme", "dataset", "model", "clients", "rounds", "lr", "batch_size", "checkpoint_every")
-_ON_ONE_MACHINE = ("identities", "roster", "policy", "simulate_dropout", "vectorise")
+_ON_ONE_MACHINE = ("identities", "policy", "simulate_dropout", "vectorise")
 _LONGEST_NAME = 32
 
 
@@ -32,8 +32,8 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
     for name in _ON_ONE_MACHINE:
         if getattr(config, name) not in (None, 0.0, False):
             raise ConfigError(
-                f"{name} belongs to a run on one machine. On Flower each client has its own roster, key and policy in "
-                "its home (`fedveil flower client`), and clients that vanish do so by themselves."
+                f"{name} belongs to a run on one machine. On Flower each client has its own key and policy in its "
+                "home (`fedveil flower client`), and clients that vanish do so by themselves."
             )
     extras = Extras(deadline=deadline, data=DATA_MODULE if own_data else "")
     shown = {
