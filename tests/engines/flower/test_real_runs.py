@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -64,7 +65,13 @@ def test_other_schemes_over_real_processes_give_the_local_engines_model(
     with Run(cluster, made_app(tmp_path / "app", **settings), tmp_path / "run") as run:
         expected = local_model(tmp_path / "local", **settings)
         run.summary()
-    assert_same(model_of(run.out, homes_of(cluster)), expected)
+    found = model_of(run.out, homes_of(cluster))
+    if settings["scheme"] == "nadp":
+        # Noise that cancels, in floating-point numbers: the last digit may differ between two processes.
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    else:
+        assert_same(found, expected)
     assert [row["clients"] for row in rows(run.out)] == [3, 3]
     assert events(run.out) == []
 
