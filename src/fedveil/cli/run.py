@@ -11,6 +11,7 @@ from rich.markup import escape
 from fedveil.cli import options as flag
 from fedveil.cli.statement import show_ledger
 from fedveil.cli.tables import aside, percent, plainly, size, table
+from fedveil.cli.tracking import Mlflow, TensorBoard
 
 
 def run(
@@ -86,6 +87,8 @@ def run(
     record: flag.Record = None,
     record_rounds: flag.RecordRounds = None,
     record_clients: flag.RecordClients = None,
+    tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
@@ -103,12 +106,15 @@ def run(
 
       fedveil run --resume --out runs/c
 
+      fedveil run --rounds 100 --tensorboard --mlflow sqlite:///mlflow.db --out runs/t
+
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
     """
     from fedveil.config import RunConfig, parse_model_options
     from fedveil.runs import session
+    from fedveil.tracking import Tracked, trackers
 
-    ours = {"context", "config", "out", "resume", "quiet", "model_option", "cohort"}
+    ours = {"context", "config", "out", "resume", "quiet", "model_option", "cohort", "tensorboard", "mlflow"}
     flags: dict[str, Any] = {k: v for k, v in context.params.items() if k not in ours and v is not None}
     if cohort is not None:
         flags["cohort"] = flag.cohort_of(cohort)
@@ -116,11 +122,12 @@ def run(
     if model_option:
         stored = settings.get("model_options", {})
         flags["model_options"] = {**(stored if isinstance(stored, dict) else {}), **parse_model_options(model_option)}
+    follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
     if resume:
-        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside)
+        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside, follow=follow)
     else:
         settled = RunConfig.from_mapping(settings, where=str(config)).with_changes(**flags)
-        summary = session.run(settled, out, quiet=quiet, say=aside)
+        summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow)
     if not quiet:
         show_summary(summary, out)
         show_ledger_of(summary, out)
