@@ -456,6 +456,9 @@ SPOILT_ANNOUNCEMENTS: dict[str, tuple[Callable[[Announce], Reply], str]] = {
     "a short key": (lambda one: replace(one, key=one.key[:-1]), "malformed"),
     "no signature": (lambda one: replace(one, signature=one.signature[:0]), "malformed"),
     "a long identity": (lambda one: replace(one, identity=torch.cat([one.identity, one.identity])), "malformed"),
+    "a key of other numbers": (lambda one: replace(one, key=one.key.float()), "malformed"),
+    "more samples than there are": (lambda one: replace(one, samples=10**30), "malformed"),
+    "another's signature": (lambda one: replace(one, signature=one.signature.flip(0)), "not signed"),
     "a stranger's number": (lambda one: replace(one, client=77), "not asked"),
     "another message": (lambda one: Reply(one.client), "a Reply arrived where an announcement belongs"),
 }
@@ -465,10 +468,11 @@ SPOILT_ANNOUNCEMENTS: dict[str, tuple[Callable[[Announce], Reply], str]] = {
 def test_a_spoilt_announcement_is_refused_and_the_honest_one_still_welcome(
     spoil: Callable[[Announce], Reply], why: str
 ) -> None:
-    there = village()
+    ask = next_ask(server_of(village().job).run())
+    assert isinstance(ask.common, Hello)
+    there = village(run=ask.common.run)
     steps = server_of(there.job).run()
     ask = next_ask(steps)
-    assert isinstance(ask.common, Hello)
     with pytest.raises(ProtocolError, match=why):
         ask.into.add(spoil(there.announced[0]))
     for announced in there.announced.values():

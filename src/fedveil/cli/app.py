@@ -9,6 +9,7 @@ from fedveil.cli.compare import compare
 from fedveil.cli.demo import demo
 from fedveil.cli.doctor import doctor
 from fedveil.cli.export import export
+from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
@@ -50,3 +51,4 @@ for command in (
     *(schemes, models, export, predict, reproduce, doctor),
 ):
     app.command(cls=Command)(command)
+app.add_typer(flower)

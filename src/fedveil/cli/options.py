@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -221,3 +222,16 @@ def cohort_of(text: str) -> float | int:
         return float(text) if "." in text else int(text)
     except ValueError:
         raise ConfigError(f"cohort is a fraction like 0.1 or a count like 5 (got {text!r}).") from None
+
+
+def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among a command's flags, as a configuration takes them; `stored` are those of its TOML file."""
+    from fedveil.config import parse_model_options
+
+    settings = {name: value for name, value in flags.items() if name != "model_option" and value is not None}
+    if "cohort" in settings:
+        settings["cohort"] = cohort_of(settings["cohort"])
+    if pairs := flags.get("model_option"):
+        before = stored.get("model_options", {})
+        settings["model_options"] = {**(before if isinstance(before, dict) else {}), **parse_model_options(pairs)}
+    return settings

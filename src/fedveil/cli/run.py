@@ -13,6 +13,8 @@ from fedveil.cli.statement import show_ledger
 from fedveil.cli.tables import aside, percent, plainly, size, table
 from fedveil.cli.tracking import Mlflow, TensorBoard
 
+NOT_SETTINGS = frozenset({"config", "out", "resume", "quiet", "tensorboard", "mlflow"})
+
 
 def run(
     context: typer.Context,
@@ -110,18 +112,12 @@ def run(
 
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
     """
-    from fedveil.config import RunConfig, parse_model_options
+    from fedveil.config import RunConfig
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
-    ours = {"context", "config", "out", "resume", "quiet", "model_option", "cohort", "tensorboard", "mlflow"}
-    flags: dict[str, Any] = {k: v for k, v in context.params.items() if k not in ours and v is not None}
-    if cohort is not None:
-        flags["cohort"] = flag.cohort_of(cohort)
     settings = RunConfig.read(config) if config is not None else {}
-    if model_option:
-        stored = settings.get("model_options", {})
-        flags["model_options"] = {**(stored if isinstance(stored, dict) else {}), **parse_model_options(model_option)}
+    flags = flag.settings_given({k: v for k, v in context.params.items() if k not in NOT_SETTINGS}, settings)
     follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
     if resume:
         summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside, follow=follow)

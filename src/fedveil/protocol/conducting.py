@@ -42,7 +42,9 @@ class Conductor(ABC):
         cohort: Cohort,
         rounds: int,
         account: Account | None,
+        name: str = "",
     ) -> None:
+        """`name` is how the run's name begins, where clients on other machines hold the server to it."""
         self._scheme = scheme
         self._secrets = secrets
         self._cohort = cohort
@@ -53,8 +55,8 @@ class Conductor(ABC):
         self._stopped = False
         self._declared = scheme.releases(blueprint)
         how = scheme.uplink.introduction
-        name = secrets.stream("run", state.attempt).bytes(16).hex()
-        self._introductions = None if how == "none" else Introductions(how, name)
+        drawn = secrets.stream("run", state.attempt).bytes(16).hex()
+        self._introductions = None if how == "none" else Introductions(how, name + drawn)
         if self._introductions is not None:
             asked = (f"{kind.__name__.lower()}.{one.name}" for kind in (Hello, Directory) for one in fields(kind))
             check_declared(asked, self._declared)

@@ -6,6 +6,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from fedveil.errors import ProtocolError
 from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.directory import Announce, Directory, Hello, Ready, from_bytes, to_bytes
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 Introduction = Literal["none", "sizes", "keys"]
 
+_MOST_SAMPLES = 1 << 53
 _KEY_LENGTHS = {"sizes": (0, 0, 0), "keys": (32, 32, 64)}
 
 
@@ -50,19 +53,32 @@ def introduce(
 class _Announcements:
     """Collects announcements, one per client."""
 
-    def __init__(self, how: Introduction) -> None:
+    def __init__(self, how: Introduction, run: str) -> None:
         self._lengths = _KEY_LENGTHS[how]
+        self._run = run
         self.asked: frozenset[int] = frozenset()
         self.heard: dict[int, Announce] = {}
 
     def add(self, reply: Reply) -> None:
         if not isinstance(reply, Announce):
             raise ProtocolError(f"a {type(reply).__name__} arrived where an announcement belongs")
-        lengths = (reply.identity.numel(), reply.key.numel(), reply.signature.numel())
-        if lengths != self._lengths or reply.samples < 1 or reply.client in self.heard:
-            raise ProtocolError("an announcement is malformed, or the second of its client")
-        if reply.client not in self.asked:
-            raise ProtocolError("an announcement from a client that was not asked")
+        parts = (reply.identity, reply.key, reply.signature)
+        plain = all(one.dim() == 1 and one.dtype == torch.uint8 for one in parts)
+        lengths = tuple(one.numel() for one in parts)
+        if not plain or lengths != self._lengths or not 1 <= reply.samples < _MOST_SAMPLES:
+            raise ProtocolError("an announcement is malformed")
+        if reply.client not in self.asked or reply.client in self.heard:
+            raise ProtocolError("an announcement from a client that was not asked, or the second of its client")
+        if any(lengths):
+            from fedveil.crypto.keys import check_key_signature
+
+            # One that the others would refuse must not get into the directory: they would refuse all of it.
+            identity, key, signature = (to_bytes(one) for one in parts)
+            said = {"run": self._run, "client": reply.client, "public": key, "samples": reply.samples}
+            try:
+                check_key_signature(identity, signature, **said)  # type: ignore[arg-type]
+            except ProtocolError as reason:
+                raise ProtocolError("an announcement is not signed by the key it names") from reason
         self.heard[reply.client] = reply
 
 
@@ -82,7 +98,7 @@ class Introductions:
 
     def __init__(self, how: Introduction, run: str) -> None:
         self.how = how
-        self._announced = _Announcements(how)
+        self._announced = _Announcements(how, run)
         self._informed: dict[int, bytes] = {}
         self._told: dict[int, bytes] = {}
         self._run = run

@@ -68,6 +68,8 @@ class Keeper:
         self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None
     ) -> ClientState:
         """The state with the model of `version`: held already, one aggregate behind, or borrowed."""
+        if version < 0:
+            raise ProtocolError(f"client {state.client} was asked for version {version} of the model, which cannot be")
         held = self.held(state)
         if version < held.version and state.ran == state.ring().run:
             raise ProtocolError(

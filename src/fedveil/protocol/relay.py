@@ -5,7 +5,7 @@ It holds no model, and no key that opens anything.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from fedveil.protocol.relayed import DividedSum, Farewells, Loan, Votes
 from fedveil.secrets import SecretSource
 
 _LENDERS_TRIED = 3
+_BEHIND = -1
 
 
 @dataclass(eq=False)
@@ -52,8 +53,13 @@ class RelayRole(Conductor):
         cohort: Cohort,
         rounds: int,
         account: Account | None = None,
+        name: str = "",
+        behind: Collection[int] = (),
     ) -> None:
-        super().__init__(scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account)
+        """`behind` are clients that do not hold the model with which the run begins: others lend it to them."""
+        super().__init__(
+            scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account, name=name
+        )
         self.state = state
         self._uplink = parallel(scheme)
         self._size = blueprint.size
@@ -62,7 +68,7 @@ class RelayRole(Conductor):
         self._group = Gathering(clients=cohort.size)
         self._version = 0
         self._latest: Aggregate | None = None
-        self._holding: dict[int, int] = {}
+        self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
         self._informed: set[int] = set()
         self._doubted: set[int] = set()
         self._lender = -1

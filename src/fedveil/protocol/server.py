@@ -54,8 +54,11 @@ class ServerRole(Conductor):
         optimiser: Optimiser,
         rounds: int,
         account: Account | None = None,
+        name: str = "",
     ) -> None:
-        super().__init__(scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account)
+        super().__init__(
+            scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account, name=name
+        )
         self._blueprint = blueprint
         self._uplink = scheme.summing
         self._mover = Mover(blueprint, optimiser)

@@ -57,8 +57,6 @@ class Guard:
     policy: Policy | None = None
     roster: Roster | None = None
     identities: Mapping[int, bytes] | None = None
-    pinned: bool = False
-    """Whether clients on other machines say that they know everybody's public keys beforehand."""
 
 
 @dataclass(frozen=True)

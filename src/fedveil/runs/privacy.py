@@ -95,6 +95,8 @@ class Books:
         self._journal = journal
         self._headed = False
         self._open: RoundBegins | None = None
+        self.pinned = job.guard.identities is not None
+        """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
         self.account = account_for(job.scheme, len(job.pool))
         self.first: Covering | None = None
         self._first_plan = job.scheme.plan
@@ -178,7 +180,7 @@ class Books:
         """Charge every round in the journal, for the noise it had then: a run may go on with another target."""
         everybody = list(range(len(self._job.pool)))
         terms = self._terms
-        begun: list[tuple[_Terms, dict[str, Any]]] = []
+        begun: list[tuple[_Terms, dict[str, Any], dict[int, int]]] = []
         for entry in entries:
             if "plan" in entry:
                 terms = _Terms.parse(entry)
@@ -196,9 +198,9 @@ class Books:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
                     begun.pop()
-                begun.append((terms, entry))
+                begun.append((terms, entry, dict(self._sizes)))
             elif begun and begun[-1][1]["begin"] == entry["end"]:
-                noise, begins = begun.pop()
+                noise, begins, _ = begun.pop()
                 if entry.get("void"):
                     continue
                 cohort = everybody if begins["cohort"] is None else begins["cohort"]
@@ -211,10 +213,13 @@ class Books:
                     entry["revealed"],
                     published=not entry.get("failed", False),
                 )
-        for noise, begins in begun:  # killed in the middle: whatever was asked for may have been seen
+        newest = self._sizes
+        for noise, begins, sizes in begun:  # killed in the middle: whatever was asked for may have been seen
             cohort = everybody if begins["cohort"] is None else begins["cohort"]
             graph = bytes.fromhex(begins["graph"])
+            self._sizes = sizes
             self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
+        self._sizes = newest
 
     def remembered(self) -> dict[int, float]:
         """μ² that each client has spent in earlier attempts, against whomever it spent most."""
@@ -256,7 +261,7 @@ class Books:
             notes=(*notes, *job.around.notes),
             plan=self._first_plan,
         )
-        return _with_roster(found) if job.guard.pinned or job.guard.roster is not None else found
+        return _with_roster(found) if self.pinned else found
 
 
 def ledger_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from fedveil.engines import LocalEngine
@@ -20,9 +21,14 @@ from fedveil.runs.job import Job
 from fedveil.secrets import SeededSecrets
 
 
-def server_role(job: Job, state: ServerState, account: Account | None = None) -> ServerRole | RelayRole:
-    """The server of a run. Where the model lives with the clients, `state` is the run's record and not the server's:
-    the server is given the number of the round and nothing else."""
+def server_role(
+    job: Job, state: ServerState, account: Account | None = None, *, name: str = "", behind: Collection[int] = ()
+) -> ServerRole | RelayRole:
+    """The server of a run, whose name begins with `name`.
+
+    Where the model lives with the clients, `state` is the run's record and not the server's: the server is given the
+    number of the round and nothing else.
+    """
     if job.scheme.holder == "server":
         return ServerRole(
             job.scheme,
@@ -33,6 +39,7 @@ def server_role(job: Job, state: ServerState, account: Account | None = None) ->
             optimiser=job.optimiser,
             rounds=job.config.rounds,
             account=account,
+            name=name,
         )
     return RelayRole(
         job.scheme,
@@ -42,6 +49,8 @@ def server_role(job: Job, state: ServerState, account: Account | None = None) ->
         cohort=job.cohort,
         rounds=job.config.rounds,
         account=account,
+        name=name,
+        behind=behind,
     )
 
 

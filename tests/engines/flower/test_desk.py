@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from fedveil.errors import (
     ProtocolError,
     TraceError,
 )
+from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import ENDED
 from fedveil.protocol.directory import Hello
 from fedveil.protocol.keeping import UNREADABLE, UnreadableError
@@ -63,17 +68,37 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_the_same_message_gets_the_same_reply_even_from_another_process(home: Path) -> None:
-    first = Desk(home).handle(parcel(a_setup(secrets="os"), Hello("run"), "m1"))
+    setup = a_setup(secrets="os")
+    hello = Hello(setup.name + "run")
+    first = Desk(home).handle(parcel(setup, hello, "m1"))
     assert not code(first)
-    assert Desk(home).handle(parcel(a_setup(secrets="os"), Hello("run"), "m1")) == first
+    assert Desk(home).handle(parcel(setup, hello, "m1")) == first
     # Another message is answered anew, with the keys that are kept.
-    assert unpack(Desk(home).handle(parcel(a_setup(secrets="os"), Hello("run"), "m2")))[1] == unpack(first)[1]
+    assert unpack(Desk(home).handle(parcel(setup, hello, "m2")))[1] == unpack(first)[1]
 
 
-def test_another_run_begins_with_other_keys(home: Path) -> None:
-    desk = Desk(home)
-    first = desk.handle(parcel(a_setup(secrets="os"), Hello("run"), "m1"))
-    assert desk.handle(parcel(a_setup(secrets="os"), Hello("another run"), "m2")) != first
+def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: Path) -> None:
+    """Masks and signatures are bound to the name: clients who were told different settings must share nothing."""
+    desk, setup = Desk(home), a_setup(secrets="os")
+    other = a_setup(secrets="os", neighbours=2)
+    assert setup.name != other.name
+    assert code(desk.handle(parcel(setup, Hello("run"), "m1"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(other.name + "run"), "m2"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == ""
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "another"), "m4"))) == refusals.PROTOCOL
+
+
+def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
+    desk, setup = Desk(home), a_setup(secrets="os")
+    desk.handle(parcel(setup, Hello(setup.name + "run"), "m1"))
+    later = replace(setup, attempt=1)
+    desk.handle(parcel(later, Hello(later.name + "run"), "m2"))
+    again = Memory(home / "state").recall(LINEAGE, device=CPU)
+    assert again is not None
+    assert again.state.keys is not None
+    assert again.state.keys.run == later.name + "run"
+    # Neither does it answer what belongs to the old keys.
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == refusals.PROTOCOL
 
 
 def test_settings_do_not_change_in_the_middle_of_an_attempt(home: Path) -> None:
@@ -182,7 +207,8 @@ def test_a_loader_that_fails_tells_its_own_machine_and_nobody_else(
     loader: str, expected: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = make_homes(tmp_path, 1)[0]
-    (home / "data.py").write_text(loader)
+    facts = "FACTS = dict(input_shape=(1, 8, 8), outputs=10, task='classification')\n"
+    (home / "data.py").write_text(facts + loader)
     (home / "client.toml").write_text('client = 0\nsimulation = true\ndata = "data.py"\n')
     with caplog.at_level(logging.WARNING):
         reply = Desk(home).handle(parcel(a_setup(), RollCall("n")))
@@ -214,6 +240,58 @@ def test_every_error_has_a_code_and_every_code_a_text(error: FedVeilError, expec
     assert refusals.text_of(expected) == refusals.TEXTS[expected]
 
 
+def test_whether_a_client_refuses_follows_from_its_owners_description_and_not_from_samples(tmp_path: Path) -> None:
+    """A server that asks with ever other numbers of classes learns what the owner says, not the largest label."""
+    home = make_homes(tmp_path, 1)[0]
+    (home / "data.py").write_text(
+        "import torch\nFACTS = dict(input_shape=(1, 8, 8), outputs=10, task='classification')\n"
+        "def client(n):\n    return torch.ones(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])\n"
+    )
+    (home / "client.toml").write_text('client = 0\nsimulation = true\ndata = "data.py"\n')
+    desk = Desk(home)
+    for outputs in range(2, 13):
+        asked = Setup.of(
+            RunConfig(scheme="fedavg", clients=3, seed=1), {**FACTS, "outputs": outputs}, lineage=LINEAGE, attempt=0
+        )
+        assert code(desk.handle(parcel(asked, RollCall("n")))) == ("" if outputs == 10 else refusals.DATA)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"scheme": "nadp", "honest_arrivals": True}, id="honest arrivals"),
+        pytest.param({"scheme": "nadp", "skip_cancelling": True}, id="noise left out"),
+        pytest.param({"scheme": "nadp", "accounting": "paper"}, id="the paper's noise"),
+        pytest.param({"scheme": "veil-secagg", "unmask": "on-dropout"}, id="masks opened on the server's word"),
+    ],
+)
+def test_a_server_does_not_vouch_for_itself(settings: dict[str, Any], tmp_path: Path) -> None:
+    home = make_homes(tmp_path, 1)[0]
+    (home / "client.toml").write_text("client = 0\n")
+    asked = parcel(a_setup(secrets="os", **settings), RollCall("n"))
+    assert code(Desk(home).handle(asked)) == refusals.REQUIRED
+    name, value = next((name, value) for name, value in settings.items() if name != "scheme")
+    allowed = str(value).lower() if isinstance(value, bool) else f'"{value}"'
+    (home / "client.toml").write_text(f"client = 0\n[require]\n{name} = {allowed}\n")
+    assert code(Desk(home).handle(asked)) == ""
+
+
+def test_what_the_owner_changes_counts_from_the_next_message(home: Path) -> None:
+    desk = Desk(home)
+    assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == ""
+    (home / "client.toml").write_text('client = 0\nsimulation = true\n[require]\nscheme = "veil-dp"\n')
+    assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == refusals.REQUIRED
+
+
+def test_state_restored_from_a_backup_is_refused(home: Path, tmp_path: Path) -> None:
+    desk, setup = Desk(home), a_setup(secrets="os")
+    desk.handle(parcel(setup, Hello(setup.name + "run"), "m1"))
+    shutil.copytree(home / "state", tmp_path / "backup")
+    desk.handle(parcel(setup, Hello(setup.name + "run"), "m2"))
+    shutil.copytree(tmp_path / "backup", home / "state", dirs_exist_ok=True)
+    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == refusals.STATE
+
+
 def test_the_texts_hold_the_words_that_a_run_goes_by() -> None:
     assert UNREADABLE in refusals.TEXTS[refusals.UNREADABLE]
     assert ENDED in refusals.TEXTS[refusals.ENDED]
@@ -232,7 +310,8 @@ def test_damaged_state_is_refused_and_left_alone(home: Path) -> None:
 
 
 def test_state_is_sealed_and_readable_by_its_owner_alone(home: Path) -> None:
-    Desk(home).handle(parcel(a_setup(secrets="os"), Hello("a name to look for"), "m1"))
+    setup = a_setup(secrets="os")
+    Desk(home).handle(parcel(setup, Hello(setup.name + "a name to look for"), "m1"))
     state = Memory(home / "state").recall(LINEAGE, device=CPU)
     assert state is not None
     assert state.state.keys is not None
@@ -263,6 +342,31 @@ def test_what_was_spent_is_remembered_for_all_runs_under_limits_of_ones_own(tmp_
     kept = Memory(homes[0] / "state").recall(LINEAGE, device=CPU)
     assert kept is not None
     assert kept.state.spent == 0.0
+
+
+def test_runs_that_are_opened_early_do_not_each_get_the_whole_budget(tmp_path: Path) -> None:
+    homes = make_homes(tmp_path / "homes", 3)
+    for number, home in enumerate(homes):
+        (home / "policy.toml").write_text("max_epsilon = 3.1\n")
+        (home / "client.toml").write_text(f'client = {number}\nsimulation = true\npolicy = "policy.toml"\n')
+    settings = {"dataset": "digits", "model": "mlp", "clients": 3, "rounds": 2, "seed": 1, "batch_size": 16}
+    noisy = {**settings, "scheme": "ldp", "epsilon": 3.0, "deadline": 2.0}
+
+    class Opened(InProcessGrid):
+        def push_messages(self, messages: Any) -> list[str]:
+            given = list(messages)
+            if type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__ == "Train":
+                raise KeyboardInterrupt
+            return super().push_messages(given)
+
+    for run in "abc":
+        with pytest.raises(KeyboardInterrupt):
+            serve(Opened(homes), context_of(out=str(tmp_path / run), **noisy))
+    for run in "abc":
+        with contextlib.suppress(FedVeilError):
+            serve(InProcessGrid(homes), context_of(out=str(tmp_path / run), resume=True, **noisy))
+    spent = Memory(homes[0] / "state").spent()
+    assert 0 < epsilon_of(math.sqrt(spent), 1e-5) <= 3.1
 
 
 def test_a_roster_proves_who_is_there(tmp_path: Path) -> None:

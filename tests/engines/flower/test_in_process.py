@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,9 +14,14 @@ from safetensors.torch import load_file
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil import schemes
 from fedveil.config import RunConfig
+from fedveil.engines.flower import refusals
+from fedveil.engines.flower.desk import Desk
 from fedveil.engines.flower.envelope import HEADER, PARTS, in_array, out_of_array
+from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.server import serve
+from fedveil.engines.flower.setup import Setup
 from fedveil.errors import CheckpointError, ConfigError, NumericError, ProtocolError
+from fedveil.protocol.dividing import Begin
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs import session
 
@@ -200,11 +205,30 @@ def test_a_late_answer_is_noted_and_not_counted(tmp_path: Path) -> None:
     assert [one["event"] for one in events(tmp_path / "run")] == ["missing", "late"]
 
 
-def test_two_nodes_of_one_number_are_refused(tmp_path: Path) -> None:
-    homes = make_homes(tmp_path / "homes", 3)
+def test_two_nodes_of_one_number_are_both_turned_away_and_end_no_run(tmp_path: Path) -> None:
+    homes = make_homes(tmp_path / "homes", 4)
     (homes[2] / "client.toml").write_text("client = 1\nsimulation = true\n")
-    with pytest.raises(ConfigError, match="all say that they are client 1"):
-        run_on_grid(InProcessGrid(homes), tmp_path / "run", scheme="lossless")
+    serve(InProcessGrid(homes), context_of(out=str(tmp_path / "run"), deadline=1.0, **{**COMMON, "clients": 4}))
+    noted = events(tmp_path / "run")
+    assert [one["node"] for one in noted if one["event"] == "turned away"] == [101, 102]
+    assert [one["clients"] for one in noted if one["event"] == "absent"] == [[1, 2]]
+
+
+def test_nobody_takes_the_number_of_a_client_that_is_there(tmp_path: Path) -> None:
+    homes = make_homes(tmp_path / "homes", 3)
+    thief = make_homes(tmp_path / "thief", 1)[0]
+
+    class Taken(InProcessGrid):
+        def push_messages(self, messages: Any) -> list[str]:
+            found = super().push_messages(messages)
+            self.homes[300] = thief
+            self.away.add(102)  # somebody is missing, so that newcomers are asked
+            return found
+
+    run_on_grid(Taken(homes), tmp_path / "run", scheme="lossless", rounds=3)
+    turned = [one for one in events(tmp_path / "run") if one["event"] == "turned away"]
+    assert [one["node"] for one in turned] == [300]
+    assert "client 0, and node 100 is" in turned[0]["text"]
 
 
 def test_a_node_without_a_home_is_turned_away_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -297,6 +321,93 @@ def test_a_killed_server_goes_on_from_its_last_round(scheme: str, what: str, tmp
         assert again, "a repeated round counts in the ledger"
     if scheme == "paraaegis":
         model_of(out, homes)  # all clients hold the same
+
+
+def test_two_interruptions_in_a_row_lose_no_model(tmp_path: Path) -> None:
+    """The second server dies before anybody was sent a model: what clients carried from the first must not be lost."""
+    settings = {**COMMON, "scheme": "ckks-fedavg", "cipher": "pads", "rounds": 4}
+    homes, out = make_homes(tmp_path / "homes", 3), tmp_path / "run"
+    with pytest.raises(KilledError):
+        run_on_grid(Dying(homes, what="Begin", at=2), out, **settings)
+    with pytest.raises(KilledError):
+        run_on_grid(Dying(homes, what="Begin", at=0), out, **settings, resume=True)
+    run_on_grid(InProcessGrid(homes), out, **settings, resume=True)
+    session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
+    expected = load_file(tmp_path / "local" / "model.safetensors")
+    for name, value in model_of(out, homes).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_who_misses_the_last_sums_of_an_interrupted_run_is_lent_the_model(tmp_path: Path) -> None:
+    settings = {**COMMON, "scheme": "ckks-fedavg", "cipher": "pads", "rounds": 4}
+    homes, out = make_homes(tmp_path / "homes", 3), tmp_path / "run"
+    with pytest.raises(KilledError):
+        run_on_grid(Dying(homes, what="Begin", at=2), out, **settings)
+
+    class Away(InProcessGrid):
+        def push_messages(self, messages: Any) -> list[str]:
+            given = list(messages)
+            found = super().push_messages(given)
+            if type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__ == "Finish":
+                self.away.clear()
+            return found
+
+    grid = Away(homes)
+    grid.away.add(102)
+    serve(grid, context_of(out=str(out), deadline=2.0, resume=True, **settings))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["clients"] for row in rows] == [3, 3, 3, 3]
+    model_of(out, homes)
+
+
+class Announcing(Twisted):
+    """Client 2 announces itself with one part changed."""
+
+    part: ClassVar[dict[str, Any]] = {}
+
+    def change(self, reply: Message) -> list[Message]:
+        said = decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        for name, value in self.part.items():
+            object.__setattr__(said, name, value)
+        reply.content.array_records[PARTS]["reply"] = in_array(encode(said))
+        return [reply]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param({"samples": 10**30}, id="more samples than there are"),
+        pytest.param({"identity": torch.zeros(4, 8, dtype=torch.uint8)}, id="a key of another shape"),
+        pytest.param({"identity": torch.zeros(32)}, id="a key of other numbers"),
+        pytest.param({"signature": torch.zeros(64, dtype=torch.uint8)}, id="a wrong signature"),
+    ],
+)
+def test_a_malformed_announcement_keeps_its_sender_out_and_ends_no_run(part: dict[str, Any], tmp_path: Path) -> None:
+    grid = Announcing(make_homes(tmp_path / "homes", 4), client=2, what="Hello")
+    grid.part = part  # type: ignore[misc]
+    settings = {**COMMON, "scheme": "veil-secagg", "clients": 4}
+    serve(grid, context_of(out=str(tmp_path / "run"), deadline=2.0, **settings))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["clients"] for row in rows] == [3, 3]
+
+
+def test_a_client_that_is_behind_trains_on_nothing(tmp_path: Path) -> None:
+    """Not on the model that follows from the server's seed either, whatever version the server calls it."""
+    home = make_homes(tmp_path, 1)[0]
+    config = RunConfig(scheme="ckks-fedavg", cipher="pads", clients=3, seed=1, rounds=3)
+    facts = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
+    setup = Setup.of(config, facts, lineage="ab" * 16, attempt=1, start=7)
+    desk = Desk(home)
+    for version in (-1, 0):
+        request = Begin(0, 1, torch.tensor([0, 1, 2]), version, None)
+        parcel = pack({"setup": setup.to_text(), "message": f"m{version}"}, {"common": encode(request)})
+        assert unpack(desk.handle(parcel))[0]["code"] == refusals.PROTOCOL
+
+
+def test_the_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
+    run_on_grid(InProcessGrid(make_homes(tmp_path / "homes", 3)), tmp_path / "run", scheme="lossless")
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
 
 
 def test_a_run_on_flower_is_not_resumed_with_the_local_engine(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from fedveil.errors import (
 )
 from fedveil.ledger.policy import ENDED
 from fedveil.protocol import ClientState, Held
-from fedveil.protocol.dividing import Finish
+from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.dividing import Finish, Finished
 from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import decode, encode
@@ -61,6 +62,7 @@ class Desk:
 
     def __init__(self, home: Path) -> None:
         self._home = Home.read(home)
+        self._read_at = self._home.stamp()
         self._memory = Memory(self._home.state)
         self._side: tuple[tuple[str, str], Side] | None = None
         self._latest: tuple[str, Remembered] | None = None
@@ -77,6 +79,7 @@ class Desk:
             _LOG.warning("a message cannot be read: %s", reason)
             return self._refused(refusals.PROTOCOL)
         try:
+            self._look_at_home()
             if isinstance(request, RollCall):
                 return self._present(setup, request)
             return self._answered(setup, message, request, private)
@@ -84,15 +87,18 @@ class Desk:
             _LOG.warning("refused a %s: %s", type(request).__name__, reason)
             return self._refused(code_of(reason))
 
+    def _look_at_home(self) -> None:
+        """What the owner has changed since counts from the next message on."""
+        if (now := self._home.stamp()) != self._read_at:
+            self._home, self._read_at, self._side = Home.read(self._home.path), now, None
+
     def _refused(self, code: str) -> bytes:
         return pack({"client": self._home.client, "code": code}, {})
 
     def _present(self, setup: Setup, call: RollCall) -> bytes:
         self._built(setup, self._recalled(setup))
         home = self._home
-        answer = present(
-            home.client, call, lineage=setup.lineage, pinned=home.roster is not None, identity=home.identity
-        )
+        answer = present(home.client, call, lineage=setup.lineage, roster=home.roster, identity=home.identity)
         return self._packed(answer)
 
     def _packed(self, answer: Reply) -> bytes:
@@ -103,8 +109,11 @@ class Desk:
         if known is not None and message and known.message == message:
             _LOG.info("the same message again: it gets the same reply")
             return known.reply
+        if known is not None and isinstance(request, Finish) and _long_finished(setup, known, request):
+            return self._packed(Finished(self._home.client, request.version))
         side = self._built(setup, known)
         now = self._entered(setup, known, side)
+        _check_name(setup, now.state, request)
         told = {} if private is None else {now.state.client: private}
         state, answer = next(iter(side.role.handle_many([now.state], request, [side.data], told)))
         if isinstance(answer, FedVeilError):
@@ -143,33 +152,39 @@ class Desk:
         return self._side[1]
 
     def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
-        """The model that a new attempt begins with: what an earlier one has left, if it is of the right version."""
+        """The model that a new attempt begins with: what an earlier one has left, if it is of the right version.
+
+        Version 0 is nobody's work: a new attempt makes it anew.
+        """
         held = None if known is None else known.state.held
-        if held is None or known is None or known.base + held.version != setup.start:
+        if not setup.start or held is None or known is None or known.base + held.version != setup.start:
             return None
         return Held.fresh(held.weights, held.velocity)
 
     def _entered(self, setup: Setup, known: Remembered | None, side: Side) -> Remembered:
         """What is remembered, as this attempt begins with it."""
         if known is not None and known.attempt == setup.attempt:
-            return known
+            return self._counted(known)
         _LOG.info("run %s, attempt %d begins", setup.lineage, setup.attempt)
-        held = None
-        if side.start is not None and not side.hidden:
-            self._memory.keep_start(setup.lineage, side.start)
-            if setup.start and self._carried(setup, known) is None:
-                # Counted as before the beginning: it refuses to train on this, and is lent the model by another.
-                held = replace(side.start, version=_BEHIND)
-                _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
-        if known is None:
-            # Limits of one's own hold for all runs on these data; without them a run is held to its own target.
-            before = self._memory.spent() if self._home.policy is not None else 0.0
-            state = ClientState(self._home.client, spent=before, held=held)
-        else:
-            state = replace(known.state, held=held, pending=None)
+        held = None if side.hidden else side.start
+        if held is not None and setup.start and self._carried(setup, known) is None:
+            # Counted as before the beginning: it refuses to train on this, and is lent the model by another.
+            held = replace(held, version=_BEHIND)
+            _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
+        self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
+        before = ClientState(self._home.client) if known is None else known.state
+        # Keys belong to one attempt and its settings; what was answered and spent is never forgotten.
+        state = replace(before, keys=None, group=None, held=held, pending=None, seat=(), listed="", graph="", story="")
         entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
         self._keep(setup, entered)
-        return entered
+        return self._counted(entered)
+
+    def _counted(self, one: Remembered) -> Remembered:
+        """Limits of one's own hold for all runs on these data, however many a server opens and whenever it goes on with
+        which; without them a run is held to its own target."""
+        if self._home.policy is None:
+            return one
+        return replace(one, state=replace(one.state, spent=max(one.state.spent, self._memory.spent())))
 
     def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
         """The model that this client holds, as a file of its own."""
@@ -187,6 +202,24 @@ class Desk:
             config=dict(setup.settings),
             shape=None,
         )
+
+
+def _long_finished(setup: Setup, known: Remembered, request: Finish) -> bool:
+    """Whether a later attempt has begun with just what an earlier one's last sums lead to: the server that asks again
+    was itself interrupted since."""
+    held = known.state.held
+    carried = held is not None and held.version > _BEHIND
+    return carried and known.attempt > setup.attempt and known.base == setup.start + request.version
+
+
+def _check_name(setup: Setup, state: ClientState, request: Request) -> None:
+    """Hold a run's name to what this client was told: keys, masks and signatures are bound to the name."""
+    if not isinstance(request, (Hello, Directory)):
+        return
+    if not request.run.startswith(setup.name):
+        raise ProtocolError("a run's name does not say the settings that this client was told")
+    if state.keys is not None and state.keys.run != request.run:
+        raise ProtocolError("a run was given a second name in one attempt")
 
 
 def _request(content: bytes) -> Request:

@@ -21,6 +21,7 @@ from fedveil.engines.flower.setup import Setup
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import Gathered, RoundBegins, RoundDone, Steps
 from fedveil.protocol.asking import Ask
+from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.wire import decode, encode
 
@@ -29,7 +30,7 @@ _POLL = (0.05, 0.5)
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
 _NEWCOMERS = 60.0
-_GRACE = 5.0
+_GRACE = 2.0
 _GONE = {3, 4, 5, 8}
 """Flower's codes for: the message expired, so did its reply, the node is gone, its app process died."""
 
@@ -82,13 +83,14 @@ class FlowerEngine:
         self._client_of: dict[int, int] = {}
         self._turned_away: dict[int, float] = {}
         self._last_word = ""
-        self._pinned: set[int] = set()
+        self._rosters: dict[int, bytes] = {}
         self._overdue: dict[str, _Sent] = {}
 
     @property
     def pinned(self) -> bool:
-        """Whether every client of the run says that it knows the others' keys beforehand."""
-        return len(self._pinned) == self._clients
+        """Whether every client of the run says that it has the same roster of everybody's keys."""
+        said = set(self._rosters.values())
+        return len(self._rosters) == self._clients and len(said) == 1 and b"" not in said
 
     def drive(
         self,
@@ -131,13 +133,17 @@ class FlowerEngine:
         each = {client: encode(one) for client, one in ask.each.items() if client in reach}
         phase = self._phase(reach, common, each, what=what, number=number, setup=setup or self._setup)
         arrived: list[int] = []
-        for client, reply in phase.replies.items():
+        # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
+        for client, reply in ((one, phase.replies[one]) for one in ask.to if one in phase.replies):
             try:
                 ask.into.add(reply)
                 arrived.append(client)
-            except ProtocolError as reason:
+            except (ProtocolError, ConfigError) as reason:
                 phase.refused[client] = str(reason)
                 self._note("refused", client, f"the answer of client {client} was refused: {reason}", number)
+            except (ValueError, TypeError, RuntimeError, OverflowError):  # whatever a client sends ends no run
+                phase.refused[client] = "its answer is malformed"
+                self._note("refused", client, f"the answer of client {client} is malformed", number)
         missing = tuple(one for one in ask.to if one not in phase.refused and one not in phase.replies)
         for client in missing:
             self._note("missing", client, f"client {client} is missing ({what})", number)
@@ -173,7 +179,7 @@ class FlowerEngine:
         patience = min(self._deadline, _NEWCOMERS) if self._client_of else self._deadline
         nodes = {node: node for node in new}
         phase = self._phase(nodes, encode(call), {}, what="RollCall", number=None, patience=patience)
-        claims: dict[int, list[int]] = {}
+        claims: dict[int, list[tuple[int, Present]]] = {}
         for node in new:
             try:
                 if node not in phase.replies:
@@ -186,29 +192,31 @@ class FlowerEngine:
                     roster=self._roster,
                 )
             except ProtocolError as reason:
-                self._turned_away[node] = now
-                self._last_word = str(reason)
-                self._events.note("turned away", f"node {node} is not taken for a client: {reason}", node=node)
+                self._turn_away(node, str(reason))
                 continue
-            claims.setdefault(answer.client, []).append(node)
-            self._settle(node, answer)
-        for client, several in claims.items():
-            if len(several) > 1:
-                raise ConfigError(
-                    f"Nodes {several} all say that they are client {client}: give each SuperNode a folder of its own "
-                    "(fedveil-home), with a number of its own in client.toml."
-                )
-        return bool(claims)
+            claims.setdefault(answer.client, []).append((node, answer))
+        found = [self._settled(client, several, here) for client, several in claims.items()]
+        return any(found)
 
-    def _settle(self, node: int, answer: Present) -> None:
-        client = answer.client
+    def _settled(self, client: int, claims: list[tuple[int, Present]], here: set[int]) -> bool:
+        """Take a node for a client; returns whether it was. Nobody takes the number of one who is there."""
         before = self._node_of.get(client)
-        if before is not None and before != node:
+        if len(claims) > 1 or before in here:
+            whose = f"node {before} is" if before in here else "another node says that it is"
+            for node, _ in claims:
+                self._turn_away(node, f"it says that it is client {client}, and {whose}")
+            return False
+        ((node, answer),) = claims
+        if before is not None:
             self._client_of.pop(before, None)
-            self._turned_away[before] = time.monotonic()
             self._note("moved", client, f"client {client} is now behind node {node}, no longer {before}", None)
         self._node_of[client], self._client_of[node] = node, client
-        (self._pinned.add if answer.pinned else self._pinned.discard)(client)
+        self._rosters[client] = to_bytes(answer.roster)
+        return True
+
+    def _turn_away(self, node: int, reason: str) -> None:
+        self._turned_away[node], self._last_word = time.monotonic(), reason
+        self._events.note("turned away", f"node {node} is not taken for a client: {reason}", node=node)
 
     def _live(self) -> set[int]:
         return set(self._patiently(self._grid.get_node_ids))
@@ -233,15 +241,15 @@ class FlowerEngine:
             header = ConfigRecord({"setup": told, "patience": patience})
             content = RecordDict({HEADER: header, PARTS: ArrayRecord(parts)})
             group = "" if number is None else str(number + 1)
-            messages.append(Message(content, node, "train", ttl=patience + _GRACE, group_id=group))
+            # Flower takes no answer after this, so that "missing" means: never received.
+            messages.append(Message(content, node, "train", ttl=patience, group_id=group))
             order.append(_Sent(client, node, what, number))
         phase = _Phase()
         if not messages:
             return phase
-        until = time.monotonic() + patience
         identifiers = self._patiently(lambda: self._grid.push_messages(messages))
         sent = {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
-        pause = _POLL[0]
+        until, pause = time.monotonic() + patience + _GRACE, _POLL[0]
         while sent and time.monotonic() < until:
             replies = list(self._patiently(lambda: self._grid.pull_messages([*sent, *self._overdue])))
             for reply in replies:

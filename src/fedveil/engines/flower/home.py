@@ -26,12 +26,16 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "models": list,
     "idle_hours": (int, float),
     "socket": str,
-    "worker_user": str,
-    "courier_user": str,
+    "worker_user": (str, int),
+    "courier_user": (str, int),
     "device": str,
     "simulation": bool,
     "require": dict,
 }
+
+
+# What a server must not be able to switch on by itself: it would vouch for its own honesty, or leave noise out.
+_WEAKER = {"honest_arrivals": True, "skip_cancelling": True, "unmask": "on-dropout", "accounting": "paper"}
 
 
 class RequiredError(FedVeilError):
@@ -94,6 +98,13 @@ class Home:
             require={name.replace("-", "_"): value for name, value in require.items()},
         )
 
+    def stamp(self) -> tuple[tuple[str, int, int], ...]:
+        """When the files were changed that this was read from."""
+        given = _settings(self.path / _FILE)
+        named = [self.path / given[name] for name in ("data", "roster", "identity", "policy") if name in given]
+        found = [(one, one.stat()) for one in (self.path / _FILE, *named) if one.exists()]
+        return tuple((str(one), at.st_mtime_ns, at.st_size) for one, at in found)
+
     def accepts(self, config: RunConfig) -> RunConfig:
         """A run's settings as this client will use them; settings that its owner does not agree to are refused."""
         if config.simulated_secrets and not self.simulation:
@@ -108,6 +119,12 @@ class Home:
             value = defaults.get(name) if value is None else value
             if value not in allowed:
                 raise RequiredError(f"the run has {name} = {value!r}, and {self.path / _FILE} requires {allowed}")
+        for name, value in _WEAKER.items():
+            if getattr(config, name) == value and name not in self.require and not self.simulation:
+                raise RequiredError(
+                    f"{name} = {value!r} makes this client rely on the server's word, or its noise count for more than "
+                    f"it is: allow it under [require] in {self.path / _FILE} if that is meant"
+                )
         if not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model

@@ -21,6 +21,7 @@ from fedveil.protocol.stored import as_bytes, from_stored
 from fedveil.runs.files import write_atomically
 
 _KEY_BYTES = 32
+_EPOCH_BYTES = 8
 _RUN, _START, _SPENT = "run on Flower", "model a run begins with", "privacy spent in all runs"
 
 
@@ -46,11 +47,17 @@ class Remembered:
 
 
 class Memory:
-    """A client's sealed files in one folder, under a key of their own that lies beside them."""
+    """A client's sealed files in one folder, under a key of their own that lies beside them.
+
+    Each carries a number that grows with every write and stands, too, in a folder beside this one: files that were
+    restored from a backup are older than it says, and refused. Going back would use masks and noise a second time.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._epochs = folder.parent / "epochs"
+        for one in (folder, self._epochs):
+            one.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._key = _key(folder / "state.key")
 
     def recall(self, lineage: str, *, device: torch.device) -> Remembered | None:
@@ -79,9 +86,12 @@ class Memory:
         facts, tensors = from_stored(content)
         return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
 
-    def keep_start(self, lineage: str, held: Held) -> None:
-        """Remember the model that an attempt begins with."""
-        self._write(f"{lineage}.start", _START, as_bytes(held.facts(), held.tensors()))
+    def keep_start(self, lineage: str, held: Held | None) -> None:
+        """Remember the model that an attempt begins with; None: that it follows from something else."""
+        if held is None:
+            (self._folder / f"{lineage}.start.sealed").unlink(missing_ok=True)
+        else:
+            self._write(f"{lineage}.start", _START, as_bytes(held.facts(), held.tensors()))
 
     def spent(self) -> float:
         """μ² spent in all runs together."""
@@ -99,12 +109,30 @@ class Memory:
         except FileNotFoundError:
             return None
         try:
-            return unseal(sealed, key=self._key, purpose=f"{purpose} {name}")
+            content = unseal(sealed, key=self._key, purpose=f"{purpose} {name}")
         except ProtocolError as reason:
             raise DamagedError(f"{name}.sealed is damaged, or sealed under another key") from reason
+        if int.from_bytes(content[:_EPOCH_BYTES], "little") < self._epoch(name):
+            raise DamagedError(
+                f"{name}.sealed is older than what was written last: it was restored from a backup. Going on from it "
+                "would use masks and noise a second time. Delete it to take part in new runs."
+            )
+        return content[_EPOCH_BYTES:]
 
     def _write(self, name: str, purpose: str, content: bytes) -> None:
-        write_atomically(self._folder / f"{name}.sealed", seal(content, key=self._key, purpose=f"{purpose} {name}"))
+        epoch = self._epoch(name) + 1
+        numbered = epoch.to_bytes(_EPOCH_BYTES, "little") + content
+        write_atomically(self._folder / f"{name}.sealed", seal(numbered, key=self._key, purpose=f"{purpose} {name}"))
+        # Second: a kill in between leaves a file that is newer than the number, which is fine.
+        write_atomically(self._epochs / name, f"{epoch}\n")
+
+    def _epoch(self, name: str) -> int:
+        try:
+            return int((self._epochs / name).read_text())
+        except FileNotFoundError:
+            return 0
+        except ValueError as reason:
+            raise DamagedError(f"epochs/{name} is damaged") from reason
 
 
 def _placed(state: ClientState, device: torch.device) -> ClientState:

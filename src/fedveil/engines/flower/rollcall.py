@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,33 +30,42 @@ class RollCall(Request):
 @message
 @dataclass(frozen=True, eq=False)
 class Present(Reply):
-    """Node → server: a client's number; whether it pins everybody's keys (`pinned`), and its signature, if it has a
+    """Node → server: a client's number, the digest of its roster (empty: it has none), and its signature, if it has a
     signing key (else empty)."""
 
-    pinned: bool
+    roster: Tensor
     signature: Tensor
 
 
 RELEASES = (
     Release("rollcall.nonce", "server", ("clients",), "a random number for this question"),
     Release("present.client", "client", ("server",), "the client's number"),
-    Release("present.pinned", "client", ("server",), "whether it knows everybody's public keys beforehand"),
+    Release("present.roster", "client", ("server",), "which roster of public keys it has, if any"),
     Release("present.signature", "client", ("server",), "its signature on number and question"),
     Release("setup.settings", "server", ("clients",), "the run's settings"),
     Release("setup.facts", "server", ("clients",), "the shape of a sample and the number of outputs"),
     Release("setup.run", "server", ("clients",), "the run's name, attempt, and the version it begins with"),
-    Release("refusal.code", "client", ("server",), "why a client does not answer, as one of a few fixed codes"),
+    Release(
+        "refusal.code",
+        "client",
+        ("server",),
+        "why a client does not answer, as one of a few fixed codes; before the first round it follows from its owner's "
+        "own file and description of the data, not from samples",
+    ),
+    Release("flower.envelope", "client", ("server", "outsider"), "the node's id, sizes and times of its messages"),
+    Release("flower.group", "server", ("clients", "outsider"), "the round's number, on the envelope"),
 )
 """What the engine itself lets out, beside the scheme's own releases."""
 
 
-def present(client: int, call: RollCall, *, lineage: str, pinned: bool, identity: bytes | None) -> Present:
+def present(client: int, call: RollCall, *, lineage: str, roster: Roster | None, identity: bytes | None) -> Present:
     """A client's answer."""
     signature = b""
     if identity is not None:
         said = _statement(client, call.nonce, lineage)
         signature = Identity(StoredSecret(identity)).sign(said, purpose=_PURPOSE)
-    return Present(client, pinned, from_bytes(signature))
+    pinned = b"" if roster is None else hashlib.sha256(roster.to_toml().encode()).digest()
+    return Present(client, from_bytes(pinned), from_bytes(signature))
 
 
 def check_present(answer: Reply, call: RollCall, *, lineage: str, clients: int, roster: Roster | None) -> Present:

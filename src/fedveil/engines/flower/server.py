@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
 from functools import partial
 from pathlib import Path
@@ -40,10 +41,14 @@ _TRUST = (
 
 def serve(grid: Grid, context: Context) -> None:
     """One run, from the app's configuration to the summary in its folder."""
+    os.umask(0o077)  # the run folder holds the server's model
     try:
         _serve(grid, context)
     except FedVeilError as reason:
         tell("failed", text=str(reason), exit_code=reason.exit_code)
+        raise
+    except Exception as reason:
+        tell("failed", text=f"{type(reason).__name__}: {reason}", exit_code=1)
         raise
 
 
@@ -76,7 +81,9 @@ def _serve(grid: Grid, context: Context) -> None:
         standing = Standing.read(folder.relay_file)
         state.round = 0 if standing is None else standing.round
         state.attempt = folder.resume(config)
-        folder.rewind_metrics(state.round)
+        kept = folder.rewind_metrics(state.round)
+        if standing is not None and len(kept) < standing.round:  # killed between the two files
+            folder.append_metrics(standing.row)
         summary = train_into(job, folder, state, quiet=True, say=say, train=train)
     tell("done", out=str(folder.path), summary=summary)
 
@@ -147,16 +154,18 @@ def train_on_flower(
         events.note("resumed", f"the run goes on after round {state.round}", round=state.round, attempt=state.attempt)
         tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()
+    behind: tuple[int, ...] = ()
     if standing is not None and state.attempt:
-        bring_up_to_date(engine, standing, clients=config.clients)
-    job = dataclasses.replace(job, guard=dataclasses.replace(job.guard, roster=None, pinned=engine.pinned))
+        behind = bring_up_to_date(engine, standing, clients=config.clients)
     books = books_of(job, journal, state)
-    role = server_role(job, state, books.account)
+    role = server_role(job, state, books.account, name=setup.name, behind=behind)
 
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
-            Standing.of(role, setup, round=now.round).write(folder.relay_file)
+            Standing.of(role, setup, round=now.round, row=row).write(folder.relay_file)
         on_round(row, now)
         tell("round", **row)
 
-    return conduct(job, engine, role.run(), books, state=state, on_round=boundary, say=say)
+    outcome = conduct(job, engine, role.run(), books, state=state, on_round=boundary, say=say)
+    books.pinned = engine.pinned
+    return outcome

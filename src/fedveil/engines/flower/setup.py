@@ -72,3 +72,12 @@ class Setup:
     def digest(self) -> str:
         """SHA-256 over everything."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """How the run's name begins. Every key, mask and signature is bound to that name, so that clients who were told
+        different settings, or are in different attempts, share nothing.
+
+        A simulation protects nothing, and is to give the numbers of the local engine: its name says nothing.
+        """
+        return f"{self.digest()}." if self.settings.get("secrets") == "os" else ""

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fedveil import models
 from fedveil.config import RunConfig
 from fedveil.downlink import Blueprint
@@ -15,7 +13,7 @@ from fedveil.downlink.epsilon import draw_secret_epsilon
 from fedveil.engines.flower.home import Home
 from fedveil.engines.flower.setup import Setup
 from fedveil.engines.flower.sources import own_data
-from fedveil.errors import ConfigError, DataError, ProtocolError
+from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import ClientRole, Held, HolderRole
 from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
@@ -50,8 +48,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     config = home.accepts(config)
     facts = _facts(config, setup.facts)
     common = agreed(config, clients=config.clients, task=facts.task)
-    data = own_data(config, setup.facts, client=home.client, loader=home.data)
-    _check_targets(data, facts)
+    data = own_data(config, facts, client=home.client, loader=home.data)
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
     device = device_of(config)
 
@@ -103,14 +100,3 @@ def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
     if given["task"] not in ("classification", "regression"):
         raise ProtocolError("a run's setup names no task")
     return ModelFacts(config.model, config.model_options, tuple(shape), outputs, given["task"], vocabulary)
-
-
-def _check_targets(data: ClientData, facts: ModelFacts) -> None:
-    y = data.y
-    if facts.task == "classification":
-        if y.is_floating_point() or y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= facts.outputs:
-            raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
-    elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
-        raise DataError(f"the targets are not {facts.outputs} numbers per sample")
-    if facts.vocabulary is not None and (data.x.dtype != torch.int64 or int(data.x.max()) >= facts.vocabulary):
-        raise DataError("the samples are not token numbers of the run's vocabulary")

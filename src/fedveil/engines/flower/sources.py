@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -47,8 +46,12 @@ def described(config: RunConfig, module: str) -> Described:
     return Described(facts, _given_test(code, facts, module))
 
 
-def own_data(config: RunConfig, facts: Mapping[str, Any], *, client: int, loader: Path | None) -> ClientData:
-    """A client's side: its own loader's `client(number)`, or its share of the data set that the settings name."""
+def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path | None) -> ClientData:
+    """A client's side: its own loader's `client(number)`, or its share of the data set that the settings name.
+
+    What a run says of the data is compared with what the owner says (FACTS), and the data with that alone: whether a
+    client refuses a run then tells nothing about its samples.
+    """
     if loader is None:
         if config.dataset not in EMBEDDED:
             raise DataError(
@@ -65,11 +68,32 @@ def own_data(config: RunConfig, facts: Mapping[str, Any], *, client: int, loader
         )
         rows = parts[client].to(train.x.device)
         found = ClientData(client, train.x[rows], train.y[rows])
+        own = _facts(config, train.input_shape, train.outputs, train.task, train.vocabulary)
     else:
-        found = _loaded(config, _load_file(loader), client=client, task=facts["task"], where=loader)
-    if list(found.x.shape[1:]) != list(facts["input_shape"]):
-        raise DataError(f"a sample has shape {tuple(found.x.shape[1:])}, the run expects {facts['input_shape']}")
+        code = _load_file(loader)
+        own = _given_facts(config, code, str(loader))
+        found = _loaded(config, code, client=client, task=own.task, where=loader)
+    for name in ("input_shape", "outputs", "task", "vocabulary"):
+        said, ours = getattr(facts, name), getattr(own, name)
+        if said != ours:
+            raise DataError(f"the run is for data with {name} = {said}, and this client's have {ours}")
+    _check(found, own)
     return found
+
+
+def _check(data: ClientData, facts: ModelFacts) -> None:
+    x, y = data.x, data.y
+    if tuple(x.shape[1:]) != facts.input_shape:
+        raise DataError(f"a sample has shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}")
+    if facts.task == "classification":
+        if y.is_floating_point() or y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= facts.outputs:
+            raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
+    elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
+        raise DataError(f"the targets are not {facts.outputs} numbers per sample")
+    if facts.vocabulary is not None and (
+        x.dtype != torch.int64 or int(x.min()) < 0 or int(x.max()) >= facts.vocabulary
+    ):
+        raise DataError("the samples are not token numbers of the vocabulary that FACTS names")
 
 
 def _split(config: RunConfig) -> Split:

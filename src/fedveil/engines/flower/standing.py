@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedveil.engines.flower.engine import FlowerEngine
 from fedveil.engines.flower.parcel import pack, unpack
@@ -23,11 +24,15 @@ from fedveil.runs.files import write_atomically
 
 @dataclass(frozen=True, eq=False)
 class Standing:
-    """After `round` rounds clients hold, or will with `farewell`, what `setup`'s attempt has brought them to."""
+    """After `round` rounds clients hold, or will with `farewell`, what `setup`'s attempt has brought them to.
+
+    `row` are the last round's metrics, which may not have been written yet.
+    """
 
     round: int
     setup: Setup
     farewell: Finish
+    row: dict[str, Any]
 
     @property
     def reached(self) -> int:
@@ -35,13 +40,13 @@ class Standing:
         return self.setup.start + self.farewell.version
 
     @staticmethod
-    def of(role: RelayRole, setup: Setup, *, round: int) -> Standing:
+    def of(role: RelayRole, setup: Setup, *, round: int, row: dict[str, Any]) -> Standing:
         """How far a relay has come."""
-        return Standing(round, setup, Finish(*role.standing))
+        return Standing(round, setup, Finish(*role.standing), row)
 
     def write(self, path: Path) -> None:
         """Replace what was kept."""
-        facts = {"round": self.round, "setup": self.setup.to_text()}
+        facts = {"round": self.round, "setup": self.setup.to_text(), "row": self.row}
         write_atomically(path, pack(facts, {"farewell": encode(self.farewell)}))
 
     @staticmethod
@@ -55,15 +60,17 @@ class Standing:
             facts, parts = unpack(content)
             farewell = decode(parts["farewell"])
             assert isinstance(farewell, Finish)
-            return Standing(int(facts["round"]), Setup.parse(facts["setup"]), farewell)
+            return Standing(int(facts["round"]), Setup.parse(facts["setup"]), farewell, dict(facts["row"]))
         except (ProtocolError, KeyError, ValueError, AssertionError) as reason:
             raise CheckpointError(
                 f"{path} is damaged: the run cannot be resumed. Its clients have their models (in their own folders)."
             ) from reason
 
 
-def bring_up_to_date(engine: FlowerEngine, standing: Standing, *, clients: int) -> None:
-    """Give everybody the last sums of the earlier attempt, under its own keys; whoever lacks more is lent it later."""
+def bring_up_to_date(engine: FlowerEngine, standing: Standing, *, clients: int) -> tuple[int, ...]:
+    """Give everybody the last sums of the earlier attempt, under its own keys; returns who is not known to have them,
+    and has to be lent the model."""
     farewell = standing.farewell
     ask = Ask(tuple(range(clients)), farewell, Farewells(farewell.version))
-    engine.gather(ask, standing.setup)
+    done = engine.gather(ask, standing.setup)
+    return tuple(one for one in ask.to if one not in done.arrived)

@@ -1,0 +1,1 @@
+"""What it takes to run FedVeil on Flower: app folders, client homes, certificates, and a cluster on one machine."""

@@ -1,0 +1,130 @@
+"""The Flower app folder: what `flwr run` ships. It names FedVeil's two apps and holds a run's settings."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.deploy.templates import DATA, GITIGNORE, PYPROJECT, README
+from fedveil.engines.flower.settings import FURTHER, Extras, flattened, override, settings_of
+from fedveil.errors import ConfigError
+
+DATA_MODULE = "fedveil_data"
+_ALWAYS_SHOWN = ("scheme", "dataset", "model", "clients", "rounds", "lr", "batch_size", "checkpoint_every")
+_ON_ONE_MACHINE = ("identities", "policy", "simulate_dropout", "vectorise")
+_LONGEST_NAME = 32
+
+
+def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False, deadline: float = 600.0) -> Path:
+    """Write an app folder for these settings; returns its pyproject.toml. A folder that holds anything is refused.
+
+    `own_data` adds a module that describes data of one's own, as every client's worker loads it.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} holds something already: give a new or empty folder.")
+    for name in _ON_ONE_MACHINE:
+        if getattr(config, name) not in (None, 0.0, False):
+            raise ConfigError(
+                f"{name} belongs to a run on one machine. On Flower each client has its own key and policy in its "
+                "home (`fedveil flower client`), and clients that vanish do so by themselves."
+            )
+    extras = Extras(deadline=deadline, data=DATA_MODULE if own_data else "")
+    shown = {
+        one.name: getattr(config, one.name)
+        for one in fields(RunConfig)
+        if one.name in _ALWAYS_SHOWN or (getattr(config, one.name) != _default(one) and one.name != "model_options")
+    }
+    if own_data:
+        shown.pop("dataset")
+    name = _project_name(folder)
+    filled = {
+        "name": name,
+        "settings": "\n".join(f"{key.replace('_', '-')} = {_toml(value)}" for key, value in shown.items()),
+        "deadline": _toml(extras.deadline),
+        "data": _toml(extras.data),
+        "further": FURTHER,
+        "options": _table(config.model_options),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    project = folder / "pyproject.toml"
+    project.write_text(_fill(PYPROJECT, filled), encoding="utf-8")
+    (folder / ".gitignore").write_text(GITIGNORE, encoding="utf-8")
+    place = {"name": name, "folder": folder.name, "clients": str(config.clients), "scheme": config.scheme}
+    (folder / "README.md").write_text(_fill(README, place), encoding="utf-8")
+    if own_data:
+        (folder / f"{DATA_MODULE}.py").write_text(_fill(DATA, place), encoding="utf-8")
+    return project
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to be submitted."""
+
+    config: RunConfig
+    extras: Extras
+    override: str
+    """A TOML document for `flwr run --run-config`; empty where the app is run as it is."""
+
+
+def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
+    """The run that an app folder and these changes (settings and extras) describe, checked before anybody sees it."""
+    project = Path(folder) / "pyproject.toml"
+    try:
+        config = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+        stored = flattened(config)
+    except OSError as reason:
+        raise ConfigError(
+            f"{folder} is no app folder: {project} cannot be read ({reason.strerror}). Make one with "
+            "`fedveil flower init`."
+        ) from reason
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise ConfigError(
+            f"{project} is no Flower app's: it has no valid [tool.flwr.app.config] ({reason}). Make a folder with "
+            "`fedveil flower init`."
+        ) from reason
+    if changes and FURTHER not in stored:
+        raise ConfigError(
+            f'{project} has no key {FURTHER} = "" in [tool.flwr.app.config], which carries changes: add it.'
+        )
+    merged = override(stored, changes) if changes else ""
+    settings, extras = settings_of({**stored, **(tomllib.loads(merged) if merged else {})})
+    return Prepared(settings, extras, merged)
+
+
+def _default(one: Any) -> object:
+    return one.default if one.default is not MISSING else one.default_factory()
+
+
+def _project_name(folder: Path) -> str:
+    name = folder.resolve().name
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]*", name) or len(name) > _LONGEST_NAME:
+        raise ConfigError(
+            f"Flower wants an app folder named with letters, digits and hyphens, a letter first, at most "
+            f"{_LONGEST_NAME} of them (got {name!r}). Give another name."
+        )
+    return name
+
+
+def _fill(template: str, values: dict[str, str]) -> str:
+    # Not str.format: the templates are TOML and Python, which use braces themselves.
+    return re.sub(r"<<(\w+)>>", lambda found: values[found[1]], template)
+
+
+def _table(options: dict[str, Any]) -> str:
+    if not options:
+        return ""
+    lines = [f"{json.dumps(key)} = {_toml(value)}" for key, value in options.items()]
+    return "\n".join(["", "[tool.flwr.app.config.model-options]", *lines, ""])
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
