@@ -18,8 +18,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 400
 
 LEAVES = {"errors", "flat", "secrets", "version", "config", "data", "models"}
-# cli → api, trials, deploy → engines.flower → runs → audit, schemes, engines → protocol → downlink, work, uplink, ledger
-# → crypto, leaves below. The Flower engine carries whole runs, so it stands above them; the local one below.
+# cli → api, trials, deploy → engines.flower → runs → audit, schemes, engines → protocol → downlink, work, uplink,
+# ledger → crypto, leaves below. The Flower engine carries whole runs, so it stands above them; the local one below.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -80,7 +80,7 @@ def modules_imported(tree: ast.AST, package: list[str]) -> Iterator[str]:
 def parts_imported(source: str, path: Path) -> set[str]:
     package = ["fedveil", *path.relative_to(ROOT).parts[:-1]]
     names = [name.split(".") for name in modules_imported(ast.parse(source), package)]
-    # The second word is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`; or two words.
+    # The second word is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`; or two.
     ours = {
         two if (two := ".".join(name[1:3])) in MAY_IMPORT else name[1]
         for name in names

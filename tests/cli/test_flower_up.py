@@ -27,6 +27,8 @@ from flower_echo import create_echo
 FEDVEIL = [sys.executable, "-P", "-m", "fedveil", "flower"]
 ENV = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Up:
@@ -111,7 +113,6 @@ def test_a_run_that_fails_ends_with_its_words_and_its_exit_code(up: Up, tmp_path
     assert done.stderr == "error: 13 brings bad luck\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2], ids=["watching", "run"])
 def test_ctrl_c_stops_watching_and_twice_stops_the_run(up: Up, tmp_path: Path, times: int) -> None:
     echo = create_echo(tmp_path / "echo")

@@ -53,6 +53,7 @@ def rounds_of(events: list[dict[str, Any]]) -> list[int]:
     return [one["round"] for one in events if one["event"] == "round"]
 
 
+@pytest.mark.slow
 def test_a_run_passes_through_every_node_and_survives_a_superlink_that_is_killed(cluster: Cluster, echo: Path) -> None:
     said: list[str] = []
     followed = submission(cluster, said)
@@ -66,6 +67,7 @@ def test_a_run_passes_through_every_node_and_survives_a_superlink_that_is_killed
     assert all(one["homes"] == homes_of(cluster) for one in events if one["event"] == "round")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_so_and_one_that_breaks_is_quoted(cluster: Cluster, echo: Path) -> None:
     *_, last = submission(cluster).events(echo, override({}, {"seed": 13}))
     assert last == {"event": "failed", "text": "13 brings bad luck", "exit_code": 6}
@@ -73,11 +75,13 @@ def test_a_run_that_fails_says_so_and_one_that_breaks_is_quoted(cluster: Cluster
         list(submission(cluster).events(echo, override({}, {"seed": 17})))
 
 
+@pytest.mark.slow
 def test_what_flower_does_not_take_is_quoted(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(FlowerError, match=r"did not take the run: .*pyproject\.toml"):
         list(submission(cluster).events(tmp_path, ""))
 
 
+@pytest.mark.slow
 def test_a_node_that_is_killed_comes_back(cluster: Cluster, echo: Path) -> None:
     node = cluster.processes[-1]
     before = node.pid
@@ -87,18 +91,21 @@ def test_a_node_that_is_killed_comes_back(cluster: Cluster, echo: Path) -> None:
     assert node.pid not in (None, before)
 
 
+@pytest.mark.slow
 def test_a_second_cluster_in_the_same_folder_is_refused(cluster: Cluster) -> None:
     with pytest.raises(ConfigError, match=r"up in .* already"):
         Cluster(cluster.places.folder, nodes=2).start()
     assert all(one.alive for one in cluster.processes), "the first one is not harmed"
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_named(cluster: Cluster, tmp_path: Path) -> None:
     port = int(cluster.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"Port {port} is taken"):
         Cluster(tmp_path, nodes=1, port=port).start()
 
 
+@pytest.mark.slow
 def test_a_superlink_that_does_not_start_is_quoted_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "superlink.db").write_text("this is no database, and long enough to be recognised as none" * 20)
     before = set(descendants(os.getpid()))
@@ -107,6 +114,7 @@ def test_a_superlink_that_does_not_start_is_quoted_and_leaves_nothing(tmp_path: 
     assert set(descendants(os.getpid())) <= before
 
 
+@pytest.mark.slow
 def test_tls_is_not_changed_under_a_folder(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"port": free_port(), "nodes": 1, "tls": True}))
     with pytest.raises(ConfigError, match="was made with TLS"):
@@ -115,6 +123,7 @@ def test_tls_is_not_changed_under_a_folder(tmp_path: Path) -> None:
         Cluster(tmp_path, nodes=0)
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"

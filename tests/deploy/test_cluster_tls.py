@@ -21,6 +21,8 @@ from fedveil.deploy.processes import free_port
 from fedveil.deploy.submission import Submission
 from flower_echo import create_echo
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -86,7 +88,6 @@ def test_registered_nodes_are_known_after_a_new_start(tmp_path: Path) -> None:
     assert said.count("registering node 0") == 1
 
 
-@pytest.mark.slow
 def test_a_node_that_is_killed_is_let_in_again_once_its_heartbeat_is_missed(cluster: Cluster) -> None:
     cluster.kill_node(0)
     cluster.start_node(0)

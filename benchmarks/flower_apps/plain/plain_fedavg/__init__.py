@@ -1,0 +1,1 @@
+"""Plain federated averaging, written directly on Flower."""

@@ -1,0 +1,307 @@
+"""docs/results/flower.md, written from the measurements."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.flower_rounds import FLOOR, OURS, PLAIN
+from benchmarks.flower_simulation import SIZES
+from benchmarks.flower_store import Measured, Store
+from benchmarks.tables import markdown
+
+BOUND = 1.15
+_MIB = 1 << 20
+_AGAINST = {1: ("plain, our polling", "plain, stock polling")}
+_AGAINST[2] = ("plain with evaluation, our polling", "plain with evaluation, stock polling")
+_SHOWN = {
+    FLOOR: "Flower alone: clients send back what they got, no torch, our polling",
+    "plain, stock polling": "plain FedAvg, Flower's polling (every 3 s)",
+    "plain, our polling": "plain FedAvg, our polling (0.05 to 0.5 s)",
+    "plain with evaluation, stock polling": "plain FedAvg and a phase of evaluation, Flower's polling",
+    "plain with evaluation, our polling": "plain FedAvg and a phase of evaluation, our polling",
+}
+
+
+def page(store: Store) -> str:
+    """The whole page; parts that were not measured are left out."""
+    parts = [*_title(store), *_rounds(store), *_simulation(store), *_load(store), *_crowd(store)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _title(store: Store) -> Iterator[str]:
+    machine = store.get("machine") or {}
+    packages = ", ".join(f"{name} {one}" for name, one in machine.get("packages", {}).items())
+    yield "# On Flower: what a round costs\n"
+    yield (
+        f"Digits, an mlp (26,122 parameters), square loss, one full-batch gradient per round, {machine.get('cores')} "
+        f"cores, Python {machine.get('python')}, {packages}, one thread per process. Written by "
+        "`python -m benchmarks.flower` from `flower.json`."
+    )
+    loads = [one for found in store.named("").values() for one in found.get("load", ())]
+    if loads:
+        yield (
+            f"\n**Other work ran on the machine.** The load average beside the measurements, which counts their own "
+            f"processes too, was {min(loads):.1f} to {max(loads):.1f} (median {statistics.median(loads):.1f}): seconds "
+            "are larger than on a quiet machine, and ratios of seconds are rough. Processor time, where it is given, "
+            "depends on the load much less."
+        )
+    for note in (store.get("notes") or {}).get("texts", ()):
+        yield f"\n{note}"
+
+
+def later(found: Measured) -> list[float]:
+    """Seconds of the rounds after the first, which holds what happens once."""
+    return [float(one) for one in found["seconds"][1:]]
+
+
+def _passes(store: Store, name: str) -> list[Measured]:
+    return [one for key, one in sorted(store.named("deployment/").items()) if key.partition("/")[2] == name]
+
+
+def _middle(found: Sequence[Measured]) -> float:
+    return statistics.median(second for one in found for second in later(one))
+
+
+def _processor(found: Sequence[Measured]) -> float | None:
+    known = [one["processor"] for one in found if one.get("processor") is not None]
+    return statistics.mean(known) if known else None
+
+
+def _rounds(store: Store) -> Iterator[str]:
+    measured = {name: found for name in (FLOOR, *PLAIN, *OURS) if (found := _passes(store, name))}
+    if not measured:
+        return
+    clients = next(iter(measured.values()))[0]["clients"]
+    yield f"\n## Seconds per round, {clients} clients, real SuperLink and SuperNodes\n"
+    yield (
+        "`python -m benchmarks.flower --parts rounds` (one cluster, the candidates in turns, the first round of each "
+        "left out)\n"
+    )
+    yield from _rounds_table(store, measured, clients)
+    yield (
+        "\nProcessor seconds are those of all processes of the cluster, server and clients. Every message starts a "
+        "process on Flower. Plain FedAvg's loads torch in it; FedVeil's hands the message to a worker that has loaded "
+        "torch already, which is why it can be below plain FedAvg. Against *Flower alone* FedVeil's own part shows."
+    )
+    yield "\n**Overhead over plain FedAvg with as many phases**, ratio of the medians (bound: at most 1.15):\n"
+    yield from _ratios(measured)
+
+
+def _rounds_table(store: Store, measured: dict[str, list[Measured]], clients: int) -> Iterator[str]:
+    rows = []
+    for name in ("fedavg", "veil-secagg, always"):
+        found = store.get(f"here/{clients}/{name}")
+        if found is not None:
+            rows.append(
+                [f"{name}, local engine, all clients in one process", "–", *_figures([found]), "", _load_of([found])]
+            )
+    for name, found in sorted(
+        measured.items(), key=lambda item: (item[1][0]["phases"], list(_SHOWN).count(item[0]) == 0)
+    ):
+        used = _processor(found)
+        cells = [_SHOWN.get(name, f"FedVeil, {name}"), str(found[0]["phases"]), *_figures(found)]
+        rows.append([*cells, "" if used is None else f"{used:.1f}", _load_of(found)])
+    yield markdown(["what", "phases", "seconds per round", "range", "rounds", "processor seconds", "load"], rows)
+
+
+def _figures(found: Sequence[Measured]) -> list[str]:
+    seconds = [one for each in found for one in later(each)]
+    return [
+        _seconds(statistics.median(seconds)),
+        f"{_seconds(min(seconds))}–{_seconds(max(seconds))}",
+        str(len(seconds)),
+    ]
+
+
+def _load_of(found: Sequence[Measured]) -> str:
+    return "–".join(f"{one:.0f}" for one in (min(min(x["load"]) for x in found), max(max(x["load"]) for x in found)))
+
+
+def _ratios(measured: dict[str, list[Measured]]) -> Iterator[str]:
+    rows = []
+    for name in OURS:
+        if name not in measured:
+            continue
+        phases, ours = measured[name][0]["phases"], _middle(measured[name])
+        for against in _AGAINST[phases]:
+            if against in measured:
+                ratio = ours / _middle(measured[against])
+                used, theirs = _processor(measured[name]), _processor(measured[against])
+                processor = "" if used is None or not theirs else f"{used / theirs:.2f}"
+                verdict = "within" if ratio <= BOUND else "above"
+                rows.append([f"FedVeil, {name}", _SHOWN[against], f"{ratio:.2f}", processor, verdict])
+        if FLOOR in measured:
+            ratio = ours / (phases * _middle(measured[FLOOR]))
+            used, theirs = _processor(measured[name]), _processor(measured[FLOOR])
+            processor = "" if used is None or not theirs else f"{used / (phases * theirs):.2f}"
+            rows.append(
+                [f"FedVeil, {name}", f"Flower alone, {phases} phase{'s' * (phases > 1)}", f"{ratio:.2f}", processor, ""]
+            )
+    yield markdown(["what", "against", "seconds", "processor time", f"≤ {BOUND}"], rows)
+    pair = ("veil-secagg, on-dropout", "veil-secagg, always")
+    if all(one in measured for one in pair):
+        one, two = (_middle(measured[name]) for name in pair)
+        yield (
+            f'\nThe second phase of `unmask = "always"` costs {two - one:.1f} s a round ({_seconds(one)} → '
+            f"{_seconds(two)}); without it, clients trust the server to be honest about who arrived."
+        )
+
+
+def _simulation(store: Store) -> Iterator[str]:
+    rows = []
+    for clients in SIZES:
+        theirs = store.get(f"simulation/{clients}")
+        ours = {name: store.get(f"beside/{clients}/{name}") for name in ("fedavg", "veil-secagg, always")}
+        if theirs is None or "skipped" in theirs:
+            if theirs is not None:
+                yield f"\nPlain FedAvg on Ray with {clients} clients was left out: {theirs['skipped']}."
+            continue
+        ray = statistics.median(later(theirs))
+        cells = [str(clients), _seconds(ray)]
+        for found in ours.values():
+            middle = statistics.median(later(found)) if found else None
+            cells += ["–", "–"] if middle is None else [_seconds(middle), f"{ray / middle:.2f}"]
+        rows.append([*cells, _load_of([theirs, *(one for one in ours.values() if one)])])
+    if not rows:
+        return
+    yield "\n## Flower's simulation beside the local engine\n"
+    yield (
+        "`python -m benchmarks.flower --parts simulation` in an environment with `flwr[simulation]` (plain FedAvg on "
+        "Ray with one core per client, so all cores work; the local engine in one process with one thread)\n"
+    )
+    columns = [
+        "clients",
+        "plain on Ray, s",
+        "fedavg here, s",
+        "Ray / here",
+        "veil-secagg (always) here, s",
+        "Ray / here",
+        "load",
+    ]
+    yield markdown(columns, rows)
+    yield "\nThe grid of the simulation looks for replies every 0.1 s, so its rounds come in steps of that."
+
+
+def _load(store: Store) -> Iterator[str]:
+    for name, found in store.named("load/").items():
+        yield f"\n## {name} clients on one machine, ten rounds of veil-secagg\n"
+        if "skipped" in found:
+            yield f"Left out: {found['skipped']}."
+            continue
+        yield "`python -m benchmarks.flower --parts load` (real processes, two phases a round, nice 5)\n"
+        phases: list[Measured] = found["phases"]
+        rows = []
+        for what in dict.fromkeys(one["what"] for one in phases):
+            seconds = [one["seconds"] for one in phases if one["what"] == what and one["seconds"] is not None]
+            work = [one["in workers"] for one in phases if one["what"] == what]
+            spread = f"{_seconds(min(seconds))}–{_seconds(max(seconds))}" if seconds else "–"
+            middle = _seconds(statistics.median(seconds)) if seconds else "–"
+            rows.append([what, str(len(work)), middle, spread, _seconds(statistics.median(work))])
+        yield markdown(["phase", "how often", "seconds", "range", "of it in workers, summed over clients"], rows)
+        yield (
+            f"\nA round: {_seconds(statistics.median(later(found)))} s (median after the first); the whole run "
+            f"{found['whole']:.0f} s; starting the cluster {found['started']:.0f} s; load {_load_of([found])}.\n"
+        )
+        yield from _memory(found)
+
+
+def _memory(found: Measured) -> Iterator[str]:
+    samples: list[dict[str, Any]] = found["memory"]
+    ends = [one["ended"] for one in found["phases"] if one["what"] == "Unmask"]
+    if len(ends) < 2:
+        return
+    first, last = _around(samples, ends[0]), _around(samples, ends[-1])
+    peak = max(samples, key=lambda one: sum(kind["share"] for kind in one["kinds"].values()))
+    rows = []
+    for kind in sorted({kind for one in samples for kind in one["kinds"]}):
+        most = max((one["kinds"].get(kind, {}).get("resident", 0) for one in samples), default=0)
+        count = max(one["kinds"].get(kind, {}).get("processes", 0) for one in samples)
+        early, late = (
+            sum(s["kinds"].get(kind, {}).get("share", 0) for s in group) / len(group) for group in (first, last)
+        )
+        growth = (late - early) / (len(ends) - 1)
+        steady = kind not in ("client app", "other")
+        rows.append(
+            [
+                kind,
+                str(count),
+                f"{most / _MIB:,.0f}",
+                f"{peak['kinds'].get(kind, {}).get('share', 0) / _MIB:,.0f}",
+                f"{growth / _MIB:+,.1f}" if steady else "–",
+            ]
+        )
+    total = sum(kind["share"] for kind in peak["kinds"].values())
+    whole = max(sum(kind["resident"] for kind in one["kinds"].values()) for one in samples)
+    columns = [
+        "kind",
+        "processes, at most",
+        "resident, MiB, at most",
+        "share at the peak, MiB",
+        "growth per round, MiB",
+    ]
+    yield markdown(columns, rows)
+    yield (
+        f"\nAll together: {total / _MIB:,.0f} MiB at the peak with shared pages divided up, {whole / _MIB:,.0f} MiB as "
+        "the sum of resident sizes. Growth is of the summed share, from the first round to the last. On disk "
+        "afterwards: " + ", ".join(f"{what} {size / _MIB:.1f} MiB" for what, size in found["disk"].items()) + "."
+    )
+
+
+def _around(samples: list[dict[str, Any]], moment: float) -> list[dict[str, Any]]:
+    return sorted(samples, key=lambda one: abs(one["at"] - moment))[:3]
+
+
+def _crowd(store: Store) -> Iterator[str]:
+    kinds = (("10", "crowd/"), ("1", "crowd-m1/"))
+    every = [(int(name), m, one) for m, start in kinds for name, one in store.named(start).items()]
+    measured = [one for one in every if "skipped" not in one[2]]
+    if not measured:
+        return
+    yield "\n## Hundreds of clients: one round of veil-secagg through an in-process Grid\n"
+    yield (
+        "`python -m benchmarks.flower --parts crowd` (engine, messages, parcels, desks and sealed state are real; "
+        "Flower's processes, network and serialisation are left out; all clients share one process, one after the "
+        "other)\n"
+    )
+    names = [one["what"] for one in measured[0][2]["phases"]]
+    rows = []
+    for clients, groups, found in sorted(measured, key=lambda one: (-int(one[1]), one[0])):
+        phases = [f"{one['all']:.1f} ({one['server after']:.1f})" for one in found["phases"]]
+        each = 1000 * found["total"] / clients
+        memory = (found["peak"] - found["resident before"]) / clients
+        up, down = (sum(one[way] for one in found["phases"]) / clients for way in ("up", "down"))
+        cells = [str(clients), groups, *phases, f"{found['total']:.1f}", f"{each:.0f}"]
+        rows.append([*cells, f"{memory / _MIB:.1f}", f"{down / 1e6:.2f} / {up / 1e6:.2f}", _load_of([found])])
+    columns = [
+        "clients",
+        "m",
+        *names,
+        "all, processor s",
+        "ms a client",
+        "MiB a client",
+        "MB down / up a client",
+        "load",
+    ]
+    yield markdown(columns, rows)
+    yield (
+        "\nProcessor seconds per phase, in brackets what the server then needs alone. Memory is the process's peak, "
+        "desks and server together. m is the number of secret γ (`head_groups`), which sets how long an upload is."
+    )
+    for clients, groups, found in every:
+        if "skipped" in found:
+            yield f"\n{clients} clients with m = {groups} were left out: {found['skipped']}."
+    for name, found in store.named("profile/").items():
+        whole = f"cProfile, whose own cost is in it; {found['total']:.0f} s in all"
+        yield f"\nWhere the time goes with {name} clients, m = {found.get('groups', 10)} ({whole}):\n"
+        top = [one for one in found["heaviest"] if one["own"] > 0.01 * found["total"]]
+        rows = [
+            [f"`{one['where']}`", f"{one['calls']:,}", f"{one['own']:.1f}", f"{one['within']:.1f}"]
+            for one in sorted(top, key=lambda one: -one["own"])[:15]
+        ]
+        yield markdown(["where", "calls", "own seconds", "with what it calls"], rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value < 1 else f"{value:.1f}"
