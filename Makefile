@@ -4,13 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup run test test-all check bench clean
+.PHONY: setup run test test-all check docs bench clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,he,flower,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[images,plots,accounting,report,tensorboard,mlflow,he,flower,docs,dev]'
 	@touch $@
 
 run: setup
@@ -30,8 +30,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Pages that follow from the code are written again first; the site then opens from disk, site/index.html (its search
+# needs a server: python -m http.server -d site).
+docs: setup
+	$(BIN)/python -m tools.command_page
+	$(BIN)/python -m tools.architecture_picture
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

@@ -63,12 +63,13 @@ def train(
     there as they come, and `resume=True` continues from the newest checkpoint. `model` itself is left
     as it was.
 
-    >>> import torch, fedveil
-    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-    >>> data = [(torch.randn(20, 4), torch.randint(0, 2, (20,))) for _ in range(3)]
-    >>> result = fedveil.train(net, data, scheme="lossless", rounds=2, seed=1, progress=False)
-    >>> len(result.metrics)
-    2
+    Examples:
+        >>> import torch, fedveil
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> data = [(torch.randn(20, 4), torch.randint(0, 2, (20,))) for _ in range(3)]
+        >>> result = fedveil.train(net, data, scheme="lossless", rounds=2, seed=1, progress=False)
+        >>> len(result.metrics)
+        2
     """
     for name in _GIVEN_OTHERWISE:
         if name in settings:

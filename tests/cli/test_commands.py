@@ -15,7 +15,10 @@ from fedveil.schemes import schemes
 from fedveil.version import __version__
 from shell import fedveil
 
-COMMANDS = ("run", "audit", "ledger", "keys", "demo", "inspect", "schemes", "models", "export", "predict", "reproduce")
+COMMANDS = (
+    *("run", "compare", "audit", "report", "ledger", "keys", "demo", "inspect"),
+    *("schemes", "models", "export", "predict", "reproduce", "doctor"),
+)
 SMALL = ("--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
 NETS = """
 from torch import nn

@@ -144,11 +144,14 @@ def test_sampling_is_judged_by_the_crossing() -> None:
     figures = {}
     for clients in (20, 50, 100):
         for rate in (0.1, 0.3, 0.5):
+            figures[sampling._name(clients, rate, "fedavg")] = 90.0
             figures[sampling._name(clients, rate, "ldp")] = 70.0
             figures[sampling._name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
     assert find("nadp-fig3").report(results(figures), False).verdict == "reproduced"
     figures[sampling._name(20, 0.1, "nadp")] = 71.0
     assert "LDP is ahead at N = 20" in find("nadp-fig3").report(results(figures), False).verdict
+    figures[sampling._name(50, 0.1, "fedavg")] = 11.0
+    assert "without DP the model trains" in find("nadp-fig3").report(results(figures), False).verdict
 
 
 def test_dropouts_are_judged_by_what_they_cost() -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import typer
 
 from fedveil.cli.audit import audit
+from fedveil.cli.compare import compare
 from fedveil.cli.demo import demo
+from fedveil.cli.doctor import doctor
 from fedveil.cli.export import export
 from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
 from fedveil.cli.predict import predict
+from fedveil.cli.report import report
 from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import run
 from fedveil.cli.schemes import models, schemes
+from fedveil.cli.tracking import Command
 from fedveil.version import __version__
 
 app = typer.Typer(
     name="fedveil",
     help="Bidirectional privacy in federated learning: data privacy proven, model secrecy measured.",
-    epilog="Start with: fedveil demo · fedveil run --scheme lossless --dataset digits --seed 1 --out runs/first",
+    epilog="Start with: fedveil demo · fedveil run --scheme lossless --dataset digits --seed 1 --out runs/first\n\n"
+    "Exit codes: 0 fine · 1 files, or a problem found · 2 settings · 3 data · 4 network · 5 NaN · 6 protocol · "
+    "7 run folder · 8 missing extra · 9 attack · 130 interrupted",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -40,6 +46,9 @@ def top(
     """Bidirectional privacy in federated learning: data privacy proven, model secrecy measured."""
 
 
-for command in (run, audit, ledger, keys, demo, inspect, schemes, models, export, predict, reproduce):
-    app.command()(command)
+for command in (
+    *(run, compare, audit, report, ledger, keys, demo, inspect),
+    *(schemes, models, export, predict, reproduce, doctor),
+):
+    app.command(cls=Command)(command)
 app.add_typer(flower)

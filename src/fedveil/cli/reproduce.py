@@ -14,11 +14,13 @@ import typer
 from fedveil.cli.tables import aside, plainly, table
 
 if TYPE_CHECKING:
-    from fedveil.reproduce import Report, Tick
+    from fedveil.reproduce import Outcome, Report, Tick
+
+RESULTS = Path("docs/results")
 
 
 def reproduce(
-    name: str | None = typer.Argument(None, help="An entry (see --list)."),
+    name: str | None = typer.Argument(None, help="An entry (see --list), or all."),
     list_entries: bool = typer.Option(False, "--list", help="List the entries and stop."),
     quick: bool = typer.Option(False, "--quick", help="A small form for two CPU cores and a few minutes."),
     full: bool = typer.Option(False, "--full", help="Also the cells that are not run by default."),
@@ -29,11 +31,14 @@ def reproduce(
     ),
     device: str = typer.Option("cpu", help="cpu or cuda."),
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for figures; cells found there are not run again."),
-    json: bool = typer.Option(False, "--json", help="With --list: as data."),
+    page: Path | None = typer.Option(None, help="Write the page of all stored results here and stop."),
+    results: Path = typer.Option(RESULTS, "--from", help="With --page and --list: the folder of stored results."),
+    json: bool = typer.Option(False, "--json", help="As data: the list, or the verdict."),
 ) -> None:
     """Run a paper's table or figure again, beside its printed numbers, with a verdict.
 
-    Each cell is saved as soon as it is done: the same command goes on where it was stopped.
+    Each cell is saved as soon as it is done: the same command goes on where it was stopped. `all` runs every entry;
+    one that fails does not end the others.
 
     [bold]Examples[/bold]
 
@@ -44,18 +49,36 @@ def reproduce(
       fedveil reproduce nadp-table1 --quick --data data
 
       fedveil reproduce nadp-table1 --only 'fashion-mnist/n100/*' --device cuda --seeds 3
+
+      fedveil reproduce all --quick --data data
+
+      fedveil reproduce --page docs/reproduction.md --from docs/results
     """
     from fedveil.errors import ConfigError
-    from fedveil.reproduce import entries
+    from fedveil.reproduce import ALL, entries, reproduce_all
     from fedveil.reproduce import reproduce as run
 
+    if page is not None:
+        _write_page(page, results)
+        return
     if list_entries or (json and name is None):
-        _show_entries(json)
+        _show_entries(json, results)
         return
     if name is None:
         known = ", ".join(entry.name for entry in entries())
         raise ConfigError(f"Name what to run again: {known}. `fedveil reproduce --list` says what each is.")
     patterns = [one.strip() for one in (only or "").split(",") if one.strip()]
+    if name == ALL:
+        if patterns:
+            raise ConfigError("--only names cells of one entry: name the entry instead of all.")
+        with _bar() as tick:
+            outcomes = reproduce_all(
+                out=out, device=device, data=data, quick=quick, full=full, seeds=seeds, say=aside, tick=tick, done=_told
+            )
+        _show_all(outcomes, out, json=json)
+        if any(one.report is None for one in outcomes):
+            raise typer.Exit(1)
+        return
     with _bar() as tick:
         report = run(
             name,
@@ -69,28 +92,74 @@ def reproduce(
             say=aside,
             tick=tick,
         )
-    _show(report)
-
-
-def _show_entries(json: bool) -> None:
-    from fedveil.reproduce import entries
-
-    fields = ("name", "paper", "what", "takes", "needs")
-    found = [tuple(str(getattr(entry, one)) for one in fields) for entry in entries()]
     if json:
-        rows = [dict(zip(fields, row, strict=True)) for row in found]
+        typer.echo(json_module.dumps(report.as_data(), indent=2, ensure_ascii=False))
+    else:
+        _show(report)
+
+
+def _write_page(path: Path, results: Path) -> None:
+    from fedveil.errors import DataError
+    from fedveil.reproduce import page
+    from fedveil.runs.files import write_atomically
+
+    if not any(results.glob("*.json")):
+        raise DataError(f"{results} holds no stored results: name the folder with --from.")
+    text = page(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text)
+    plainly(f"{path}: written from {results}")
+
+
+def _show_entries(json: bool, results: Path) -> None:
+    from fedveil.reproduce import entries, stored_result
+
+    fields = ("name", "paper", "what", "takes_quick", "takes", "needs")
+    rows = []
+    for entry in entries():
+        forms = [
+            word for word, quick in (("full", False), ("quick", True)) if stored_result(results, entry, quick=quick)
+        ]
+        rows.append({**{one: str(getattr(entry, one)) for one in fields}, "stored": ", ".join(forms)})
+    if json:
         typer.echo(json_module.dumps(rows, indent=2, ensure_ascii=False))
         return
-    table("What can be run again", ("name", "paper", "what it reproduces", "takes", "needs"), found)
+    columns = ("name", "paper", "what it reproduces", "with --quick", "in full", "needs", "stored")
+    table("What can be run again", columns, [[one or "–" for one in row.values()] for row in rows], whole=(0,))
+    plainly(f"stored: in {results} (--from)")
+
+
+def _told(outcome: Outcome) -> None:
+    aside(f"{outcome.entry.name}: {outcome.failed or outcome.word} ({outcome.seconds:.0f} s)")
+
+
+def _show_all(outcomes: list[Outcome], out: Path, *, json: bool) -> None:
+    if json:
+        typer.echo(json_module.dumps([one.as_data() for one in outcomes], indent=2, ensure_ascii=False))
+        return
+    for one in outcomes:
+        if one.report is not None:
+            _show_figures(one.report)
+            plainly(f"verdict: {one.report.verdict}\n")
+    rows = [(one.entry.name, one.entry.paper, one.word, one.failed, f"{one.seconds:.0f} s") for one in outcomes]
+    table("Every entry", ("name", "paper", "verdict", "why not", "time"), rows, right=(4,), whole=(0,))
+    plainly(f"tables, figures and verdicts: {out}")
 
 
 def _show(report: Report) -> None:
     table(report.title, report.columns, report.rows, right=range(1, len(report.columns)))
     if report.checks:
         table("Claims", ("claim", "held", "seen"), [(one.claim, one.sign, one.seen) for one in report.checks])
+    _show_figures(report)
     plainly(f"verdict: {report.verdict}")
     for note in report.notes:
         plainly(f"note: {note}")
+
+
+def _show_figures(report: Report) -> None:
+    if report.figures:
+        rows = [(one.what, one.paper, one.ours) for one in report.figures]
+        table(f"In short: {report.title}", ("figure", "paper", "here"), rows)
 
 
 @contextmanager

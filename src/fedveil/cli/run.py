@@ -11,8 +11,9 @@ from rich.markup import escape
 from fedveil.cli import options as flag
 from fedveil.cli.statement import show_ledger
 from fedveil.cli.tables import aside, percent, plainly, size, table
+from fedveil.cli.tracking import Mlflow, TensorBoard
 
-NOT_SETTINGS = frozenset({"config", "out", "resume", "quiet"})
+NOT_SETTINGS = frozenset({"config", "out", "resume", "quiet", "tensorboard", "mlflow"})
 
 
 def run(
@@ -88,6 +89,8 @@ def run(
     record: flag.Record = None,
     record_rounds: flag.RecordRounds = None,
     record_clients: flag.RecordClients = None,
+    tensorboard: TensorBoard = None,
+    mlflow: Mlflow = None,
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
@@ -105,18 +108,22 @@ def run(
 
       fedveil run --resume --out runs/c
 
+      fedveil run --rounds 100 --tensorboard --mlflow sqlite:///mlflow.db --out runs/t
+
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
     """
     from fedveil.config import RunConfig
     from fedveil.runs import session
+    from fedveil.tracking import Tracked, trackers
 
     settings = RunConfig.read(config) if config is not None else {}
     flags = flag.settings_given({k: v for k, v in context.params.items() if k not in NOT_SETTINGS}, settings)
+    follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
     if resume:
-        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside)
+        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside, follow=follow)
     else:
         settled = RunConfig.from_mapping(settings, where=str(config)).with_changes(**flags)
-        summary = session.run(settled, out, quiet=quiet, say=aside)
+        summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow)
     if not quiet:
         show_summary(summary, out)
         show_ledger_of(summary, out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -63,6 +64,9 @@ class Store:
         self.path = path
         self._entry = entry
         self._kept: dict[str, dict[str, dict[str, object]]] = {}
+        self.noted = ""
+        """The day on which the last figure was added; empty where there is none."""
+        self._verdict: Mapping[str, object] = {}
         if path.exists():
             self._kept = self._read()
 
@@ -70,6 +74,7 @@ class Store:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             stored, cells = content["entry"], content["cells"]
+            self.noted, self._verdict = str(content.get("noted", "")), content.get("verdict", {})
         except (ValueError, KeyError, TypeError, OSError) as reason:
             raise CheckpointError(f"{self.path} holds no figures that can be read ({reason}). Remove it.") from reason
         if stored != self._entry:
@@ -97,9 +102,20 @@ class Store:
     def keep(self, cell: Cell, seed: int, figures: Figures) -> None:
         """Write a figure down."""
         self._kept.setdefault(cell.name, {})[str(seed)] = {"settings": cell.identity(), "result": figures}
+        self.noted = datetime.now(UTC).date().isoformat()
+        self._verdict = {}  # it spoke of fewer figures
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"entry": self._entry, "cells": self._kept}, indent=1, ensure_ascii=False)
-        write_atomically(self.path, text + "\n")
+        self._write()
+
+    def conclude(self, verdict: Mapping[str, object]) -> None:
+        """Write beside the figures what they amount to."""
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self._write()
+
+    def _write(self) -> None:
+        content = {"entry": self._entry, "noted": self.noted, "verdict": self._verdict, "cells": self._kept}
+        write_atomically(self.path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def results(self) -> Results:
         """Every figure there is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedveil.reproduce.cells import Cell, Results, numbers
 from fedveil.reproduce.entry import Entry
-from fedveil.reproduce.report import EMPTY, Check, Report, mean, shown
+from fedveil.reproduce.report import EMPTY, Check, Report, mean, shown, trained
 from fedveil.reproduce.table1 import NOISE, PAPER, SCHEMES
 
 _RATES = (0.1, 0.3, 0.5)
@@ -51,7 +51,9 @@ def _report(results: Results, quick: bool) -> Report:
     falls = {label: None if a is None or b is None else a - b for label, (a, b) in ends.items()}
     seen = ", ".join(f"{label}: {EMPTY if fall is None else f'{fall:+.1f}'}" for label, fall in falls.items())
     fedavg, ldp, weak, strong = falls.values()
+    plain = {f"rate {rate:g}": mean(numbers(results, _name(rate, "fedavg"))) for rate in (rates[0], rates[-1])}
     checks = (
+        trained(plain),
         Check("without DP, dropouts cost at most 2 points", None if fedavg is None else fedavg <= 2, seen),
         Check(
             "dropouts cost NADP more than LDP",
@@ -82,7 +84,8 @@ ENTRY = Entry(
     name="nadp-fig4",
     paper="NADP-FL",
     what="Figure 4: dropout rates with tolerated noise, N = 25, at reduced size",
-    takes="six minutes on two cores; --quick two",
+    takes="six minutes on two cores",
+    takes_quick="two minutes",
     needs="mnist, and the package cryptography",
     cells=_cells,
     report=_report,

@@ -23,7 +23,10 @@ def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
 
 @dataclass(frozen=True)
 class Entry:
-    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant."""
+    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant.
+
+    `takes` and `takes_quick` say how long the two forms take.
+    """
 
     name: str
     paper: str
@@ -36,3 +39,4 @@ class Entry:
     random: bool = True
     has_quick: bool = True
     pictures: Pictures | None = None
+    takes_quick: str = ""

@@ -122,9 +122,9 @@ def _works(results: Results, bench: Bench, prior: str, claim: str) -> Check:
     figures, control = figures_of(results, bench, FEDAVG), figures_of(results, bench, CONTROL)
     ours, nothing = success(figures, prior, AS_IS), success(control, prior, AS_IS)
     if word is None or ours is None:
-        return Check(claim, None)
+        return Check(claim, None, premise=True)
     seen = f"judge {_percent(ours)}, untrained {_percent(nothing)}"
-    return Check(claim, word == "as if unprotected" and not _above(nothing, ours), seen)
+    return Check(claim, word == "as if unprotected" and not _above(nothing, ours), seen, premise=True)
 
 
 def _above(one: Score | None, other: Score) -> bool:

@@ -241,7 +241,8 @@ ENTRY = Entry(
     paper="Accuracy-lossless perturbation",
     what="Table IV: class inversion (GMI) from the model a client holds, as received and with the noise taken off "
     "(--full: HAM10000 too)",
-    takes="ten minutes on a GPU; --quick two minutes on two cores",
+    takes="ten minutes on a GPU",
+    takes_quick="two minutes",
     needs="cifar10, ham10000 (--quick: nothing)",
     cells=_cells,
     report=report,

@@ -94,7 +94,8 @@ def told_without_protection(results: Results, plain: str, where: str) -> Check:
     seen = ", ".join(f"{NAMES[row]} {one}" for row, one in found.items() if one is not None)
     there = [one for one in found.values() if one is not None]
     held = all(one.value > LEAST for one in there) if len(there) == len(found) else None
-    return Check(f"{where}: without protection more than {LEAST:g} % are told by every layer", held, seen)
+    claim = f"{where}: without protection more than {LEAST:g} % are told by every layer"
+    return Check(claim, held, seen, premise=True)
 
 
 def close_accuracy(results: Results, cell: str, plain: str, where: str, *, points: float) -> Check:

@@ -231,7 +231,8 @@ ENTRY = Entry(
     paper="MP-DP",
     what=f"Table 2: reconstruction by the server, with {PHI} left out and read, beside lossless and veil-secagg "
     "(--full: more networks, larger batches)",
-    takes="fifteen minutes on a GPU; --quick two minutes on two cores",
+    takes="fifteen minutes on a GPU",
+    takes_quick="two minutes",
     needs="cifar10 (--quick: nothing), and the package cryptography",
     cells=_cells,
     report=report,

@@ -8,15 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 EMPTY = "–"
+_TRAINED = 30.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One claim of a paper: whether it held here (None: cells are missing), and what was seen."""
+    """One claim of a paper: whether it held here (None: cells are missing), and what was seen.
+
+    A `premise` is what a claim stands on, such as that an attack works without protection: where it holds, nothing of
+    the paper is reproduced yet.
+    """
 
     claim: str
     held: bool | None
     seen: str = ""
+    premise: bool = False
 
     @property
     def sign(self) -> str:
@@ -25,8 +31,17 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """One number of the table: what it is, what the paper prints, and what came out here."""
+
+    what: str
+    paper: str
+    ours: str
+
+
+@dataclass(frozen=True)
 class Report:
-    """A table with its verdict."""
+    """A table with its verdict. `figures` are the few of its numbers that stand for it."""
 
     title: str
     columns: tuple[str, ...]
@@ -34,26 +49,46 @@ class Report:
     checks: tuple[Check, ...] = ()
     notes: tuple[str, ...] = ()
     quick: bool = False
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """reproduced, partly reproduced, not reproduced or not run: what the settled claims amount to."""
+        settled = [one.held for one in self.checks if one.held is not None and not one.premise]
+        if not settled:
+            return "not run"
+        if not any(settled):
+            return "not reproduced"
+        return "partly reproduced" if any(one.held is False for one in self.checks) else "reproduced"
 
     @property
     def verdict(self) -> str:
-        """reproduced, partly reproduced or not reproduced, and why; open claims are named, not counted."""
-        settled = [one for one in self.checks if one.held is not None]
-        failed = [one for one in settled if not one.held]
+        """The word, and why; open claims are named, not counted."""
         waiting = [one for one in self.checks if one.held is None]
-        if not settled:
+        if self.word == "not run":
             return "not run: no claim can be judged by the cells there are"
-        word = "reproduced" if not failed else "not reproduced" if len(failed) == len(settled) else "partly reproduced"
-        word = f"so far {word}" if waiting else word
+        word = f"so far {self.word}" if waiting else self.word
         word = f"in the quick form, which shows directions only, {word}" if self.quick else word
-        why = "; ".join(f"did not hold: {one.claim}" for one in failed)
+        why = "; ".join(f"did not hold: {one.claim}" for one in self.checks if one.held is False)
         rest = f"{len(waiting)} of {len(self.checks)} claims are open" if waiting else ""
         return ": ".join(filter(None, (word, "; ".join(filter(None, (why, rest))))))
+
+    def as_data(self) -> dict[str, object]:
+        """Figures, claims and verdict as plain data."""
+        return {
+            "title": self.title,
+            "word": self.word,
+            "verdict": self.verdict,
+            "quick": self.quick,
+            "figures": [{"what": one.what, "paper": one.paper, "ours": one.ours} for one in self.figures],
+            "claims": [{"claim": one.claim, "held": one.sign, "seen": one.seen} for one in self.checks],
+        }
 
     def text(self) -> str:
         """As plain text."""
         lines = [self.title, "", *_aligned([self.columns, *self.rows]), ""]
         lines += [f"[{one.sign:>4}] {one.claim}" + (f" ({one.seen})" if one.seen else "") for one in self.checks]
+        lines += [f"{one.what}: paper {one.paper}, here {one.ours}" for one in self.figures]
         return "\n".join([*lines, f"verdict: {self.verdict}", *(f"note: {note}" for note in self.notes)])
 
     def markdown(self) -> str:
@@ -105,6 +140,14 @@ def paper(value: float | None) -> str:
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
     """ours − theirs, seed by seed, for the seeds both have."""
     return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
+
+
+def trained(found: Mapping[str, float | None]) -> Check:
+    """What margins between noisy runs stand on: that the same training without noise gets somewhere."""
+    there = {name: value for name, value in found.items() if value is not None}
+    seen = ", ".join(f"{name}: {value:.1f}" for name, value in there.items())
+    held = all(value >= _TRAINED for value in there.values()) if there and len(there) == len(found) else None
+    return Check(f"without DP the model trains (at least {_TRAINED:g} %)", held, seen, premise=True)
 
 
 def rising(claim: str, values: Sequence[float | None], names: Sequence[str]) -> Check:

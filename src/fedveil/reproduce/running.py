@@ -12,6 +12,7 @@ from fedveil.errors import ConfigError
 from fedveil.reproduce.catalogue import find
 from fedveil.reproduce.cells import Figures, Store, chosen
 from fedveil.reproduce.entry import Entry
+from fedveil.reproduce.headlines import report_of
 from fedveil.reproduce.report import Report
 from fedveil.reproduce.stage import Stage
 from fedveil.runs.files import write_atomically
@@ -72,8 +73,9 @@ def reproduce(
         took = time.perf_counter() - started
         say(f"[{done}/{len(runs)}] {where.cell}: {_in_short(figures)} ({took:.1f} s)")
         tick(Tick(where.cell, done, len(runs)))
-    report = entry.report(store.results(), quick)
+    report = report_of(entry, store.results(), quick=quick)
     if store.path.exists():
+        store.conclude(report.as_data())
         write_atomically(store.path.with_suffix(".md"), report.markdown())
         _write_sheet(entry, store, quick=quick)
     return report

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from fedveil.errors import ConfigError
 from fedveil.protocol import ServerState
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
+from fedveil.runs.following import Follower, Following
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.model_file import save_model
 from fedveil.runs.progress import progress_for, working
@@ -26,8 +27,15 @@ Say = Callable[[str], None]
 _KINDS = {"server": "server", "clients": "client"}
 
 
-def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = lambda text: None) -> dict[str, Any]:
-    """Train a new run into the folder `out`; returns the summary."""
+def run(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    quiet: bool = False,
+    say: Say = lambda text: None,
+    follow: Sequence[Follower] = (),
+) -> dict[str, Any]:
+    """Train a new run into the folder `out`, watched by `follow`; returns the summary."""
     config = located(settled(config))
     folder = RunFolder(out)
     folder.require_free()
@@ -37,7 +45,7 @@ def run(config: RunConfig, out: str | Path, *, quiet: bool = False, say: Say = l
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
     folder.start(config)
-    return train_into(job, folder, fresh_state(job), quiet=quiet, say=say)
+    return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
 def resume(
@@ -46,6 +54,7 @@ def resume(
     changes: dict[str, Any] | None = None,
     quiet: bool = False,
     say: Say = lambda text: None,
+    follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
     """Continue the run in `out` from its newest good checkpoint; returns the summary.
 
@@ -55,11 +64,17 @@ def resume(
     config = RunConfig.from_mapping({**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file))
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
-    return continue_in(job, folder, quiet=quiet, say=say)[0]
+    return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
 
 
 def continue_in(
-    job: Job, folder: RunFolder, *, quiet: bool = False, say: Say = lambda text: None, train: Trainer = train_job
+    job: Job,
+    folder: RunFolder,
+    *,
+    quiet: bool = False,
+    say: Say = lambda text: None,
+    train: Trainer = train_job,
+    follow: Sequence[Follower] = (),
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
@@ -76,7 +91,7 @@ def continue_in(
         say("No checkpoint yet: starting from the first round.")
     state.attempt = folder.resume(config)
     folder.rewind_metrics(state.round)
-    return train_into(job, folder, state, quiet=quiet, say=say, train=train), state
+    return train_into(job, folder, state, quiet=quiet, say=say, train=train, follow=follow), state
 
 
 class Trainer(Protocol):
@@ -104,26 +119,42 @@ def train_into(
     quiet: bool,
     say: Say = lambda text: None,
     train: Trainer = train_job,
+    follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
-    """Train a job from `state`, writing metrics and checkpoints as they come."""
+    """Train a job from `state`, writing metrics and checkpoints as they come; `follow` is told of them."""
     config = job.config
     earlier = folder.metrics()
+    followers = Following(follow)
 
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
+        followers.round(row)
         every = config.checkpoint_every
         if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
+            followers.kept()
         bar.update(row)
 
-    with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
-        record = folder.record if config.record else None
-        outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
+    try:
+        followers.begin(folder, config, earlier)
+        with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
+            record = folder.record if config.record else None
+            outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
+        outcome.rows = earlier + outcome.rows
+        summary = _leave(job, folder, outcome)
+        followers.end(summary)
+    except BaseException as reason:
+        followers.stopped(reason)
+        raise
+    return summary
+
+
+def _leave(job: Job, folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
+    """Write the model, the ledger and the summary of a run that is over."""
     if job.model_here:
-        module = assemble(job.blueprint, state.weights).eval()
-        kind = _KINDS[job.scheme.holder]
-        save_model(folder.model_file, module, job.facts, kind=kind, config=dataclasses.asdict(config), shape=None)
-    outcome.rows = earlier + outcome.rows
+        module = assemble(job.blueprint, outcome.state.weights).eval()
+        kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
+        save_model(folder.model_file, module, job.facts, kind=kind, config=settings, shape=None)
     summary = summarise(job, outcome)
     folder.write_ledger(summary["ledger"])
     folder.write_summary(summary)

@@ -1,0 +1,56 @@
+"""`fedveil doctor`: whether the installation works, and what to do where it does not."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+
+import typer
+
+from fedveil.cli.tables import complaints, plainly, table
+
+_COLOURS = {"ok": "green", "advice": "yellow", "problem": "bold red"}
+
+
+def doctor(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
+    """Check the installation: packages, device, folders, data, and a second of real training.
+
+    Every finding is ok, an advice (something optional is missing or could be better) or a problem. Exit code 1 if
+    there is a problem, else 0.
+
+    [bold]Examples[/bold]
+
+      fedveil doctor
+
+      fedveil doctor --json
+    """
+    from fedveil.doctor import ADVICE, PROBLEM, examine
+
+    if sys.stderr.isatty():
+        with complaints.status("looking") as status:
+            findings = []
+            for one in examine():
+                findings.append(one)
+                status.update(f"{one.what}: {one.state}")
+    else:
+        findings = list(examine())
+    states = [one.state for one in findings]
+    if json:
+        rows = [one.as_data() for one in findings]
+        typer.echo(
+            json_module.dumps({"problems": states.count(PROBLEM), "findings": rows}, indent=2, ensure_ascii=False)
+        )
+    else:
+        from rich.markup import escape
+
+        shown = [
+            (one.what, f"[{_COLOURS[one.state]}]{one.state}[/]", escape(one.found), escape(one.todo))
+            for one in findings
+        ]
+        table("This installation", ("what", "state", "found", "what to do"), shown, whole=(0,))
+        problems, advice = states.count(PROBLEM), states.count(ADVICE)
+        plainly(
+            f"{problems} problem{'s' * (problems != 1)}, {advice} advice" if problems else f"works; {advice} advice"
+        )
+    if PROBLEM in states:
+        raise typer.Exit(1)

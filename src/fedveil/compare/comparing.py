@@ -1,0 +1,156 @@
+"""A comparison from its settings to compare.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedveil.compare.plan import Plan, changed, check_unchanged, planned
+from fedveil.compare.processes import run_cells
+from fedveil.compare.progress import Event, Standing
+from fedveil.compare.results import read_results, results_of, write_results
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.tracking import Tracked, trackers
+
+DEFAULT_SCHEMES = ("fedavg", "lossless", "veil-secagg", "nadp", "mpdp", "veil-dp", "paraaegis")
+DEFAULT_SEEDS = (1,)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a comparison left: its folder, its plan, where every cell stands, and the content of compare.json."""
+
+    out: Path
+    plan: Plan
+    standings: tuple[Standing, ...]
+    results: dict[str, Any]
+
+    @property
+    def file(self) -> Path:
+        """compare.json."""
+        return self.out / "compare.json"
+
+    @property
+    def failed(self) -> list[Standing]:
+        """The cells that failed."""
+        return [one for one in self.standings if one.state == "failed"]
+
+
+def compare(
+    schemes: Sequence[str] | None = None,
+    *,
+    out: str | Path,
+    seeds: Sequence[int] | None = None,
+    jobs: int | None = None,
+    resume: bool = False,
+    only: Mapping[str, Mapping[str, Any]] | None = None,
+    tracked: Tracked | None = None,
+    say: Say = lambda text: None,
+    watch: Callable[[Sequence[Standing], Event | None], None] = lambda standings, event: None,
+    **settings: Any,
+) -> Comparison:
+    """Train schemes with the same data, settings and seeds, each in the run folder out/SCHEME/seed-N.
+
+    `settings` are those of `fedveil run`, and hold for every scheme that has them; `only` holds those of single
+    schemes, {"nadp": {"lr": 3}}. At most `jobs` runs go on at once, each in a process with one thread (default: one
+    per core, and one on a GPU). A scheme that fails ends no other. With `resume`, finished runs are kept and others
+    go on from their checkpoints; schemes, seeds and settings are then those of before unless they are given.
+    `watch` sees all cells whenever something happens to one.
+    """
+    if "scheme" in settings or "seed" in settings:
+        raise ConfigError("A comparison takes schemes and seeds, not scheme and seed.")
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"jobs must be at least 1 (got {jobs}).")
+    folder = Path(out)
+    plan = _plan(folder, schemes, seeds, only, settings, resume=resume)
+    for cell in plan.cells:
+        check_unchanged(cell, folder)
+    tracked = tracked or Tracked()
+    for cell in plan.cells:
+        trackers(tracked.within(cell.folder), folder / cell.folder)  # a missing package is told before anything starts
+    for line in plan.said():
+        say(line)
+    folder.mkdir(parents=True, exist_ok=True)
+    standings = tuple(Standing(cell) for cell in plan.cells)
+    for one in standings:
+        _take_finished(one, folder)
+
+    def write() -> dict[str, Any]:
+        results = results_of(plan, standings)
+        write_results(folder / "compare.json", results)
+        return results
+
+    def tell(event: Event) -> None:
+        if event.kind == "over":
+            write()
+        watch(standings, event)
+
+    write()
+    watch(standings, None)
+    left = [one for one in standings if not one.over]
+    run_cells(left, out=folder, jobs=jobs or _cores(plan), tracked=tracked, tell=tell)
+    return Comparison(folder, plan, standings, write())
+
+
+def _plan(
+    folder: Path,
+    schemes: Sequence[str] | None,
+    seeds: Sequence[int] | None,
+    only: Mapping[str, Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+    *,
+    resume: bool,
+) -> Plan:
+    file = folder / "compare.json"
+    if not resume:
+        if file.exists():
+            raise CheckpointError(
+                f"The folder {folder} holds another comparison. Continue it with --resume, or give another --out."
+            )
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} holds other files: give another --out.")
+        return planned(schemes or DEFAULT_SCHEMES, seeds=seeds or DEFAULT_SEEDS, settings=settings, only=only or {})
+    if not file.exists():
+        raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
+    stored = read_results(file)
+    plan = planned(
+        _joined(list(stored["schemes"]), schemes),
+        seeds=_joined(stored["seeds"], seeds),
+        settings={**stored["common"], **settings},
+        only={**stored["only"], **(only or {})},
+    )
+    differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
+    if differ:
+        raise ConfigError(
+            f"The comparison in {folder} was started with other settings: {', '.join(differ)}. Leave them out, or give "
+            "another --out."
+        )
+    return plan
+
+
+def _joined(before: Sequence[Any], now: Sequence[Any] | None) -> list[Any]:
+    """What was compared, and what is to be compared with it."""
+    return list(dict.fromkeys([*before, *(now or ())]))
+
+
+def _take_finished(one: Standing, out: Path) -> None:
+    file = out / one.cell.folder / "summary.json"
+    if not file.exists():
+        return
+    try:
+        one.finish(json.loads(file.read_text(encoding="utf-8")), kept=True)
+    except (ValueError, KeyError) as reason:
+        raise CheckpointError(f"{file} is damaged: remove it, and the run goes on from its checkpoint.") from reason
+
+
+def _cores(plan: Plan) -> int:
+    """One process per core that is ours; one in all where they would share a GPU."""
+    if not str(plan.common["device"]).startswith("cpu"):
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

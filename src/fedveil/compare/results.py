@@ -1,0 +1,99 @@
+"""compare.json: settings, runs, and each scheme's figures over its seeds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedveil.compare.plan import Plan
+from fedveil.compare.progress import Standing
+from fedveil.errors import CheckpointError
+from fedveil.runs.files import write_atomically
+from fedveil.version import __version__
+
+FORMAT = "fedveil-compare-1"
+FIGURES = (
+    *("test_accuracy", "test_mse", "test_loss", "train_loss", "client_view_accuracy", "client_view_mse"),
+    *("bytes_down", "bytes_up", "seconds", "rounds"),
+)
+_LINE = ("verdict", "epsilon", "delta", "outright", "unit")
+
+
+def results_of(plan: Plan, standings: Sequence[Standing]) -> dict[str, Any]:
+    """Everything a comparison found, as plain data."""
+    return {
+        "format": FORMAT,
+        "fedveil": __version__,
+        "common": plan.common,
+        "only": plan.only,
+        "left_out": {scheme: list(names) for scheme, names in plan.left_out.items()},
+        "seeds": list(plan.seeds),
+        "runs": [_run(one) for one in standings],
+        "schemes": {name: _scheme([one for one in standings if one.cell.scheme == name]) for name in plan.schemes},
+    }
+
+
+def write_results(file: Path, results: dict[str, Any]) -> None:
+    """Write compare.json."""
+    write_atomically(file, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_results(file: Path) -> dict[str, Any]:
+    """A compare.json as it was written; anything else is refused."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as reason:
+        raise CheckpointError(f"{file} cannot be read: {reason}.") from reason
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not a comparison's compare.json.")
+    return data
+
+
+def verdicts_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The ledger's verdict and figures against each adversary."""
+    return {line["adversary"]: {name: line[name] for name in _LINE} for line in summary["ledger"]["lines"]}
+
+
+def _run(one: Standing) -> dict[str, Any]:
+    run: dict[str, Any] = {
+        "scheme": one.cell.scheme,
+        "seed": one.cell.seed,
+        "folder": one.cell.folder,
+        "ok": one.summary is not None,
+        "reason": one.reason if one.over else "has not ended",
+    }
+    if one.exit_code:
+        run["exit_code"] = one.exit_code
+    if one.summary is not None:
+        run |= {"privacy": verdicts_of(one.summary), "summary": one.summary}
+    return run
+
+
+def _scheme(standings: Sequence[Standing]) -> dict[str, Any]:
+    summaries = [one.summary for one in standings if one.summary is not None]
+    found: dict[str, Any] = {"n": len(summaries), "failed": sum(one.state == "failed" for one in standings)}
+    for name in FIGURES:
+        values = [float(one[name]) for one in summaries if one.get(name) is not None]
+        if values:
+            found[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
+    if summaries:
+        found["loss"] = summaries[0]["loss"]
+        found["privacy"] = _weakest([verdicts_of(one) for one in summaries])
+    return found
+
+
+def _deviation(values: Sequence[float]) -> float | None:
+    """The sample's standard deviation; None of a single value."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def _weakest(runs: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Against each adversary the verdict of the run that is worst off: none at all, or else the largest ε."""
+
+    def badness(line: dict[str, Any]) -> tuple[bool, float]:
+        return line["verdict"] == "none", line["epsilon"] or 0.0
+
+    return {name: max((run[name] for run in runs if name in run), key=badness) for name in runs[0]}

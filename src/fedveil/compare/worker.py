@@ -1,0 +1,96 @@
+"""A process that trains one cell after the other: jobs come as lines on standard input, reports go out as lines.
+
+Started as `python -m fedveil.compare.worker`. Where nobody reads any more, the next report ends the process, and the
+run it was at can be resumed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fedveil.config import RunConfig
+from fedveil.errors import FedVeilError
+from fedveil.runs.folder import RunFolder
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class _Reporter:
+    """Tells of every round."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+        """Where the run stands."""
+        self._tell({"kind": "begin", "round": rows[-1]["round"] if rows else 0})
+
+    def round(self, row: dict[str, Any]) -> None:
+        """A round's figures."""
+        self._tell({"kind": "round", "row": row})
+
+    def kept(self) -> None:
+        """Nothing."""
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Nothing: the summary goes out when everybody has been told."""
+
+    def stopped(self, reason: BaseException) -> None:
+        """Nothing: the reason goes out with the failure."""
+
+
+def work(job: dict[str, Any], tell: Tell) -> None:
+    """Train one cell, from its beginning or from its checkpoint, and tell how that went."""
+    from fedveil.runs import session
+    from fedveil.tracking import Tracked, trackers
+
+    def say(text: str) -> None:
+        tell({"kind": "say", "text": text})
+
+    try:
+        folder = RunFolder(job["folder"])
+        follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
+        if folder.config_file.exists():
+            summary = session.resume(folder.path, quiet=True, say=say, follow=follow)
+        else:
+            config = RunConfig.from_mapping(job["config"], where=job["title"])
+            summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
+    except BrokenPipeError:
+        raise
+    except FedVeilError as reason:
+        tell({"kind": "failed", "code": reason.exit_code, "reason": " ".join(str(reason).split())})
+    except Exception as reason:
+        traceback.print_exc(file=sys.stderr)
+        tell({"kind": "failed", "code": FedVeilError.exit_code, "reason": f"{type(reason).__name__}: {reason}"})
+    else:
+        tell({"kind": "done", "summary": summary})
+
+
+def main() -> None:
+    """Work until there are no more jobs."""
+    # What libraries print must not end up between the reports.
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def tell(report: dict[str, Any]) -> None:
+        channel.write(json.dumps(report) + "\n")
+        channel.flush()
+
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    try:
+        for line in sys.stdin:
+            work(json.loads(line), tell)
+    except (KeyboardInterrupt, BrokenPipeError):
+        # Nobody waits for an answer; flushing what is left must not complain either.
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Everything the page shows, as plain values: the template only lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.report.audit_words import AuditView, audit_view
+from fedveil.report.command import command_for
+from fedveil.report.curves import curves
+from fedveil.report.figures import DASHES, SYMBOLS, Figure, Worth, worth_of
+from fedveil.report.groups import Group, grouped
+from fedveil.report.ledger_words import Claim, Entry, claim, entry
+from fedveil.report.sources import Audited, Failure, Material, Run
+from fedveil.report.trade_offs import trade_offs
+from fedveil.report.values import DASH, duration, number, percent, plain, size, spread
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A group's switch, which is its legend too."""
+
+    slot: int
+    label: str
+    dash: str
+    symbol: str
+
+
+@dataclass(frozen=True)
+class Glance:
+    """A group's ledger in one row: against the server, it with clients, the other clients; and what is left open."""
+
+    label: str
+    entries: tuple[Entry | None, ...]
+    unprotected: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LedgerView:
+    """A group's ledger in words."""
+
+    label: str
+    note: str
+    rounds: int
+    simulation: bool
+    entries: tuple[Entry, ...]
+    unprotected: tuple[str, ...]
+    notes: tuple[str, ...]
+    claim: Claim | None
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to get one group's runs again."""
+
+    label: str
+    commands: tuple[str, ...]
+    facts: Pairs
+    toml: str
+    python: bool
+    flower: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """The page."""
+
+    title: str
+    lead: str
+    simulated: bool
+    tiles: Pairs
+    results: Grid
+    warnings: tuple[str, ...]
+    failures: tuple[Failure, ...]
+    common: Pairs
+    """What all groups were trained with."""
+    own: Grid
+    """What differs between them."""
+    chips: tuple[Chip, ...]
+    curves: tuple[Figure, ...]
+    trade_offs: tuple[Figure, ...]
+    glance: tuple[Glance, ...]
+    ledgers: tuple[LedgerView, ...]
+    without_ledger: tuple[str, ...]
+    audits: tuple[tuple[str, AuditView], ...]
+    again: tuple[Again, ...]
+
+
+def view_of(material: Material) -> View:
+    """The page about what was gathered."""
+    groups = grouped(material.runs)
+    worth = worth_of(groups)
+    common, own = _shared({group.label: _trained(group) for group in groups})
+    audited = [(_run_label(run, groups), run.audit) for run in material.runs if run.audit is not None]
+    audited += [(f"{one.scheme} on {one.dataset}", one) for one in material.audits]
+    return View(
+        title=_title(groups, material.audits),
+        lead=_lead(material.runs),
+        simulated=any(run.ledger is not None and run.ledger.simulation for run in material.runs),
+        tiles=_tiles(groups[0], worth) if len(groups) == 1 else (),
+        results=Grid(_columns(worth), tuple(_result(group, worth) for group in groups)),
+        warnings=tuple(_warnings(material.runs, groups)),
+        failures=material.failures,
+        common=common,
+        own=own,
+        chips=tuple(
+            Chip(one.slot, one.label, DASHES[one.slot % len(DASHES)], SYMBOLS[one.slot % len(SYMBOLS)])
+            for one in groups
+        ),
+        curves=tuple(curves(groups)),
+        trade_offs=tuple(trade_offs(groups)),
+        glance=tuple(short for group in groups if (short := _glance(group)) is not None),
+        ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
+        without_ledger=tuple(group.label for group in groups if group.worst.ledger is None),
+        audits=tuple((label, audit_view(one)) for label, one in audited),
+        again=tuple(map(_again, groups)),
+    )
+
+
+def _title(groups: Sequence[Group], audits: Sequence[Audited]) -> str:
+    datasets = list(dict.fromkeys(str(group.runs[0].settings.get("dataset", "unknown")) for group in groups))
+    data = datasets[0].rstrip("/").rsplit("/", 1)[-1] if len(datasets) == 1 else f"{len(datasets)} data sets"
+    if len(groups) > 1:
+        return f"{len(groups)} schemes on {data}"
+    if groups:
+        return f"{groups[0].label} on {data}"
+    return " and ".join(f"An audit of {one.scheme} on {one.dataset}" for one in audits)
+
+
+def _lead(runs: Sequence[Run]) -> str:
+    clients = {_text(run.last.get("clients", run.settings.get("clients"))) for run in runs}
+    rounds = {_text(run.last.get("rounds", run.last.get("round"))) for run in runs}
+    models = {_text(run.settings.get("model")) for run in runs}
+    seeds = list(dict.fromkeys(_text(run.seed) for run in runs))
+    told = []
+    for values, what in ((models, "model"), (clients, "clients"), (rounds, "rounds")):
+        if len(values) == 1:
+            (one,) = values
+            told.append(f"{what} {one}" if what == "model" else f"{one} {what}")
+    if seeds:
+        told.append("no seed" if seeds == [DASH] else f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}")
+    return " · ".join(told)
+
+
+def _tiles(group: Group, worth: Worth) -> Pairs:
+    line = group.line(SERVER)
+    held = DASH if line is None else (plain(line.epsilon) if line.epsilon is not None else "none proven")
+    return (
+        (worth.title, spread(group.values(worth.name), worth.shown)),
+        ("ε against the server", held),
+        ("Sent up per client and round", spread(group.values("bytes_up"), size)),
+        ("Time", spread(group.values("seconds"), duration)),
+    )
+
+
+def _columns(worth: Worth) -> tuple[str, ...]:
+    return (
+        "Scheme",
+        "Runs",
+        worth.title,
+        "What a client's copy gets",
+        "… noise taken off",
+        "Down",
+        "Up",
+        "Time",
+    )
+
+
+def _result(group: Group, worth: Worth) -> tuple[str, ...]:
+    kind = "accuracy" if worth.higher else "mse"
+    return (
+        group.label,
+        str(len(group.runs)),
+        spread(group.values(worth.name), worth.shown),
+        spread(group.values(f"client_view_{kind}"), worth.shown),
+        spread(group.values(f"client_view_uncovered_{kind}"), worth.shown),
+        spread(group.values("bytes_down"), size),
+        spread(group.values("bytes_up"), size),
+        spread(group.values("seconds"), duration),
+    )
+
+
+def _glance(group: Group) -> Glance | None:
+    ledger = group.worst.ledger
+    if ledger is None:
+        return None
+    lines = [group.line(one) for one in (SERVER, COLLUSION, CLIENTS)]
+    return Glance(group.label, tuple(None if one is None else entry(one) for one in lines), ledger.unprotected)
+
+
+def _warnings(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
+    found = []
+    for run in runs:
+        label = _run_label(run, groups)
+        if not run.ended:
+            found.append(f"{label} has not ended: figures are those of its {len(run.rows)} rounds so far.")
+        if "stopped" in run.summary:
+            found.append(f"{label} ended early: {run.summary['stopped']}")
+        if "warning" in run.summary:
+            found.append(f"{label}: {run.summary['warning']}.")
+        failed = number(run.summary, "failed_rounds")
+        if failed:
+            found.append(f"{label}: {failed:.0f} of its rounds failed and moved nothing.")
+    return found
+
+
+def _run_label(run: Run, groups: Sequence[Group]) -> str:
+    group = next(one for one in groups if run in one.runs)
+    return group.label if len(group.runs) == 1 else f"{group.label}, seed {_text(run.seed)}"
+
+
+def _shared(trained: Mapping[str, Mapping[str, str]]) -> tuple[Pairs, Grid]:
+    """What is the same for all groups, and a table of the rest."""
+    names = dict.fromkeys(name for one in trained.values() for name in one)
+    values = {name: [one.get(name, DASH) for one in trained.values()] for name in names}
+    differing = [name for name in names if len(set(values[name])) > 1]
+    common = tuple((name, values[name][0]) for name in names if name not in differing)
+    columns = [name for name in differing if name != "Scheme"]
+    rows = tuple((label, *(one.get(name, DASH) for name in columns)) for label, one in trained.items())
+    return common, Grid(("Scheme", *columns), rows if columns else ())
+
+
+def _trained(group: Group) -> dict[str, str]:
+    run = group.runs[0]
+    last, settings = run.last, run.settings
+    options = settings.get("model_options")
+    chosen = ", ".join(f"{key} = {value}" for key, value in options.items()) if isinstance(options, dict) else ""
+    holder = {"server": "the server", "clients": "the clients; the server never has it"}
+    parameters = number(last, "parameters")
+    hidden = number(last, "coverage")
+    pairs = [
+        ("Scheme", run.scheme),
+        ("Data", _text(settings.get("dataset"))),
+        ("How it is divided", _text(settings.get("partition"))),
+        ("Model", _text(settings.get("model")) + (f" ({chosen})" if chosen else "")),
+        ("Parameters", plain(parameters)),
+        ("Parameters hidden, up to scale", percent(hidden) if hidden is not None else ""),
+        ("Who holds the model", holder.get(str(last.get("holder")), "")),
+        ("Clients", _text(last.get("clients", settings.get("clients")))),
+        ("Rounds", f"{_text(last.get('rounds', last.get('round')))} of {_text(settings.get('rounds'))}"),
+        ("Loss", _text(last.get("loss")) if run.ended else ""),
+        ("Seeds" if len(group.runs) > 1 else "Seed", ", ".join(_text(one.seed) for one in group.runs)),
+        ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {_engine(last)}"),
+    ]
+    return {name: value for name, value in pairs if value}
+
+
+def _engine(last: Any) -> str:
+    return (
+        "clients on machines of their own (Flower)" if last.get("engine") == "flower" else "all clients simulated on it"
+    )
+
+
+def _ledger(group: Group) -> LedgerView | None:
+    ledger = group.worst.ledger
+    if ledger is None:
+        return None
+    several = f"of the seed that is worst off ({_text(group.worst.seed)})" if len(group.runs) > 1 else ""
+    return LedgerView(
+        label=group.label,
+        note=several,
+        rounds=ledger.rounds,
+        simulation=ledger.simulation,
+        entries=tuple(map(entry, ledger.lines)),
+        unprotected=ledger.unprotected,
+        notes=ledger.notes,
+        claim=claim(ledger),
+    )
+
+
+def _again(group: Group) -> Again:
+    run = group.runs[0]
+    out = f"runs/{group.scheme}"
+    names = [out if len(group.runs) == 1 else f"{out}-{_text(one.seed)}" for one in group.runs]
+    commands = (command_for(one.settings, out=name) for one, name in zip(group.runs, names, strict=True))
+    facts = [
+        ("FedVeil", "fedveil"),
+        ("PyTorch", "torch"),
+        ("Python", "python"),
+        ("Device", "device"),
+        ("Engine", "engine"),
+    ]
+    return Again(
+        label=group.label,
+        commands=tuple(one for one in commands if one),
+        facts=tuple((name, str(run.summary[key])) for name, key in facts if key in run.summary),
+        toml=run.toml,
+        python=run.settings.get("dataset") == "python",
+        flower=run.summary.get("engine") == "flower",
+    )
+
+
+def _text(value: Any) -> str:
+    return DASH if value is None else str(value)

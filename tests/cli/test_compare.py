@@ -1,0 +1,176 @@
+"""`fedveil compare`: tables, exit codes, Ctrl-C."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedveil.config import RunConfig
+from shell import Done, fedveil
+
+SMALL = ("--rounds", 3, "--clients", 3, "-o", "depth=2", "-o", "width=8", "--jobs", 1)
+
+
+TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    out = tmp_path_factory.mktemp("cli") / "c"
+    schemes = ("--schemes", "fedavg,lossless,nadp,paraaegis", "--cipher", "pads", "--loss", "cross-entropy")
+    own = ("--set", "nadp.lr=3", "--set", "lossless.loss=square", "--set", "paraaegis.loss=square")
+    # paraaegis is told to hide more than everything, and fails.
+    tracked = ("--tensorboard", out.parent / "events") if TENSORBOARD else ()
+    flags = (*schemes, *own, "--set", "paraaegis.share=2", "--repeats", 1, *tracked, "--out", out)
+    return out, fedveil("compare", *SMALL, *flags)
+
+
+def test_the_closing_tables_show_every_scheme(compared: tuple[Path, Done]) -> None:
+    out, done = compared
+    for scheme in ("fedavg", "lossless", "nadp"):
+        summary = json.loads((out / scheme / "seed-1" / "summary.json").read_text())
+        assert f"{summary['test_accuracy']:.1%}" in done.output
+        assert summary["rounds"] == 3
+    assert "0, 1 failed" in done.output
+    assert "Against whom what is proven" in done.output
+    assert "(ε = " in done.output
+    assert "schemes train on different losses" in done.output
+    assert "nadp has lr = 3 of its own" in done.output
+    assert str(out / "compare.json") in done.output.replace("\n", "")
+
+
+def test_a_failure_is_said_and_gives_the_exit_code(compared: tuple[Path, Done]) -> None:
+    out, done = compared
+    assert done.code == 2
+    assert done.error.splitlines()[-1].startswith("error: paraaegis, seed 1: share")
+    assert "fedavg, lossless, nadp: left out cipher, which they do not have" in done.error
+    runs = json.loads((out / "compare.json").read_text())["runs"]
+    assert [one["ok"] for one in runs] == [True, True, True, False]
+
+
+def test_without_a_terminal_every_run_has_a_line_for_its_beginning_and_its_end(compared: tuple[Path, Done]) -> None:
+    _, done = compared
+    lines = done.error.splitlines()
+    assert [one for one in lines if one.endswith("started")] == [
+        f"{scheme}, seed 1: started" for scheme in ("fedavg", "lossless", "nadp", "paraaegis")
+    ]
+    assert any(one.startswith("nadp, seed 1: ") and "after 3 rounds in" in one for one in lines)
+    assert "[4/4]" in lines[-2]
+
+
+def test_resuming_needs_no_other_flag_and_trains_nothing_twice(compared: tuple[Path, Done]) -> None:
+    out, _ = compared
+    done = fedveil("compare", "--resume", "--out", out, "--jobs", 1, "--quiet")
+    assert done.code == 2
+    assert done.output == ""
+    assert "share" in done.error
+    assert fedveil("compare", "--resume", "--out", out, "--lr", 0.7).code == 2
+
+
+@pytest.mark.skipif(not TENSORBOARD, reason="needs the extra tensorboard")
+def test_every_run_is_tracked_in_a_folder_of_its_own(compared: tuple[Path, Done]) -> None:
+    from fedveil.tracking.event_files import rounds_in
+
+    out, _ = compared
+    for scheme in ("fedavg", "lossless", "nadp"):
+        assert rounds_in(out.parent / "events" / scheme / "seed-1") == {1, 2, 3}
+
+
+def test_every_setting_of_a_run_but_the_scheme_has_a_flag() -> None:
+    output = fedveil("compare", "--help").output
+    flags = {name.replace("_", "-") for name in RunConfig.__dataclass_fields__} - {"model-options", "scheme"}
+    assert [flag for flag in sorted(flags) if f"--{flag}" not in output] == []
+    for flag in ("--schemes", "--seeds", "--repeats", "--set", "--jobs", "--resume", "--tensorboard", "--mlflow"):
+        assert flag in output
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--seeds", "1,2", "--repeats", 2), "not both"),
+        (("--seeds", "a"), "seeds is a list of whole numbers"),
+        (("--repeats", 0), "repeats must be at least 1"),
+        (("--schemes", "nadpp"), "Did you mean 'nadp'"),
+        (("--schemes", "nadp", "--set", "lr=3"), "scheme.option=value"),
+        (("--rounds", 0), "rounds must be positive"),
+    ],
+    ids=["seeds twice", "no numbers", "no repeats", "scheme", "set", "setting"],
+)
+def test_wrong_flags_are_refused_in_one_line(tmp_path: Path, given: tuple[Any, ...], said: str) -> None:
+    done = fedveil("compare", *given, "--out", tmp_path / "c")
+    assert done.code == 2
+    assert said in done.error
+    assert len(done.error.splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "seeds"),
+    [
+        (("--seed", 7), [7]),
+        (("--repeats", 2), [1, 2]),
+        (("--seed", 7, "--repeats", 3), [7, 8, 9]),
+        (("--seeds", "4-5"), [4, 5]),
+    ],
+    ids=["one", "repeats", "from one on", "list"],
+)
+def test_seeds_as_they_are_typed(tmp_path: Path, given: tuple[Any, ...], seeds: list[int]) -> None:
+    from fedveil.cli.compare import _seeds
+
+    named = {str(key).removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
+    assert _seeds(named.get("seeds"), named.get("seed"), named.get("repeats")) == seeds
+
+
+def test_a_file_of_settings_holds_for_all(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('scheme = "nadp"\nrounds = 2\n')
+    done = fedveil("compare", "-c", file, "--out", tmp_path / "c")
+    assert done.code == 2
+    assert "leave scheme out of the file" in done.error
+
+
+def test_ctrl_c_stops_every_process_and_leaves_all_of_it_resumable(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    words = ["compare", "--schemes", "fedavg,lossless", "--rounds", "5000", "--clients", "3", "--evaluate-every", "0"]
+    words += ["-o", "depth=2", "-o", "width=8", "--jobs", "2", "--checkpoint-every", "20", "--out", str(out)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fedveil", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        checkpoints = [out / scheme / "seed-1" / "checkpoints" for scheme in ("fedavg", "lossless")]
+        deadline = time.monotonic() + 180
+        while not all(any(one.glob("round-*")) for one in checkpoints):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = [int(one) for one in _children(process.pid)]
+        assert len(workers) == 2
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped" in error
+    assert "Traceback" not in error + (out / "workers.log").read_text()
+    for one in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(one, 0)
+    runs = json.loads((out / "compare.json").read_text())["runs"]
+    assert [(one["ok"], one["reason"]) for one in runs] == [(False, "has not ended")] * 2
+
+
+def _children(parent: int) -> list[str]:
+    file = Path(f"/proc/{parent}/task/{parent}/children")
+    if not file.exists():
+        pytest.skip("needs /proc")
+    return file.read_text().split()

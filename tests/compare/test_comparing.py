@@ -1,0 +1,181 @@
+"""Whole comparisons in real processes: what they leave, and what a second go makes of that."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedveil.compare import Comparison, Event, Standing, compare
+from fedveil.compare.plan import planned
+from fedveil.compare.results import results_of, write_results
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.runs import session
+from interrupting import interrupted_run
+
+SMALL: dict[str, Any] = {
+    "rounds": 4,
+    "clients": 3,
+    "checkpoint_every": 2,
+    "model_options": {"depth": 2, "width": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    out = tmp_path_factory.mktemp("compare") / "c"
+    return compare(["fedavg", "nadp"], out=out, seeds=[1, 2], jobs=2, epsilon=3.0, **SMALL)
+
+
+def test_every_cell_is_the_run_folder_of_an_ordinary_run(done: Comparison, tmp_path: Path) -> None:
+    assert [one.state for one in done.standings] == ["finished"] * 4
+    config = RunConfig(scheme="nadp", seed=2, epsilon=3.0, **SMALL)
+    alone = session.run(config, tmp_path / "run", quiet=True)
+    folder = done.out / "nadp" / "seed-2"
+    assert {one.name for one in folder.iterdir()} == {one.name for one in (tmp_path / "run").iterdir()}
+    assert (folder / "config.toml").read_text() == (tmp_path / "run" / "config.toml").read_text()
+    found = json.loads((folder / "summary.json").read_text())
+    unlike = {"seconds"}
+    assert {k: v for k, v in found.items() if k not in unlike} == {
+        k: v for k, v in json.loads(json.dumps(alone)).items() if k not in unlike
+    }
+
+
+def test_compare_json_holds_every_run_and_scheme(done: Comparison) -> None:
+    written = json.loads(done.file.read_text())
+    assert written == json.loads(json.dumps(done.results))
+    assert [(one["scheme"], one["seed"], one["ok"]) for one in written["runs"]] == [
+        ("fedavg", 1, True),
+        ("fedavg", 2, True),
+        ("nadp", 1, True),
+        ("nadp", 2, True),
+    ]
+    for one in written["runs"]:
+        assert one["summary"] == json.loads((done.out / one["folder"] / "summary.json").read_text())
+    assert written["schemes"]["nadp"]["privacy"]["server"]["epsilon"] <= 3.0
+    assert written["schemes"]["fedavg"]["privacy"]["server"]["verdict"] == "none"
+    assert written["left_out"] == {"fedavg": ["epsilon"]}
+
+
+def test_a_folder_in_use_is_refused(done: Comparison, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds another comparison"):
+        compare(["fedavg"], out=done.out, **SMALL)
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        compare(["fedavg"], out=tmp_path, **SMALL)
+    with pytest.raises(CheckpointError, match="no comparison to resume"):
+        compare(["fedavg"], out=tmp_path, resume=True, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "change", [{"lr": 0.5}, {"rounds": 9}, {"only": {"nadp": {"clip": 0.5}}}], ids=["lr", "rounds", "one scheme's"]
+)
+def test_changed_settings_are_refused_and_change_nothing(done: Comparison, change: dict[str, Any]) -> None:
+    before = done.file.read_bytes()
+    with pytest.raises(ConfigError, match="other settings"):
+        compare(out=done.out, resume=True, **change)
+    assert done.file.read_bytes() == before
+
+
+def started(events: Sequence[Event | None]) -> list[str]:
+    return [one.standing.cell.folder for one in events if one is not None and one.kind == "start"]
+
+
+def test_finished_runs_are_kept_half_done_ones_go_on_and_a_failure_ends_no_other(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    settings = {**SMALL, "loss": "cross-entropy"}
+    # pbpfl needs the square loss and fails; one of the others is done already, and one half done.
+    plan = planned(["pbpfl", "fedavg"], seeds=[1, 2], settings=settings, only={})
+    *_, finished, half = plan.cells
+    session.run(finished.config, out / finished.folder, quiet=True)
+    interrupted_run(half.config, out / half.folder, at=3)
+    write_results(out / "compare.json", results_of(plan, [Standing(one) for one in plan.cells]))
+    kept = (out / finished.folder / "summary.json").stat().st_mtime_ns
+    events: list[Event | None] = []
+    first_rounds: dict[str, int] = {}
+
+    def watch(standings: Sequence[Standing], event: Event | None) -> None:
+        events.append(event)
+        if event is not None and event.kind == "round":
+            first_rounds.setdefault(event.standing.cell.scheme, event.standing.round)
+
+    done = compare(out=out, resume=True, jobs=1, watch=watch)
+    assert started(events) == ["pbpfl/seed-1", "pbpfl/seed-2", "fedavg/seed-2"]
+    assert [one.state for one in done.standings] == ["failed", "failed", "kept", "finished"]
+    assert (out / finished.folder / "summary.json").stat().st_mtime_ns == kept
+    assert first_rounds == {"fedavg": 2}  # the checkpoint before the interruption
+    rows = (out / half.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["round"] for row in rows] == [1, 2, 3, 4]
+    failed = done.failed[0]
+    assert failed.exit_code == ConfigError.exit_code
+    assert "square" in failed.reason
+    runs = json.loads(done.file.read_text())["runs"]
+    assert [(one["ok"], one["reason"]) for one in runs] == [(False, failed.reason)] * 2 + [(True, "")] * 2
+
+
+def test_a_process_that_dies_fails_its_cell_only_and_schemes_may_be_added(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    killed: list[int] = []
+
+    def kill(standings: Sequence[Standing], event: Event | None) -> None:
+        if event is not None and event.kind == "round" and event.standing.round == 2 and not killed:
+            killed.extend(children_of(os.getpid()))
+            for one in killed:
+                os.kill(one, signal.SIGKILL)
+
+    longer = {**SMALL, "rounds": 400, "evaluate_every": 0, "checkpoint_every": 100}
+    done = compare(["fedavg"], out=out, jobs=1, watch=kill, **longer)
+    assert len(killed) == 1
+    (failed,) = done.failed
+    assert "killed by signal 9" in failed.reason
+    assert failed.exit_code == 1
+    again = compare(["ldp"], out=out, jobs=2, resume=True)
+    assert [(one.cell.scheme, one.state, one.round) for one in again.standings] == [
+        ("fedavg", "finished", 400),
+        ("ldp", "finished", 400),
+    ]
+
+
+def children_of(parent: int) -> list[int]:
+    """Worker processes, by /proc."""
+    return [
+        one for one in descendants(parent) if b"fedveil.compare.worker" in Path(f"/proc/{one}/cmdline").read_bytes()
+    ]
+
+
+def descendants(parent: int) -> list[int]:
+    if not Path("/proc/self/stat").exists():
+        pytest.skip("needs /proc")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == parent:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"jobs": 0}, "jobs must be at least 1"),
+        ({"seed": 1}, "schemes and seeds"),
+        ({"seeds": [1, 1]}, "named twice"),
+    ],
+    ids=["jobs", "seed", "seeds"],
+)
+def test_wrong_arguments_are_refused_before_a_folder_is_taken(
+    tmp_path: Path, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compare(["fedavg"], out=tmp_path / "c", **arguments)
+    assert not (tmp_path / "c").exists()

@@ -1,0 +1,44 @@
+"""A run that is interrupted after a certain round, as Ctrl-C would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedveil.config import RunConfig
+from fedveil.runs import session
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.following import Follower
+
+
+class _Interrupter:
+    def __init__(self, at: int) -> None:
+        self._at = at
+
+    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+        assert config.rounds > self._at, "the run would be over before it is interrupted"
+
+    def round(self, row: dict[str, Any]) -> None:
+        if row["round"] == self._at:
+            raise KeyboardInterrupt
+
+    def kept(self) -> None: ...
+
+    def end(self, summary: dict[str, Any]) -> None: ...
+
+    def stopped(self, reason: BaseException) -> None: ...
+
+
+def interrupted_run(
+    config: RunConfig, out: Path, *, at: int, follow: Sequence[Follower] = (), caught: bool = True
+) -> None:
+    """Run until round `at` is written and everybody in `follow` was told of it."""
+    everybody = [*follow, _Interrupter(at)]
+    if not caught:
+        session.run(config, out, quiet=True, follow=everybody)
+    with pytest.raises(KeyboardInterrupt):
+        session.run(config, out, quiet=True, follow=everybody)
+    assert not RunFolder(out).summary_file.exists()

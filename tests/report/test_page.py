@@ -1,0 +1,179 @@
+"""The page in a real browser: it draws, obeys its switches, fits, can be read by everyone, and asks for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report.browser import Browser
+from report.material import ROUNDS, SCHEMES
+
+pytest.importorskip("plotly", reason="needs the extra report")
+
+WIDTHS = (1400, 390)
+TRACES = """(name) => document.getElementById(name).data.map(
+    (one) => ({...one.meta, shown: one.visible, points: one.x.length, colour: one.line.color, name: one.name}))"""
+
+# Every visible text's colour against what lies behind it, as the browser computed both. Texts in pictures are filled.
+CONTRASTS = """(() => {
+  const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return n.length > 3 ? n : [...n, 1]; };
+  const over = (top, under) => [0, 1, 2].map((i) => top[i] * top[3] + under[i] * (1 - top[3])).concat(1);
+  const light = (c) => { const f = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+    return 0.2126 * f(c[0]) + 0.7152 * f(c[1]) + 0.0722 * f(c[2]); };
+  const behind = (e) => { const chain = [];
+    for (; e; e = e.parentElement) chain.unshift(getComputedStyle(e).backgroundColor);
+    return chain.reduce((under, one) => over(parse(one), under), [255, 255, 255, 1]); };
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const text = walker.currentNode.textContent.trim(), e = walker.currentNode.parentElement;
+    if (!text || /^(SCRIPT|STYLE|NOSCRIPT|TITLE)$/.test(e.tagName) || !e.checkVisibility()) continue;
+    const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+    if (!box.width || !box.height) continue;
+    const inPicture = e instanceof SVGElement;
+    const ground = behind(e), ink = over(parse(inPicture ? style.fill : style.color), ground);
+    const [a, b] = [light(ink), light(ground)];
+    found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), text.slice(0, 60), inPicture]);
+  }
+  return found;
+})()"""
+
+# Anything that is wider than the window without standing in a box that scrolls by itself.
+TOO_WIDE = """(() => {
+  const wide = innerWidth + 0.5, out = [];
+  if (document.scrollingElement.scrollWidth > innerWidth) out.push("the page itself");
+  for (const e of document.querySelectorAll("body *")) {
+    if (e.parentElement.closest(".scroll, pre") || e.closest(".skip, #js-plotly-tester")) continue;
+    const box = e.getBoundingClientRect();
+    if (e.checkVisibility() && box.width && (box.right > wide || box.left < -0.5)) out.push(e.outerHTML.slice(0, 90));
+  }
+  return out;
+})()"""
+
+
+def traces(tab: Browser, name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tab.run(f"({TRACES})({name!r})")
+    return found
+
+
+@pytest.fixture
+def comparison(tab: Browser, comparison_page: Path) -> Browser:
+    tab.show(comparison_page)
+    return tab
+
+
+def open_all(tab: Browser) -> None:
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+
+
+def test_it_complains_about_nothing_asks_for_nothing_and_its_curves_have_a_point_a_round(comparison: Browser) -> None:
+    assert comparison.complaints == []
+    assert [one for one in comparison.requests if not one.startswith(("data:", "blob:"))] == [
+        comparison.run("location.href")
+    ]
+    for name in ("curve-test-accuracy", "curve-loss"):
+        lines = [one for one in traces(comparison, name) if one["role"] == "line"]
+        assert {one["points"] for one in lines} == {ROUNDS}
+    drawn = comparison.run("document.querySelectorAll('#curve-test-accuracy .scatterlayer .trace .point').length")
+    assert drawn == ROUNDS * len(SCHEMES)
+    assert comparison.run("document.querySelectorAll('.plot .main-svg').length") >= 2
+
+
+def test_the_mouse_over_a_curve_shows_every_scheme_s_figure(comparison: Browser) -> None:
+    x, y = comparison.middle("#curve-test-accuracy .nsewdrag")
+    comparison.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    comparison.wait("document.querySelector('#curve-test-accuracy .hoverlayer').textContent.includes('%')")
+    told = comparison.run("document.querySelector('#curve-test-accuracy .hoverlayer').textContent")
+    assert all(scheme in told for scheme in SCHEMES)
+
+
+def test_a_scheme_s_switch_takes_it_out_of_every_picture_and_back_by_mouse_and_by_key(comparison: Browser) -> None:
+    names = comparison.run("[...document.querySelectorAll('.plot')].map((one) => one.id)")
+    assert len(names) >= 5
+
+    def shown(slot: int) -> set[bool]:
+        return {one["shown"] for name in names for one in traces(comparison, name) if one["slot"] == slot}
+
+    assert shown(1) == {True}
+    comparison.click("#chips input[data-slot='1']")
+    comparison.wait("!document.querySelector(\"#chips input[data-slot='1']\").checked")
+    assert shown(1) == {False}
+    assert shown(0) == {True}
+    comparison.run("document.querySelector(\"#chips input[data-slot='1']\").focus()")
+    comparison.press(" ", 32)
+    comparison.wait("document.querySelector(\"#chips input[data-slot='1']\").checked")
+    assert shown(1) == {True}
+
+
+def test_the_theme_follows_the_system_and_the_switch_turns_pages_and_pictures(comparison: Browser) -> None:
+    def look() -> tuple[str, str]:
+        page = comparison.run("getComputedStyle(document.body).backgroundColor")
+        return page, next(one["colour"] for one in traces(comparison, "curve-loss") if one["role"] == "line")
+
+    light = look()
+    comparison.media("screen", dark=True)
+    comparison.wait("document.getElementById('theme').textContent === 'Light theme'")
+    dark = look()
+    assert light[0] == "rgb(255, 255, 255)"
+    assert all(one != other for one, other in zip(light, dark, strict=True))
+    comparison.click("#theme")
+    comparison.wait("document.getElementById('theme').textContent === 'Dark theme'")
+    assert look() == light
+
+
+def test_focus_can_be_seen(comparison: Browser) -> None:
+    comparison.press("Tab", 9)
+    comparison.press("Tab", 9)
+    assert comparison.run("document.activeElement.id") == "theme"
+    assert comparison.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("kind", ["comparison", "audit"])
+@pytest.mark.parametrize("width", WIDTHS, ids=[f"{one} px" for one in WIDTHS])
+def test_nothing_is_wider_than_the_window(tab: Browser, kind: str, width: int, request: pytest.FixtureRequest) -> None:
+    tab.show(request.getfixturevalue(f"{kind}_page"), width=width)
+    open_all(tab)
+    assert tab.run(TOO_WIDE) == []
+
+
+@pytest.mark.parametrize("kind", ["comparison", "audit"])
+def test_every_text_stands_out_in_both_themes(tab: Browser, kind: str, request: pytest.FixtureRequest) -> None:
+    tab.show(request.getfixturevalue(f"{kind}_page"))
+    open_all(tab)
+    for _ in ("light", "dark"):
+        found = tab.run(CONTRASTS)
+        assert len(found) > 100
+        assert any(in_picture for _, _, in_picture in found)
+        assert [one for one in found if one[0] < 4.5] == []
+        tab.run("document.getElementById('theme').click()")
+
+
+def test_pictures_have_words_and_charts_have_names(tab: Browser, audit_page: Path) -> None:
+    tab.show(audit_page)
+    assert tab.complaints == []
+    texts = tab.run("[...document.images].map((one) => [one.alt, one.naturalWidth])")
+    assert len(texts) == 1
+    alternative, width = texts[0]
+    assert width > 0
+    assert "original, got from this run, got without protection" in alternative
+    assert "100.0 dB" in alternative
+    charts = tab.run("[...document.querySelectorAll('.plot')].map((one) => one.getAttribute('aria-label'))")
+    assert charts
+    assert all("ends at" in one for one in charts)
+
+
+def test_on_paper_it_is_light_and_open_and_has_no_switches(tab: Browser, comparison_page: Path) -> None:
+    tab.show(comparison_page, dark=True)
+    tab.media("print", dark=True)
+    tab.wait("document.querySelectorAll('details:not([open])').length === 0")
+    assert tab.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    hidden = "[...document.querySelectorAll('nav, button, #chips input, .modebar-container')]"
+    assert tab.run(f"{hidden}.length") > 5
+    assert tab.run(f"{hidden}.every((one) => getComputedStyle(one).display === 'none')")
+    assert tab.run("getComputedStyle(document.getElementById('ledger')).breakBefore") == "page"
+    assert tab.run("[...document.querySelectorAll('.plot .main-svg')].every((one) => one.clientWidth <= 680)")
+    assert tab.printed().startswith(b"%PDF")
+    tab.media("screen", dark=True)
+    tab.wait("document.querySelectorAll('details:not([open])').length > 0")
+    assert tab.run("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
