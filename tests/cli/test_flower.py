@@ -25,7 +25,7 @@ def test_the_settings_flags_are_those_of_run(name: str) -> None:
     top = typer.main.get_command(app)
     run = flags(top.commands["run"])  # type: ignore[attr-defined]
     here = flags(top.commands["flower"].commands[name])  # type: ignore[attr-defined]
-    settings = run.keys() - {"out", "resume", "quiet", "help"}
+    settings = run.keys() - {"out", "resume", "quiet", "help", "tensorboard", "mlflow"}
     assert len(settings) > 60
     assert {one: here.get(one) for one in settings} == {one: run[one] for one in settings}
 
@@ -36,7 +36,8 @@ def test_init_writes_an_app_with_three_clients_and_says_what_to_type_next(tmp_pa
     assert "fedveil flower up --nodes 3" in done.output
     assert f"fedveil flower run {tmp_path / 'app'}" in done.output
     written = prepared(tmp_path / "app", {}).config
-    assert written == RunConfig(scheme="veil-secagg", clients=3, cohort=1.0, model_options={"depth": 2})
+    expected = {"scheme": "veil-secagg", "clients": 3, "cohort": 1.0, "model_options": {"depth": 2}}
+    assert written == RunConfig(**expected, checkpoint_every=1)  # a round takes seconds: none should be lost
 
 
 def test_init_takes_a_settings_file_and_flags_win(tmp_path: Path) -> None:
@@ -44,7 +45,8 @@ def test_init_takes_a_settings_file_and_flags_win(tmp_path: Path) -> None:
     done = fedveil("flower", "init", tmp_path / "app", "-c", tmp_path / "run.toml", "--lr", 0.5, "-o", "depth=3")
     assert (done.code, done.error) == (0, "")
     written = prepared(tmp_path / "app", {}).config
-    assert written == RunConfig(rounds=7, lr=0.5, clients=5, model_options={"depth": 3, "width": 8})
+    options = {"depth": 3, "width": 8}
+    assert written == RunConfig(rounds=7, lr=0.5, clients=5, model_options=options, checkpoint_every=1)
 
 
 def test_init_for_own_data_says_where_to_describe_and_to_put_them(tmp_path: Path) -> None:

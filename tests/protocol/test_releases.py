@@ -129,7 +129,9 @@ def last_is_missing_in_round_two(request: Any, client: int) -> bool:
 
 
 def test_every_message_class_has_its_place_here() -> None:
-    assert set(registered()) == {*INSIDE, *REQUESTS, *REPLIES, *HELD_MESSAGES}
+    # An engine may have messages of its own, and declares them where it stands.
+    ours = {kind for kind in registered() if not kind.__module__.startswith("fedveil.engines.")}
+    assert ours == {*INSIDE, *REQUESTS, *REPLIES, *HELD_MESSAGES}
     assert set(SPEAKS) == {*NAMES, *VARIANTS}
     assert set.union(*SPEAKS.values()) == {*REQUESTS, *REPLIES}
 

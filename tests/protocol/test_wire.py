@@ -104,7 +104,7 @@ def header_of(message: object) -> Any:
 
 
 def test_every_registered_message_is_tried_here() -> None:
-    assert set(registered()) == set(MESSAGES)
+    assert {kind for kind in registered() if not kind.__module__.startswith("fedveil.engines.")} == set(MESSAGES)
     own = {"Broadcast", "PublicHead", "Train", "Upload"}
     assert {kind.__name__ for kind in MESSAGES} - own == {
         *("Hello", "Announce", "Directory", "Ready"),

@@ -49,13 +49,16 @@ class Desk(Protocol):
 class Worker:
     """Takes parcels from couriers, has one after the other answered, and says how it is at any time."""
 
-    def __init__(self, home: Path, listener: socket.socket, settings: dict[str, Any], desk: str = _DESK) -> None:
+    def __init__(
+        self, home: Path, listener: socket.socket, settings: dict[str, Any], *, idle: float, desk: str = _DESK
+    ) -> None:
+        """`idle` is after how many seconds without a parcel it ends."""
         self._home = home
         self._listener = listener
         self._address = Path(listener.getsockname())
         self._identity = self._address.lstat()
         self._courier_user = settings.get("courier_user")
-        self._idle = 3600.0 * float(settings.get("idle_hours", 24))
+        self._idle = idle
         self._desk_name = desk
         self._desk: Desk | None = None
         self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desk")
@@ -271,7 +274,9 @@ def main(arguments: list[str] | None = None) -> None:
             return
         _log_to(home / LOG)
         address = socket_address(home)
-        worker = Worker(home, listen(address, settings.get("courier_user")), settings, given.desk)
+        idle = 3600.0 * float(settings.get("idle_hours", 24))  # before anybody can connect and be let down
+        listener = listen(address, settings.get("courier_user"))
+        worker = Worker(home, listener, settings, idle=idle, desk=given.desk)
     except (FedVeilError, OSError, ValueError, TypeError) as reason:
         raise SystemExit(f"The worker cannot start: {reason}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
