@@ -104,9 +104,14 @@ def header_of(message: object) -> Any:
 
 
 def test_every_registered_message_is_tried_here() -> None:
-    assert {kind for kind in registered() if not kind.__module__.startswith("fedveil.engines.")} == set(MESSAGES)
+    # An engine may have messages of its own, and is loaded here or not.
+    tried, known = (
+        {kind for kind in kinds if not kind.__module__.startswith("fedveil.engines.")}
+        for kinds in (MESSAGES, registered())
+    )
+    assert tried == known
     own = {"Broadcast", "PublicHead", "Train", "Upload"}
-    assert {kind.__name__ for kind in MESSAGES} - own == {
+    assert {kind.__name__ for kind in tried} - own == {
         *("Hello", "Announce", "Directory", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),

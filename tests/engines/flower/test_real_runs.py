@@ -31,9 +31,10 @@ from flower_runs import (
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    before = set(descendants(os.getpid()))  # other tests may have left helpers of their own
     with Cluster(tmp_path_factory.mktemp("cluster"), nodes=3) as made:
         yield made
-    assert descendants(os.getpid()) == []
+    assert set(descendants(os.getpid())) <= before
 
 
 def test_secure_aggregation_over_real_processes_gives_the_local_engines_model(cluster: Cluster, tmp_path: Path) -> None:

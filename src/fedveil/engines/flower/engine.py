@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -15,6 +16,7 @@ from fedveil.crypto.roster import Roster
 from fedveil.engines.driving import drive
 from fedveil.engines.flower.envelope import HEADER, PARTS, in_array, out_of_array
 from fedveil.engines.flower.events import Events
+from fedveil.engines.flower.fetching import Fetcher
 from fedveil.engines.flower.refusals import text_of
 from fedveil.engines.flower.rollcall import Present, RollCall, check_present
 from fedveil.engines.flower.setup import Setup
@@ -85,6 +87,7 @@ class FlowerEngine:
         self._last_word = ""
         self._rosters: dict[int, bytes] = {}
         self._overdue: dict[str, _Sent] = {}
+        self._fetcher = Fetcher(grid)
 
     @property
     def pinned(self) -> bool:
@@ -251,7 +254,7 @@ class FlowerEngine:
         sent = {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
         until, pause = time.monotonic() + patience + _GRACE, _POLL[0]
         while sent and time.monotonic() < until:
-            replies = list(self._patiently(lambda: self._grid.pull_messages([*sent, *self._overdue])))
+            replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
             for reply in replies:
                 self._take(reply, sent, phase)
             pause = _POLL[0] if replies else min(pause * 1.5, _POLL[1])
@@ -301,8 +304,6 @@ class FlowerEngine:
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do what the SuperLink may be too busy restarting for, until the deadline."""
-        import httpx
-
         until = time.monotonic() + self._deadline
         while True:
             try:
