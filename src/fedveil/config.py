@@ -184,9 +184,9 @@ class RunConfig:
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, dict):
-                table = [f"{key} = {_toml(item)}" for key, item in value.items()]
+                table = [f"{key} = {toml_of(item)}" for key, item in value.items()]
             elif value is not None:
-                lines.append(f"{one.name} = {_toml(value)}")
+                lines.append(f"{one.name} = {toml_of(value)}")
         if table:
             lines += ["", "[model_options]", *table]
         return "\n".join(lines) + "\n"
@@ -232,7 +232,8 @@ def numbers_of(text: str, name: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _toml(value: object) -> str:
+def toml_of(value: object) -> str:
+    """A setting's value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

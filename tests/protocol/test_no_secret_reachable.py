@@ -256,9 +256,9 @@ class TappedSecrets(SeededSecrets):
 class Watching(LocalEngine):
     """Keeps what the server's run asked for and got."""
 
-    def _gather(self, ask: Ask) -> Gathered:
+    def gather(self, ask: Ask) -> Gathered:
         self.__dict__.setdefault("asked", []).append(ask)
-        answer = super()._gather(ask)
+        answer = super().gather(ask)
         self.__dict__.setdefault("gathered", []).append(answer)
         return answer
 

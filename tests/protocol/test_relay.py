@@ -280,9 +280,9 @@ def asked(one: Job) -> list[tuple[str, tuple[int, ...]]]:
     found: list[tuple[str, tuple[int, ...]]] = []
 
     class Noting(LocalEngine):
-        def _gather(self, ask: Ask) -> Gathered:
+        def gather(self, ask: Ask) -> Gathered:
             found.append((type(ask.common).__name__, ask.to))
-            return super()._gather(ask)
+            return super().gather(ask)
 
     held_run(one, engine=Noting)
     return found

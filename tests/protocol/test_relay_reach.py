@@ -39,8 +39,8 @@ class Watching(LocalEngine):
         super().__init__(*args, **named)
         self.seen: list[object] = []
 
-    def _gather(self, ask: Ask) -> Gathered:
-        answer = super()._gather(ask)
+    def gather(self, ask: Ask) -> Gathered:
+        answer = super().gather(ask)
         self.seen += [ask, answer]
         return answer
 

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fedveil.cli import options as flag
 from fedveil.cli.compared import show_comparison, shown_live
-from fedveil.cli.run import run
+from fedveil.cli.settings import takes_flags
 from fedveil.cli.tables import aside, plainly
 
 if TYPE_CHECKING:
     from fedveil.compare import Comparison
 
 
-def _with_settings_of(command: Callable[..., None]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command another one's flags, after its own and without those it has itself."""
-
-    def give(function: Callable[..., None]) -> Callable[..., None]:
-        own = [one for one in inspect.signature(function).parameters.values() if one.kind is not one.VAR_KEYWORD]
-        names = {one.name for one in own} | {"scheme"}
-        theirs = [one for one in inspect.signature(command).parameters.values() if one.name not in names]
-        hints = get_type_hints(command, include_extras=True)
-        function.__annotations__ |= {one.name: hints[one.name] for one in theirs}
-        typed = [one.replace(annotation=hints[one.name]) for one in theirs]
-        function.__signature__ = inspect.Signature([*own, *typed])  # type: ignore[attr-defined]
-        return function
-
-    return give
-
-
-@_with_settings_of(run)
+@takes_flags(without=("scheme",))
 def compare(
-    context: typer.Context,
     schemes: str | None = typer.Option(
         None, help="Schemes, by commas. (default: fedavg,lossless,veil-secagg,nadp,mpdp,veil-dp,paraaegis)"
     ),
@@ -50,7 +31,8 @@ def compare(
         False, "--resume", help="Go on in --out: finished runs are kept; schemes and seeds may be added."
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress and no tables."),
-    **settings: Any,
+    *,
+    flags: dict[str, Any],
 ) -> None:
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
@@ -71,19 +53,19 @@ def compare(
     from fedveil.compare.plan import parse_own
     from fedveil.tracking import Tracked
 
-    given = context.params
+    seed, tracked = flags.pop("seed"), Tracked(flags.pop("tensorboard"), flags.pop("mlflow"))
     with shown_live(quiet=quiet) as watch:
         done = compare_schemes(
             None if schemes is None else _words(schemes),
             out=out,
-            seeds=_seeds(seeds, given["seed"], repeats),
+            seeds=_seeds(seeds, seed, repeats),
             jobs=jobs,
             resume=resume,
             only=parse_own(own),
-            tracked=Tracked(given["tensorboard"], given["mlflow"]),
+            tracked=tracked,
             say=aside,
             watch=watch,
-            **_settings(config, given),
+            **_settings(config, flags),
         )
     if not quiet:
         show_comparison(done)
@@ -113,22 +95,16 @@ def _report(done: Comparison, *, quiet: bool) -> None:
         plainly(f"as a page: {page}")
 
 
-def _settings(config: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+def _settings(config: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
     """The settings common to all: those of the file, and the flags over them."""
-    from fedveil.config import RunConfig, parse_model_options
+    from fedveil.config import RunConfig
     from fedveil.errors import ConfigError
 
     stored = RunConfig.read(config) if config is not None else {}
     for name in ("scheme", "seed"):
         if name in stored:
             raise ConfigError(f"{config}: a comparison takes --schemes and --seeds; leave {name} out of the file.")
-    known = {name: given[name] for name in RunConfig.__dataclass_fields__ if given.get(name) is not None}
-    known.pop("seed", None)
-    if "cohort" in known:
-        known["cohort"] = flag.cohort_of(known["cohort"])
-    if given["model_option"]:
-        known["model_options"] = {**stored.get("model_options", {}), **parse_model_options(given["model_option"])}
-    return {**stored, **known}
+    return {**stored, **flag.settings_given(flags, stored)}
 
 
 def _seeds(seeds: str | None, seed: int | None, repeats: int | None) -> list[int] | None:

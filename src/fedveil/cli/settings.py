@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,42 @@ from fedveil.cli.run import NOT_SETTINGS, run
 _OF_RUN_ALONE = (NOT_SETTINGS | {"context"}) - {"config"}
 
 
+def takes_flags(*, without: Collection[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `fedveil run`, after its own, but for those that it has itself and those it goes
+    `without`; it receives them as `flags`, a dict."""
+
+    def give(command: Callable[..., None]) -> Callable[..., None]:
+        own = [one for one in _parameters(command) if one.name != "flags"]
+        had = {one.name for one in own} | {"context", *without}
+        shared = [one for one in _parameters(run) if one.name not in had]
+
+        @functools.wraps(command)
+        def taking(**given: Any) -> None:
+            flags = {one.name: given.pop(one.name) for one in shared}
+            command(**given, flags=flags)
+
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *shared)]
+        taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        taking.__annotations__ = {one.name: one.annotation for one in parameters}
+        return taking
+
+    return give
+
+
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every settings flag of `fedveil run` and its --config; it receives them as `settings`, a dict."""
-    shared = [one for one in inspect.signature(run, eval_str=True).parameters.values() if one.name not in _OF_RUN_ALONE]
-    own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
 
     @functools.wraps(command)
-    def taking(**given: Any) -> None:
-        flags = {one.name: given.pop(one.name) for one in shared}
+    def taking(*, flags: dict[str, Any], **given: Any) -> None:
         command(**given, settings=_settings(flags.pop("config"), flags))
 
-    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*own, *shared)]
-    taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    taking.__annotations__ = {one.name: one.annotation for one in parameters}
-    return taking
+    own = [one for one in _parameters(command) if one.name != "settings"]
+    taking.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+    return takes_flags(without=_OF_RUN_ALONE)(taking)
+
+
+def _parameters(command: Callable[..., None]) -> Iterable[inspect.Parameter]:
+    return inspect.signature(command, eval_str=True).parameters.values()
 
 
 def _settings(config: Path | None, flags: dict[str, Any]) -> dict[str, Any]:

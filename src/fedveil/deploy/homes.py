@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, toml_of
 from fedveil.errors import ConfigError, unknown_name
 
 Required = str | int | float | bool
@@ -52,7 +52,7 @@ def create_home(
         policy=_line("policy", named.get("policy"), "policy.toml"),
         models=f"models = {json.dumps(list(models))}" if models else '# models = ["net.py:make"]',
         require=_requirements(require or {}),
-        simulation=_toml(simulation),
+        simulation=toml_of(simulation),
     )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "state").mkdir(exist_ok=True, mode=0o700)
@@ -111,7 +111,7 @@ idle_hours = 24
 
 
 def _line(name: str, value: str | None, example: str) -> str:
-    return f"# {name} = {_toml(example)}" if value is None else f"{name} = {_toml(value)}"
+    return f"# {name} = {toml_of(example)}" if value is None else f"{name} = {toml_of(value)}"
 
 
 def _inside(folder: Path, path: str | Path, name: str) -> str:
@@ -132,12 +132,6 @@ def _requirements(require: Mapping[str, Required | Sequence[Required]]) -> str:
         if name.replace("-", "_") not in known:
             raise unknown_name("setting to require:", name, known)
         several = isinstance(value, Sequence) and not isinstance(value, str)
-        shown = f"[{', '.join(_toml(one) for one in value)}]" if several else _toml(value)  # type: ignore[union-attr]
+        shown = f"[{', '.join(toml_of(one) for one in value)}]" if several else toml_of(value)  # type: ignore[union-attr]
         lines.append(f"{name.replace('-', '_')} = {shown}")
     return "\n".join(lines)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

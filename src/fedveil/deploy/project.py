@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, toml_of
 from fedveil.deploy.templates import DATA, GITIGNORE, PYPROJECT, README
 from fedveil.engines.flower.settings import FURTHER, Extras, flattened, override, settings_of
 from fedveil.errors import ConfigError
@@ -46,9 +46,9 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
     name = _project_name(folder)
     filled = {
         "name": name,
-        "settings": "\n".join(f"{key.replace('_', '-')} = {_toml(value)}" for key, value in shown.items()),
-        "deadline": _toml(extras.deadline),
-        "data": _toml(extras.data),
+        "settings": "\n".join(f"{key.replace('_', '-')} = {toml_of(value)}" for key, value in shown.items()),
+        "deadline": toml_of(extras.deadline),
+        "data": toml_of(extras.data),
         "further": FURTHER,
         "options": _table(config.model_options),
     }
@@ -120,11 +120,5 @@ def _fill(template: str, values: dict[str, str]) -> str:
 def _table(options: dict[str, Any]) -> str:
     if not options:
         return ""
-    lines = [f"{json.dumps(key)} = {_toml(value)}" for key, value in options.items()]
+    lines = [f"{json.dumps(key)} = {toml_of(value)}" for key, value in options.items()]
     return "\n".join(["", "[tool.flwr.app.config.model-options]", *lines, ""])
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

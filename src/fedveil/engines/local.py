@@ -8,16 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.engines.driving import drive
+from fedveil.engines.driving import Engine
 from fedveil.errors import ConfigError, DataError, FedVeilError, ProtocolError
 from fedveil.protocol import (
     ClientRole,
     ClientState,
     Gathered,
     HolderRole,
-    RoundBegins,
-    RoundDone,
-    Steps,
 )
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.client import Answer
@@ -77,7 +74,7 @@ Absent = Callable[[Request, int], bool]
 Listen = Callable[[Heard], None]
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Drives a server's run against clients in this process.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
@@ -108,18 +105,8 @@ class LocalEngine:
         """What a client remembers now."""
         return self._states[client]
 
-    def drive(
-        self,
-        steps: Steps,
-        *,
-        on_round: Callable[[RoundDone], None],
-        on_begin: Callable[[RoundBegins], None] = lambda begins: None,
-        on_stop: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """Run to the end; `on_begin` and `on_round` are called at every round's beginning and boundary."""
-        drive(steps, self._gather, on_round=on_round, on_begin=on_begin, on_stop=on_stop)
-
-    def _gather(self, ask: Ask) -> Gathered:
+    def gather(self, ask: Ask) -> Gathered:
+        """One phase with the clients that are present."""
         arrived: list[int] = []
         refused: dict[int, str] = {}
         up = 0

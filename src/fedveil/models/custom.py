@@ -52,7 +52,7 @@ def _find(reference: str) -> Callable[..., object]:
     place, _, attribute = reference.rpartition(":")
     if not place or not attribute:
         raise ConfigError(f"Model {reference!r} is not of the form package.module:factory.")
-    module = _load_file(place) if place.endswith(".py") else _import(place)
+    module = load_file(Path(place), what="a model") if place.endswith(".py") else _import(place)
     try:
         factory = operator.attrgetter(attribute)(module)
     except AttributeError as error:
@@ -75,14 +75,15 @@ def _import(name: str) -> ModuleType:
         ) from error
 
 
-def _load_file(place: str) -> ModuleType:
-    path = Path(place).expanduser().resolve()
+def load_file(place: Path, *, what: str) -> ModuleType:
+    """The user's own code in a file; `what` is to be found there, for the errors."""
+    path = place.expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"Tried to load a model from {path}, but there is no such file.")
-    name = f"_fedveil_model_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+        raise ConfigError(f"Tried to load {what} from {path}, but there is no such file.")
+    name = f"_fedveil_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"Tried to load a model from {path}, but Python cannot import it.")
+        raise ConfigError(f"Tried to load {what} from {path}, but Python cannot import it.")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look a class's module up by name.
     sys.modules[name] = module
@@ -90,7 +91,7 @@ def _load_file(place: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"Tried to load a model from {path}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"Tried to load {what} from {path}: {type(error).__name__}: {error}") from error
     return module
 
 

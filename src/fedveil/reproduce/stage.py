@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedveil import data, models
+from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
 from fedveil.data.embedded import EMBEDDED
@@ -23,7 +23,7 @@ from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol import ServerState
 from fedveil.reproduce.cells import Cell, Figures
 from fedveil.runs.evaluate import score_weights
-from fedveil.runs.job import Job, ModelFacts, assemble_job, device_of, dtype_of
+from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import fresh_state, train_job
 
@@ -89,24 +89,13 @@ class Stage:
         )
         split = self.split(config.dataset, samples=cell.samples)
         train = split.train
-        model = models.build(
-            config.model,
-            input_shape=train.input_shape,
-            outputs=train.outputs,
-            seed=seed,
-            vocabulary=train.vocabulary,
-            **config.model_options,
-        )
+        facts = ModelFacts.of(config, train)
+        model = facts.build(seed=seed)
         if cell.tiers is None:
-            parts = data.partition(
-                train, clients=config.clients, how=config.partition, seed=seed, alpha=config.alpha, ratio=config.ratio
-            )
+            parts = dealt(config, train)
         else:
             parts = tiered(train, clients=config.clients, tiers=cell.tiers, ratio=config.ratio, seed=seed)
         placed = train if dtype_of(config) is torch.float32 else train.to(dtype=dtype_of(config))
-        facts = ModelFacts(
-            config.model, config.model_options, train.input_shape, train.outputs, train.task, train.vocabulary
-        )
         return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)
 
     def train(

@@ -14,7 +14,7 @@ from fedveil.downlink.blueprint import weights_of
 from fedveil.downlink.export import export
 from fedveil.downlink.report import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.runs.model_file import bare_model, load_model, save_model
+from fedveil.runs.model_file import load_model, save_model
 from fedveil.secrets import OsSecrets
 
 
@@ -31,7 +31,7 @@ def export_run(run: Path, out: Path, *, spread: float = 4.0) -> Coverage:
     facts = loaded.facts
     tokens = facts.vocabulary is not None
     example = torch.zeros(2, *facts.input_shape, dtype=torch.int64 if tokens else torch.float32)
-    blueprint, _ = draw(bare_model(facts).train(), example, traced=True)
+    blueprint, _ = draw(facts.build(seed=0).train(), example, traced=True)
     assert blueprint.table is not None
     weights = weights_of(loaded.module, blueprint)
     module, shape = export(blueprint, weights, stream=OsSecrets().stream("export"), spread=spread)

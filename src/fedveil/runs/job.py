@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedveil import data, models, schemes
 from fedveil.config import RunConfig
-from fedveil.data import Dataset
+from fedveil.data import Dataset, Split
 from fedveil.data.embedded import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
 from fedveil.downlink.decomposed import Decomposed
@@ -48,6 +48,31 @@ class ModelFacts:
     task: str
     vocabulary: int | None = None
     labels: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(config: RunConfig, train: Dataset) -> ModelFacts:
+        """Of the architecture that settings name, for these data."""
+        return ModelFacts(
+            config.model,
+            config.model_options,
+            train.input_shape,
+            train.outputs,
+            train.task,
+            train.vocabulary,
+            train.labels,
+        )
+
+    def build(self, *, seed: int) -> nn.Module:
+        """The architecture, with the first values that follow from a seed."""
+        assert self.name is not None
+        return models.build(
+            self.name,
+            input_shape=self.input_shape,
+            outputs=self.outputs,
+            seed=seed,
+            vocabulary=self.vocabulary,
+            **self.options,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,45 +155,38 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return _DTYPES[config.dtype]
 
 
-def job_from_config(config: RunConfig) -> Job:
-    """Load the data, build the model, deal the data to clients."""
-    schemes.find(config.scheme)
-    seed = config.seed
-    assert seed is not None
-    split = data.load(
+def loaded(config: RunConfig) -> Split:
+    """The data set that settings name."""
+    assert config.seed is not None
+    return data.load(
         config.dataset,
         target=config.target,
         task=config.task,  # type: ignore[arg-type]
         test_fraction=config.test_fraction,
-        seed=seed,
+        seed=config.seed,
         text=config.text,
         group=config.group,
     )
-    train = split.train
-    model = models.build(
-        config.model,
-        input_shape=train.input_shape,
-        outputs=train.outputs,
-        seed=seed,
-        vocabulary=train.vocabulary,
-        **config.model_options,
+
+
+def dealt(config: RunConfig, train: Dataset) -> list[Tensor]:
+    """The rows of every client, as settings deal them out."""
+    assert config.seed is not None
+    return data.partition(
+        train, clients=config.clients, how=config.partition, seed=config.seed, alpha=config.alpha, ratio=config.ratio
     )
-    parts = data.partition(
-        train, clients=config.clients, how=config.partition, seed=seed, alpha=config.alpha, ratio=config.ratio
-    )
-    facts = ModelFacts(
-        config.model,
-        config.model_options,
-        train.input_shape,
-        train.outputs,
-        train.task,
-        train.vocabulary,
-        train.labels,
-    )
-    device, dtype = device_of(config), dtype_of(config)
-    placed = train.to(dtype=dtype, device=device)
-    pool = ClientPool.shared(placed.x, placed.y, parts)
-    return assemble_job(config, model, pool, split.test, facts)
+
+
+def job_from_config(config: RunConfig) -> Job:
+    """Load the data, build the model, deal the data to clients."""
+    schemes.find(config.scheme)
+    assert config.seed is not None
+    split = loaded(config)
+    facts = ModelFacts.of(config, split.train)
+    model = facts.build(seed=config.seed)
+    parts = dealt(config, split.train)
+    placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
+    return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,11 +241,12 @@ def assemble_job(
     test: Dataset | None,
     facts: ModelFacts,
     *,
+    common: Agreed | None = None,
     guard: Guard | None = None,
 ) -> Job:
     """The scheme, its blueprint and roles for a model and clients that are already there."""
     device, dtype = device_of(config), dtype_of(config)
-    common = agreed(config, clients=len(pool), task=facts.task)
+    common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
     scheme = common.scheme
     example = _example(pool, facts, dtype)
     blueprint, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
@@ -275,22 +294,30 @@ def _refuse_moving_buffers(blueprint: Blueprint, weights: Weights, example: Tens
 
 
 def _guard(config: RunConfig) -> Guard:
-    policy = None
-    if config.policy is not None:
-        policy = Policy.parse(_read(config.policy, "policy"), where=config.policy)
+    policy = None if config.policy is None else read_policy(config.policy)
     if config.roster is None:
         if config.identities is not None:
             raise ConfigError("identities are of use with a roster only: give --roster too.")
         return Guard(policy)
-    from fedveil.crypto.roster import Roster
     from fedveil.runs.identities import read_identities
 
-    roster = Roster.parse(_read(config.roster, "roster"), where=config.roster)
     folder = config.identities or str(Path(config.roster).parent)
-    return Guard(policy, roster, read_identities(folder, clients=config.clients))
+    return Guard(policy, read_roster(config.roster), read_identities(folder, clients=config.clients))
 
 
-def _read(path: str, what: str) -> str:
+def read_policy(path: str | Path) -> Policy:
+    """A client's own limits, from their file."""
+    return Policy.parse(_read(path, "policy"), where=str(path))
+
+
+def read_roster(path: str | Path) -> Roster:
+    """Everybody's public signing keys, from their file."""
+    from fedveil.crypto.roster import Roster
+
+    return Roster.parse(_read(path, "roster"), where=str(path))
+
+
+def _read(path: str | Path, what: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
-from fedveil import models
 from fedveil.downlink.export import ExportShape, exported_architecture
 from fedveil.downlink.norms import with_vector_norms
 from fedveil.errors import ConfigError
@@ -65,19 +64,6 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def bare_model(facts: ModelFacts) -> nn.Module:
-    """The architecture that facts describe, with values of no meaning."""
-    assert facts.name is not None
-    return models.build(
-        facts.name,
-        input_shape=facts.input_shape,
-        outputs=facts.outputs,
-        seed=0,
-        vocabulary=facts.vocabulary,
-        **facts.options,
-    )
-
-
 def load_model(path: Path) -> LoadedModel:
     """Build the architecture a file describes and fill it."""
     if path.is_dir():
@@ -100,7 +86,7 @@ def load_model(path: Path) -> LoadedModel:
         raise ConfigError(
             f"{path} holds a model that was built in Python: build it there too and load the tensors from the file."
         )
-    bare = bare_model(facts)
+    bare = facts.build(seed=0)
     if metadata["shape"]:
         changed = json.loads(metadata["shape"])
         shifted = {name: (sizes[0], sizes[1]) for name, sizes in changed["shifted"].items()}

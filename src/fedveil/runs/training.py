@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedveil.engines import LocalEngine
+from fedveil.engines.driving import Engine
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.policy import ENDED
-from fedveil.protocol import HolderRole, RoundBegins, RoundDone, ServerState, Steps, Train
+from fedveil.protocol import HolderRole, RoundDone, ServerState, Steps, Train
 from fedveil.protocol.dividing import Begin, Divide
 from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
@@ -105,21 +106,6 @@ def books_of(job: Job, journal: Path | None, state: ServerState) -> Books:
             "spent is no longer known. Put the file back, or start anew with another --out."
         )
     return books
-
-
-class Engine(Protocol):
-    """Carries a server's requests to its clients, wherever they are, and the answers back."""
-
-    def drive(
-        self,
-        steps: Steps,
-        *,
-        on_round: Callable[[RoundDone], None],
-        on_begin: Callable[[RoundBegins], None],
-        on_stop: Callable[[str], None],
-    ) -> None:
-        """Run to the end; the others are called as rounds begin and end, and where the run stops early."""
-        ...
 
 
 def conduct(

@@ -92,6 +92,10 @@ class Desk:
         if (now := self._home.stamp()) != self._read_at:
             self._home, self._read_at, self._side = Home.read(self._home.path), now, None
 
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._home.device)
+
     def _refused(self, code: str) -> bytes:
         return pack({"client": self._home.client, "code": code}, {})
 
@@ -131,7 +135,7 @@ class Desk:
     def _recalled(self, setup: Setup) -> Remembered | None:
         if self._latest is not None and self._latest[0] == setup.lineage:
             return self._latest[1]
-        return self._memory.recall(setup.lineage, device=torch.device(self._home.device))
+        return self._memory.recall(setup.lineage, device=self._device)
 
     def _keep(self, setup: Setup, one: Remembered) -> None:
         self._memory.keep(setup.lineage, one)
@@ -146,8 +150,7 @@ class Desk:
             raise ProtocolError(f"attempt {setup.attempt} of a run is over: attempt {known.attempt} has begun")
         if self._side is None or self._side[0] != which:
             begun = known is not None and known.attempt == setup.attempt
-            device = torch.device(self._home.device)
-            start = self._memory.start(setup.lineage, device=device) if begun else self._carried(setup, known)
+            start = self._memory.start(setup.lineage, device=self._device) if begun else self._carried(setup, known)
             self._side = (which, build_side(self._home, setup, start=start))
         return self._side[1]
 

@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.crypto.roster import Roster
-from fedveil.engines.driving import drive
+from fedveil.engines.driving import Engine
 from fedveil.engines.flower.envelope import HEADER, PARTS, in_array, out_of_array
 from fedveil.engines.flower.events import Events
 from fedveil.engines.flower.fetching import Fetcher
@@ -21,7 +21,7 @@ from fedveil.engines.flower.refusals import text_of
 from fedveil.engines.flower.rollcall import Present, RollCall, check_present
 from fedveil.engines.flower.setup import Setup
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol import Gathered, RoundBegins, RoundDone, Steps
+from fedveil.protocol import Gathered
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply
@@ -56,7 +56,7 @@ class _Phase:
     up: int = 0
 
 
-class FlowerEngine:
+class FlowerEngine(Engine):
     """Drives a server's run against clients behind Flower nodes.
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
@@ -72,7 +72,6 @@ class FlowerEngine:
         deadline: float,
         events: Events,
         roster: Roster | None = None,
-        assembly: float = _ASSEMBLY,
     ) -> None:
         self._grid = grid
         self._setup = setup
@@ -80,7 +79,7 @@ class FlowerEngine:
         self._deadline = deadline
         self._events = events
         self._roster = roster
-        self._assembly = min(assembly, deadline)
+        self._assembly = min(_ASSEMBLY, deadline)
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
         self._turned_away: dict[int, float] = {}
@@ -94,17 +93,6 @@ class FlowerEngine:
         """Whether every client of the run says that it has the same roster of everybody's keys."""
         said = set(self._rosters.values())
         return len(self._rosters) == self._clients and len(said) == 1 and b"" not in said
-
-    def drive(
-        self,
-        steps: Steps,
-        *,
-        on_round: Callable[[RoundDone], None],
-        on_begin: Callable[[RoundBegins], None] = lambda begins: None,
-        on_stop: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        """Run to the end; `on_begin` and `on_round` are called at every round's beginning and boundary."""
-        drive(steps, self.gather, on_round=on_round, on_begin=on_begin, on_stop=on_stop)
 
     def assemble(self) -> None:
         """Wait for the run's clients: for all of them a while, for one of them up to the deadline."""
@@ -134,7 +122,7 @@ class FlowerEngine:
         what, number = type(ask.common).__name__, getattr(ask.common, "round", None)
         common = encode(ask.common)
         each = {client: encode(one) for client, one in ask.each.items() if client in reach}
-        phase = self._phase(reach, common, each, what=what, number=number, setup=setup or self._setup)
+        phase = self._phase(reach, common, each, what=what, number=number, setup=setup)
         arrived: list[int] = []
         # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
         for client, reply in ((one, phase.replies[one]) for one in ask.to if one in phase.replies):
@@ -166,10 +154,9 @@ class FlowerEngine:
                 return reach
             time.sleep(1.0)  # nobody at all: they may be on their way back
 
-    def _call_roll(self, live: set[int] | None = None) -> bool:
-        """Ask nodes that are new who they are; returns whether a client was found."""
+    def _call_roll(self, here: set[int]) -> bool:
+        """Ask those of the nodes `here` that are new who they are; returns whether a client was found."""
         now = time.monotonic()
-        here = self._live() if live is None else live
         new = [
             one
             for one in sorted(here)

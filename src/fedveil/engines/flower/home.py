@@ -15,6 +15,7 @@ from fedveil.errors import ConfigError, FedVeilError, unknown_name
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.runs.identities import read_identity
+from fedveil.runs.job import read_policy, read_roster
 
 _FILE = "client.toml"
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -75,7 +76,7 @@ class Home:
         client = given.get("client")
         if client is None or client < 0:
             raise ConfigError(f"{where}: client must be this client's number, 0 or more.")
-        files = {name: path / given[name] for name in ("data", "roster", "identity", "policy") if name in given}
+        files = _files(path, given)
         for name, file in files.items():
             if not file.is_file():
                 raise ConfigError(f"{where}: {name} names {file}, where no file is.")
@@ -84,14 +85,13 @@ class Home:
         for name in require:
             if name.replace("-", "_") not in known:
                 raise unknown_name(f"setting in {where}, [require]:", name, known)
-        roster, policy = files.get("roster"), files.get("policy")
         return Home(
             path=path,
             client=client,
             data=files.get("data"),
-            roster=None if roster is None else Roster.parse(roster.read_text(encoding="utf-8"), where=str(roster)),
+            roster=read_roster(files["roster"]) if "roster" in files else None,
             identity=read_identity(files["identity"]) if "identity" in files else None,
-            policy=None if policy is None else Policy.parse(policy.read_text(encoding="utf-8"), where=str(policy)),
+            policy=read_policy(files["policy"]) if "policy" in files else None,
             models=tuple(given.get("models", ())),
             simulation=given.get("simulation", False),
             device=given.get("device", "cpu"),
@@ -100,9 +100,9 @@ class Home:
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         """When the files were changed that this was read from."""
-        given = _settings(self.path / _FILE)
-        named = [self.path / given[name] for name in ("data", "roster", "identity", "policy") if name in given]
-        found = [(one, one.stat()) for one in (self.path / _FILE, *named) if one.exists()]
+        file = self.path / _FILE
+        named = _files(self.path, _settings(file)).values()
+        found = [(one, one.stat()) for one in (file, *named) if one.exists()]
         return tuple((str(one), at.st_mtime_ns, at.st_size) for one, at in found)
 
     def accepts(self, config: RunConfig) -> RunConfig:
@@ -136,6 +136,11 @@ class Home:
             if file.endswith(".py"):
                 model = f"{self.path / file}:{factory}"
         return config.with_changes(model=model, device=self.device)
+
+
+def _files(path: Path, given: Mapping[str, Any]) -> dict[str, Path]:
+    """The files that a client.toml names, where they lie."""
+    return {name: path / given[name] for name in ("data", "roster", "identity", "policy") if name in given}
 
 
 def _settings(where: Path) -> dict[str, Any]:

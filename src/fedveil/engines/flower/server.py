@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid
 
-from fedveil import models
 from fedveil.config import RunConfig
-from fedveil.crypto.roster import Roster
 from fedveil.engines import ClientPool
 from fedveil.engines.flower import rollcall
 from fedveil.engines.flower.engine import FlowerEngine
@@ -26,10 +25,10 @@ from fedveil.engines.flower.standing import Standing, bring_up_to_date
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.protocol import RelayRole, ServerState
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.job import Guard, Job, Surroundings, agreed, assemble_job, located, settled
+from fedveil.runs.job import Guard, Job, Surroundings, agreed, assemble_job, located, read_roster, settled
 from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.roles import server_role
-from fedveil.runs.session import continue_in, train_into
+from fedveil.runs.session import Say, continue_in, train_into
 from fedveil.runs.training import Outcome, Row, books_of, conduct, fresh_state
 
 _TRUST = (
@@ -66,19 +65,18 @@ def _serve(grid: Grid, context: Context) -> None:
     if not extras.resume:
         folder.start(config)
     events = Events(folder.events_file)
-    train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events)
+    standing = Standing.read(folder.relay_file) if extras.resume and not job.model_here else None
+    train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events, standing=standing)
 
     def say(text: str) -> None:
         events.note("note", text)
 
     if not extras.resume:
-        tell("began", scheme=config.scheme, rounds=config.rounds, round=0, out=str(folder.path))
         summary = train_into(job, folder, fresh_state(job), quiet=True, say=say, train=train)
     elif job.model_here:
         summary, _ = continue_in(job, folder, quiet=True, say=say, train=train)
     else:
         state = fresh_state(job)
-        standing = Standing.read(folder.relay_file)
         state.round = 0 if standing is None else standing.round
         state.attempt = folder.resume(config)
         kept = folder.rewind_metrics(state.round)
@@ -103,23 +101,14 @@ def server_job(config: RunConfig, module: str) -> Job:
     found = described(config, module)
     facts, seed = found.facts, config.seed
     assert seed is not None
-    held_here = agreed(config, clients=config.clients, task=facts.task).scheme.holder == "server"
+    common = agreed(config, clients=config.clients, task=facts.task)
+    held_here = common.scheme.holder == "server"
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
     own = secrets.randbelow(1 << 62) if held_here and not config.simulated_secrets else seed
-    model = models.build(
-        config.model,
-        input_shape=facts.input_shape,
-        outputs=facts.outputs,
-        seed=own,
-        vocabulary=facts.vocabulary,
-        **config.model_options,
-    )
-    roster = None
-    if config.roster is not None:
-        roster = Roster.parse(Path(config.roster).read_text(encoding="utf-8"), where=config.roster)
     pool = ClientPool((), elsewhere=config.clients)
-    guard = Guard(roster=roster)
-    job = assemble_job(config, model, pool, found.test if held_here else None, facts, guard=guard)
+    guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
+    test = found.test if held_here else None
+    job = assemble_job(config, facts.build(seed=own), pool, test, facts, common=common, guard=guard)
     return dataclasses.replace(job, around=Surroundings("flower", rollcall.RELEASES, (_TRUST,)))
 
 
@@ -127,18 +116,19 @@ def train_on_flower(
     job: Job,
     *,
     state: ServerState,
-    on_round: Any,
+    on_round: Callable[[Row, ServerState], None],
     journal: Path | None,
     record: Path | None,
-    say: Any,
+    say: Say,
     grid: Grid,
     folder: RunFolder,
     extras: Extras,
     events: Events,
+    standing: Standing | None,
 ) -> Outcome:
-    """Train from `state` to the last round, with clients behind Flower nodes."""
+    """Train from `state` to the last round, with clients behind Flower nodes; `standing` is how far they came before,
+    where they hold the model. Nothing is recorded: what clients know is not here."""
     config = job.config
-    standing = Standing.read(folder.relay_file) if not job.model_here else None
     start = 0 if standing is None else standing.reached
     facts = dataclasses.asdict(job.facts)
     setup = Setup.of(config, facts, lineage=folder.lineage, attempt=state.attempt, start=start)
@@ -152,10 +142,10 @@ def train_on_flower(
     )
     if state.attempt:
         events.note("resumed", f"the run goes on after round {state.round}", round=state.round, attempt=state.attempt)
-        tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
+    tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()
     behind: tuple[int, ...] = ()
-    if standing is not None and state.attempt:
+    if standing is not None:
         behind = bring_up_to_date(engine, standing, clients=config.clients)
     books = books_of(job, journal, state)
     role = server_role(job, state, books.account, name=setup.name, behind=behind)

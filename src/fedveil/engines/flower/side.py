@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedveil import models
 from fedveil.config import RunConfig
 from fedveil.downlink import Blueprint
 from fedveil.downlink.epsilon import draw_secret_epsilon
@@ -53,15 +52,8 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     device = device_of(config)
 
     def beginning(own: int) -> tuple[Blueprint, Held]:
-        model = models.build(
-            config.model,
-            input_shape=facts.input_shape,
-            outputs=facts.outputs,
-            seed=own,
-            vocabulary=facts.vocabulary,
-            **config.model_options,
-        )
-        blueprint, weights = drawn(common.scheme, model.to(dtype_of(config)).cpu(), example, facts)
+        model = facts.build(seed=own).to(dtype_of(config)).cpu()
+        blueprint, weights = drawn(common.scheme, model, example, facts)
         if config.bn_eps == "secret":
             # Every client must begin with the same one, so it follows from what they share.
             draw_secret_epsilon(weights, SeededSecrets(own).stream("epsilon"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil import data
 from fedveil.config import RunConfig
-from fedveil.data import Dataset, Split
+from fedveil.data import Dataset
 from fedveil.data.embedded import EMBEDDED
 from fedveil.errors import ConfigError, DataError
-from fedveil.runs.job import ModelFacts, dtype_of
+from fedveil.models.custom import load_file
+from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded
 from fedveil.work.messages import ClientData
 
 
@@ -32,10 +31,8 @@ class Described:
 def described(config: RunConfig, module: str) -> Described:
     """The server's side: the app's own module (FACTS, test()), or the data set that the settings name."""
     if not module:
-        split = _split(config)
-        train = split.train
-        facts = _facts(config, train.input_shape, train.outputs, train.task, train.vocabulary, train.labels)
-        return Described(facts, split.test)
+        split = loaded(config)
+        return Described(ModelFacts.of(config, split.train), split.test)
     try:
         code = importlib.import_module(module)
     except Exception as reason:
@@ -57,20 +54,15 @@ def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path 
             raise DataError(
                 f"the run names the data set {config.dataset!r}, which is not embedded, and client.toml names no loader"
             )
-        train = _split(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
-        parts = data.partition(
-            train,
-            clients=config.clients,
-            how=config.partition,
-            seed=_seed(config),
-            alpha=config.alpha,
-            ratio=config.ratio,
-        )
-        rows = parts[client].to(train.x.device)
+        train = loaded(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
+        rows = dealt(config, train)[client].to(train.x.device)
         found = ClientData(client, train.x[rows], train.y[rows])
-        own = _facts(config, train.input_shape, train.outputs, train.task, train.vocabulary)
+        own = ModelFacts.of(config, train)
     else:
-        code = _load_file(loader)
+        try:
+            code = load_file(loader, what="a client's data")
+        except ConfigError as reason:
+            raise DataError(str(reason)) from reason
         own = _given_facts(config, code, str(loader))
         found = _loaded(config, code, client=client, task=own.task, where=loader)
     for name in ("input_shape", "outputs", "task", "vocabulary"):
@@ -96,34 +88,6 @@ def _check(data: ClientData, facts: ModelFacts) -> None:
         raise DataError("the samples are not token numbers of the vocabulary that FACTS names")
 
 
-def _split(config: RunConfig) -> Split:
-    return data.load(
-        config.dataset,
-        target=config.target,
-        task=config.task,  # type: ignore[arg-type]
-        test_fraction=config.test_fraction,
-        seed=_seed(config),
-        text=config.text,
-        group=config.group,
-    )
-
-
-def _seed(config: RunConfig) -> int:
-    assert config.seed is not None
-    return config.seed
-
-
-def _facts(
-    config: RunConfig,
-    shape: tuple[int, ...],
-    outputs: int,
-    task: str,
-    vocabulary: int | None = None,
-    labels: tuple[str, ...] = (),
-) -> ModelFacts:
-    return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, vocabulary, labels)
-
-
 def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
     given = getattr(code, "FACTS", None)
     known = {"input_shape", "outputs", "task", "vocabulary", "labels"}
@@ -137,7 +101,8 @@ def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
         raise ConfigError(f"{where}: input_shape and outputs must be positive whole numbers.")
     if task not in ("classification", "regression"):
         raise ConfigError(f"{where}: task must be classification or regression (got {task!r}).")
-    return _facts(config, tuple(shape), outputs, task, given.get("vocabulary"), tuple(given.get("labels", ())))
+    labels = tuple(given.get("labels", ()))
+    return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, given.get("vocabulary"), labels)
 
 
 def _given_test(code: ModuleType, facts: ModelFacts, where: str) -> Dataset | None:
@@ -179,15 +144,3 @@ def _pair(pair: Any, task: str, *, where: str) -> tuple[Tensor, Tensor]:
         y = y.to(torch.get_default_dtype()) if not y.is_floating_point() else y
         return x, y[:, None] if y.dim() == 1 else y.flatten(1)
     return x if x.is_floating_point() else x.to(torch.int64), y.to(torch.int64)
-
-
-def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fedveil_client_data", path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"{path} cannot be imported: a loader is a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as reason:
-        raise DataError(f"{path} cannot be imported: {type(reason).__name__}: {reason}") from reason
-    return module
