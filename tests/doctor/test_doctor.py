@@ -14,7 +14,7 @@ import pytest
 
 from fedveil.crypto.ckks.processes import VARIABLE
 from fedveil.doctor import ADVICE, OK, PROBLEM, Finding, checkup, examine, packages, selftest, surroundings
-from fedveil.reproduce import stage
+from papers import stage
 from shell import fedveil
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
