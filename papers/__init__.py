@@ -1,13 +1,21 @@
 """The papers' tables and figures, run again: what they say, what comes out here, and a verdict."""
 
-from papers.catalogue import entries, find
-from papers.cells import Cell
-from papers.entry import Entry
-from papers.every import ALL, Outcome, reproduce_all
+from papers.cells import Cell, Check, Figure, Report
 from papers.page import page
-from papers.report import Check, Figure, Report
-from papers.running import Tick, reproduce, run_entry
-from papers.stored import Stored, stored_result, stored_results
+from papers.runner import (
+    ALL,
+    Outcome,
+    Stored,
+    Tick,
+    entries,
+    find,
+    reproduce,
+    reproduce_all,
+    run_entry,
+    stored_result,
+    stored_results,
+)
+from papers.stage import Entry
 
 __all__ = [
     "ALL",

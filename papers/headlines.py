@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from papers.cells import Results
-from papers.entry import Entry
-from papers.report import EMPTY, Figure, Report
+from papers.cells import EMPTY, Figure, Report, Results
+from papers.stage import Entry
 
 CURVE = "a curve without numbers"
 OWN = "no paper: our own comparison"

@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.protocol.assumed import AssumedNoise
 from fedveil.runs.job import Job
-from papers.cells import Cell, Figures, Results, numbers
-from papers.entry import Entry
-from papers.published import MPDP_CIFAR10
-from papers.report import Check, Report, difference, mean, shown
-from papers.stage import OnRound, Stage, composed
+from papers.cells import Cell, Check, Figures, Report, Results, difference, mean, numbers, shown
+from papers.nadp import MPDP_CIFAR10
+from papers.stage import Entry, OnRound, Stage, composed
 
 DELTA = 1e-5
 LOCAL = "mp-ldp"

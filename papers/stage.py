@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from fedveil.runs.evaluate import score_weights
 from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import fresh_state, train_job
-from papers.cells import Cell, Figures
+from papers.cells import Cell, Figures, Report, Results
 
 DATA_VARIABLE = "FEDVEIL_DATA"
 Adapt = Callable[[Job], Job]
@@ -170,3 +170,34 @@ def spent_figures(job: Job, books: Books) -> Figures:
 def composed(epsilon: float, *, delta: float, rounds: int, sigma: Callable[[float, float], float]) -> float:
     """ε of `rounds` rounds, each with noise σ(ε, δ) for a sensitivity of 1: exactly, by μ = √T/σ."""
     return epsilon_of(math.sqrt(rounds) / sigma(epsilon, delta), delta)
+
+
+Work = Callable[[Stage, Cell, int, OnRound], Figures]
+Pictures = Callable[[Results, bool], Sequence[tuple[str, Tensor]]]
+"""Rows of a contact sheet with their names, from the cells that are there; told whether the quick form is meant."""
+
+
+def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    """The usual work of a cell: train it."""
+    return stage.train(cell, seed=seed, on_round=on_round)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant.
+
+    `takes` and `takes_quick` say how long the two forms take.
+    """
+
+    name: str
+    paper: str
+    what: str
+    takes: str
+    needs: str
+    cells: Callable[[bool], tuple[Cell, ...]]
+    report: Callable[[Results, bool], Report]
+    work: Work = train
+    random: bool = True
+    has_quick: bool = True
+    pictures: Pictures | None = None
+    takes_quick: str = ""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from fedveil.ledger.gaussian import paper_sigma
-from papers.cells import Cell, Results, numbers
-from papers.entry import Entry
-from papers.report import EMPTY, Check, Report, difference, mean, shown
-from papers.stage import composed
+from papers.cells import EMPTY, Cell, Check, Report, Results, difference, mean, numbers, shown
+from papers.stage import Entry, composed
 
 DELTA = 1e-5
 _EPSILONS = (1.0, 3.0, 8.0)

@@ -1,4 +1,4 @@
-"""Every entry runs for real: the table of strengths whole, the others by a cell or two on small data."""
+"""Every entry runs for real: the table of nadp whole, the others by a cell or two on small data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from fedveil.errors import ConfigError, DataError
 from idx_folders import idx_folder
-from papers import published, reproduce, strengths
+from papers import nadp, reproduce
 from shell import fedveil
 
 
@@ -35,8 +35,8 @@ def test_the_table_of_strengths_is_met_in_all_sixty_values(tmp_path: Path) -> No
 
 
 def test_one_wrong_value_in_the_table_of_strengths_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = published.TABLE3[1.0, 25]
-    monkeypatch.setitem(strengths.TABLE3, (1.0, 25), (row[0] + 1e-4, *row[1:]))
+    row = nadp.TABLE3[1.0, 25]
+    monkeypatch.setitem(nadp.TABLE3, (1.0, 25), (row[0] + 1e-4, *row[1:]))
     report = reproduce("nadp-table3", out=tmp_path)
     assert report.verdict.startswith("not reproduced")
     assert report.checks[0].seen == "59 of 60 agree"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import ConfigError, DataError
-from papers import Cell, Check, Entry, Report, every, reproduce_all, running
+from papers import Cell, Check, Entry, Report, reproduce_all, runner
 from papers.cells import Figures, Results
 from papers.stage import OnRound, Stage
 from shell import fedveil
@@ -40,8 +40,8 @@ class Works:
 def works(monkeypatch: pytest.MonkeyPatch) -> Works:
     made = Works()
     found = (made.entry("wanting"), made.entry("broken"), made.entry("fine", has_quick=False))
-    monkeypatch.setattr(every, "entries", lambda: found)
-    monkeypatch.setattr(running, "find", {one.name: one for one in found}.__getitem__)
+    monkeypatch.setattr(runner, "entries", lambda: found)
+    monkeypatch.setattr(runner, "find", {one.name: one for one in found}.__getitem__)
     return made
 
 

@@ -13,12 +13,9 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from papers import nadp_attacks, nadp_attacks_table, reproduce
-from papers.cells import Figures, Store
-from papers.nadp_attacks_report import report
-from papers.nadp_attacks_round import Seen, seen_round
-from papers.nadp_attacks_sheet import sheet_rows
-from papers.nadp_attacks_table import (
+from papers import nadp_attacks, reproduce
+from papers.cells import Check, Figures, Store
+from papers.nadp_attacks import (
     ALL,
     FEDAVG,
     FULL,
@@ -28,10 +25,13 @@ from papers.nadp_attacks_table import (
     SHARPEST,
     TABLE4,
     Form,
+    Seen,
     cell_of_row,
     nadp_row,
+    report,
+    seen_round,
+    sheet_rows,
 )
-from papers.report import Check
 from papers.stage import Stage
 
 SMALL = replace(QUICK, clients=10, cohort=8, sizes=(40000,), fitted=40000, taus=(0.5,), victims=1, rounds=2)
@@ -48,7 +48,7 @@ class Alike:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Form:
-    for module in (nadp_attacks, nadp_attacks_table):
+    for module in (nadp_attacks, nadp_attacks):
         monkeypatch.setattr(module, "QUICK", SMALL)
     monkeypatch.setattr(nadp_attacks, "_judge", lambda stage, data: (Alike(), 1.0))
     return SMALL
@@ -74,7 +74,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """One recorded round of twenty clients under NADP."""
     form = replace(SMALL, clients=20, cohort=16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(nadp_attacks_table, "QUICK", form)
+        patched.setattr(nadp_attacks, "QUICK", form)
         cell = next(one for one in nadp_attacks.ENTRY.cells(True) if one.name.endswith("/nadp"))
     folder = tmp_path_factory.mktemp("round")
     return seen_round(Stage().job(cell, seed=1), folder, victims=2, honest=4, least=2.0)

@@ -9,9 +9,9 @@ import pytest
 
 from fedveil.errors import DataError
 from papers import Check, Entry, Report, entries, page, stored_results
-from papers.benchmarked import benchmarks
 from papers.headlines import PICKS, report_of
-from papers.stored import Stored
+from papers.page import benchmarks
+from papers.runner import Stored
 from shell import fedveil
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,13 +8,20 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import ConfigError
-from papers import Cell, find, published
-from papers.cells import Figures, Store
-from papers.paraaegis_figures import protection, seconds, training_of
-from papers.paraaegis_pieces import gather
-from papers.paraaegis_rows import BENCHES, BY_LABEL, QUICK, ROWS
-from papers.paraaegis_verdicts import SAME_NOISE, growing
-from papers.report import Report
+from papers import Cell, find, nadp
+from papers.cells import Figures, Report, Store
+from papers.paraaegis import (
+    BENCHES,
+    BY_LABEL,
+    QUICK,
+    ROWS,
+    SAME_NOISE,
+    gather,
+    growing,
+    protection,
+    seconds,
+    training_of,
+)
 
 BENCH = BENCHES[0]
 TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
@@ -27,11 +34,11 @@ def run(accuracy: float, *, rounds: int = 50, **figures: float) -> dict[int, Fig
 
 def papers_own(partition: str = "iid") -> Made:
     """The paper's figures as if they were ours: protection is what a row takes longer than FedAvg."""
-    place = published.PARAAEGIS_PARTITIONS.index(partition)
-    plain = published.PARAAEGIS_TABLE1["fedavg"][1][place]
+    place = nadp.PARAAEGIS_PARTITIONS.index(partition)
+    plain = nadp.PARAAEGIS_TABLE1["fedavg"][1][place]
     found: Made = {BENCH.pace: {1: {"round_seconds": plain / 50}}}
     for row in ROWS:
-        accuracy, time, _ = published.PARAAEGIS_TABLE1.get(row.label, published.PARAAEGIS_TABLE1["fedavg"])
+        accuracy, time, _ = nadp.PARAAEGIS_TABLE1.get(row.label, nadp.PARAAEGIS_TABLE1["fedavg"])
         noisy = {"epsilon": 20_000.4, "noise": 0.02} if row.noisy else {}
         found[BENCH.cell(partition, row.label)] = run(accuracy[place], **noisy)
         found[BENCH.cost(row.label)] = {1: {"protection": (time[place] - plain) / 50}}
@@ -57,17 +64,17 @@ def seen(figures: Made, claim: str) -> str:
 
 
 def test_the_papers_printed_ratios_are_those_of_its_accuracies_and_seconds() -> None:
-    for accuracies, times, ratios in published.PARAAEGIS_TABLE1.values():
+    for accuracies, times, ratios in nadp.PARAAEGIS_TABLE1.values():
         for accuracy, time, ratio in zip(accuracies, times, ratios, strict=True):
             assert 100 * accuracy / time == pytest.approx(ratio, abs=0.00501)
-    assert published.paraaegis_table1("r5", "dirichlet-0.5") == 66.19
-    assert published.paraaegis_table1("serial", "dirichlet-1", what="seconds") == 16718
-    assert published.paraaegis_table1("r10-x0.99", "iid", what="efficiency") == 1.19
-    assert published.paraaegis_table1("pads100", "iid") is None
-    assert published.paraaegis_table1("r5", "size") is None
+    assert nadp.paraaegis_table1("r5", "dirichlet-0.5") == 66.19
+    assert nadp.paraaegis_table1("serial", "dirichlet-1", what="seconds") == 16718
+    assert nadp.paraaegis_table1("r10-x0.99", "iid", what="efficiency") == 1.19
+    assert nadp.paraaegis_table1("pads100", "iid") is None
+    assert nadp.paraaegis_table1("r5", "size") is None
 
 
-@pytest.mark.parametrize("partition", published.PARAAEGIS_PARTITIONS)
+@pytest.mark.parametrize("partition", nadp.PARAAEGIS_PARTITIONS)
 def test_the_papers_own_figures_meet_every_claim(partition: str) -> None:
     figures = papers_own(partition) | papers_own("iid")
     judged = [one for one in report(figures).checks if "serial is the least accurate" not in one.claim]

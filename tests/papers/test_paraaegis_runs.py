@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from papers import find, paraaegis_costs, reproduce
+from papers import find, paraaegis, reproduce
 from papers.cells import Figures
-from papers.paraaegis_costs import measure
-from papers.paraaegis_pieces import gather, run_piece, watched
-from papers.paraaegis_rows import BENCHES, BY_LABEL, QUICK
+from papers.paraaegis import BENCHES, BY_LABEL, QUICK, gather, measure, run_piece, watched
 from papers.stage import Stage
 
 TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
@@ -67,7 +65,7 @@ def test_costs_are_those_of_one_client_and_the_server_in_real_rounds() -> None:
 
 
 def test_a_large_model_is_timed_on_a_slice_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paraaegis_costs, "SLICE", 1 << 15)
+    monkeypatch.setattr(paraaegis, "SLICE", 1 << 15)
     threads = torch.get_num_threads()
     found = measure(BENCHES[0], BY_LABEL["pads100"])
     assert torch.get_num_threads() == threads
@@ -83,9 +81,9 @@ def test_a_share_that_shrinks_is_timed_at_its_mean() -> None:
 
 
 def test_local_training_stands_still_while_costs_are_taken() -> None:
-    job = paraaegis_costs._standing_job(QUICK, BY_LABEL["serial"], large=False)
+    job = paraaegis._standing_job(QUICK, BY_LABEL["serial"], large=False)
     local = job.scheme.work.local  # type: ignore[attr-defined]
-    assert type(local) is paraaegis_costs._Standing
+    assert type(local) is paraaegis._Standing
     assert job.scheme.work.clip == QUICK.noise["clip"]  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedveil.errors import ConfigError
-from papers import Cell, Check, Entry, Report, Tick, entries, find, reproduce, run_entry, running
+from papers import Cell, Check, Entry, Report, Tick, entries, find, reproduce, run_entry, runner
 from papers.cells import Figures, Results, numbers
 from papers.stage import OnRound, Stage
 
@@ -42,7 +42,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     cells = (Cell("a"), Cell("b"), Cell("c", usual=False))
     entry = Entry("three", "none", "three cells", "no time", "nothing", lambda quick: cells, report, made)
     known = {"three": entry, "one": replace(entry, name="one", random=False, has_quick=False)}
-    monkeypatch.setattr(running, "find", known.__getitem__)
+    monkeypatch.setattr(runner, "find", known.__getitem__)
     return made
 
 
@@ -141,8 +141,8 @@ def test_an_entry_that_makes_pictures_leaves_a_sheet_once_there_is_something_to_
     def rows(results: Results, quick: bool) -> list[tuple[str, torch.Tensor]]:
         return [(name, torch.rand(2, 1, 8, 8)) for name in results]
 
-    shown = replace(running.find("three"), pictures=rows)
-    monkeypatch.setattr(running, "find", lambda name: shown)
+    shown = replace(runner.find("three"), pictures=rows)
+    monkeypatch.setattr(runner, "find", lambda name: shown)
     reproduce("three", out=tmp_path, only=["a"])
     assert not (tmp_path / "three.png").exists()
     reproduce("three", out=tmp_path)

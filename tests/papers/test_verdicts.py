@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from papers import Check, Report, dropout, find, mpdp, sampling, table1, veil_dp
-from papers.cells import Results
-from papers.published import TABLE1, TABLE1_EPSILONS
-from papers.published import table1 as published
-from papers.report import difference, mean, rising, shown, standard_error
+from papers import Check, Report, find, mpdp, nadp, veil_dp
+from papers.cells import Results, difference, mean, rising, shown, standard_error
+from papers.nadp import TABLE1, TABLE1_EPSILONS
+from papers.nadp import table1 as published
 
 
 def results(accuracies: Mapping[str, float], *, seeds: int = 1) -> Results:
@@ -55,11 +54,11 @@ def papers_own(data: str = "fashion-mnist") -> dict[str, float]:
     for (name, clients), (plain, pairs) in TABLE1.items():
         if name != data:
             continue
-        found[table1.cell(name, clients, "fedavg")] = plain
-        for epsilon, (ldp, nadp) in zip(TABLE1_EPSILONS, pairs, strict=True):
-            found[table1.cell(name, clients, "ldp", epsilon)] = ldp
-            found[table1.cell(name, clients, "nadp", epsilon)] = nadp
-            found[table1.cell(name, clients, "nadp-exact", epsilon)] = nadp + 1.0
+        found[nadp.cell(name, clients, "fedavg")] = plain
+        for epsilon, (local, paired) in zip(TABLE1_EPSILONS, pairs, strict=True):
+            found[nadp.cell(name, clients, "ldp", epsilon)] = local
+            found[nadp.cell(name, clients, "nadp", epsilon)] = paired
+            found[nadp.cell(name, clients, "nadp-exact", epsilon)] = nadp + 1.0
     return found
 
 
@@ -82,7 +81,7 @@ def test_the_papers_own_figures_reproduce_its_table() -> None:
 def test_a_table_that_differs_in_one_claim_says_which(change: dict[tuple[str, int, float], float], claim: str) -> None:
     figures = papers_own()
     for (scheme, clients, epsilon), value in change.items():
-        figures[table1.cell("fashion-mnist", clients, scheme, epsilon)] = value
+        figures[nadp.cell("fashion-mnist", clients, scheme, epsilon)] = value
     report = find("nadp-table1").report(results(figures), False)
     assert report.verdict.startswith("partly reproduced")
     assert any(one.held is False and one.claim.startswith(claim) for one in report.checks)
@@ -144,24 +143,24 @@ def test_sampling_is_judged_by_the_crossing() -> None:
     figures = {}
     for clients in (20, 50, 100):
         for rate in (0.1, 0.3, 0.5):
-            figures[sampling._name(clients, rate, "fedavg")] = 90.0
-            figures[sampling._name(clients, rate, "ldp")] = 70.0
-            figures[sampling._name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
+            figures[nadp._name(clients, rate, "fedavg")] = 90.0
+            figures[nadp._name(clients, rate, "ldp")] = 70.0
+            figures[nadp._name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
     assert find("nadp-fig3").report(results(figures), False).verdict == "reproduced"
-    figures[sampling._name(20, 0.1, "nadp")] = 71.0
+    figures[nadp._name(20, 0.1, "nadp")] = 71.0
     assert "LDP is ahead at N = 20" in find("nadp-fig3").report(results(figures), False).verdict
-    figures[sampling._name(50, 0.1, "fedavg")] = 11.0
+    figures[nadp._name(50, 0.1, "fedavg")] = 11.0
     assert "without DP the model trains" in find("nadp-fig3").report(results(figures), False).verdict
 
 
 def test_dropouts_are_judged_by_what_they_cost() -> None:
     costs = {"fedavg": 1.0, "ldp": 5.0, "nadp-1.0": 15.0, "nadp-1.4": 16.0}
     figures = {
-        dropout._name(rate, label): 80.0 - cost * (rate == 0.5) for label, cost in costs.items() for rate in (0.1, 0.5)
+        nadp._name(rate, label): 80.0 - cost * (rate == 0.5) for label, cost in costs.items() for rate in (0.1, 0.5)
     }
     assert find("nadp-fig4").report(results(figures), False).verdict == "reproduced"
-    figures[dropout._name(0.5, "nadp-1.0")] = 79.0
-    figures[dropout._name(0.5, "nadp-1.4")] = 78.0
+    figures[nadp._name(0.5, "nadp-1.0")] = 79.0
+    figures[nadp._name(0.5, "nadp-1.4")] = 78.0
     assert "dropouts cost NADP more than LDP" in find("nadp-fig4").report(results(figures), False).verdict
 
 

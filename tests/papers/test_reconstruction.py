@@ -12,12 +12,10 @@ from fedveil import models
 from fedveil.audit.attacks.direction import read_class
 from fedveil.audit.attacks.matching import Problem, client_gradient
 from fedveil.work.losses import make_loss
-from papers import reconstruction_rows, reconstruction_tables
+from papers import reconstruction
 from papers.attacking import REFERENCES, Scale, from_text, interval, proven
-from papers.cells import Figures
-from papers.reconstruction_report import report, sheet_rows
-from papers.reconstruction_rows import QUICK, SCHEMES
-from papers.report import Check
+from papers.cells import Check, Figures
+from papers.reconstruction import QUICK, SCHEMES, report, sheet_rows
 from papers.stage import Stage
 
 MLP = QUICK.places[1]
@@ -58,13 +56,13 @@ def cells() -> dict[str, Figures]:
     """MP-DP and veil-secagg on an mlp, for real."""
     with pytest.MonkeyPatch.context() as patched:
         form = replace(QUICK, places=(MLP,), clients=3)
-        patched.setattr(reconstruction_rows, "QUICK", form)
-        patched.setattr(reconstruction_tables, "judge_of", lambda *_, **__: (Alike(), 1.0))
-        patched.setitem(reconstruction_tables._SETTINGS["mpdp"], "neighbours", 2)
-        found = {one.name: one for one in reconstruction_tables.ENTRY.cells(True)}
+        patched.setattr(reconstruction, "QUICK", form)
+        patched.setattr(reconstruction, "judge_of", lambda *_, **__: (Alike(), 1.0))
+        patched.setitem(reconstruction._SETTINGS["mpdp"], "neighbours", 2)
+        found = {one.name: one for one in reconstruction.ENTRY.cells(True)}
         stage = Stage()
         return {
-            scheme: reconstruction_tables.ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None)
+            scheme: reconstruction.ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None)
             for scheme in ("mpdp", "veil-secagg")
         }
 

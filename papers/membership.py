@@ -1,30 +1,328 @@
-"""Two tables of membership inference by a client: Table III of the lossless perturbation, Table 4 of MP-DP.
+"""A client infers members from the model of a recorded run: as it was sent, with the head noise taken off, and bare.
 
-Both papers print about 50 % for their own method. Here the same network attacks the model as it is received, which is
-how the papers attack it, then after the head noise was estimated from the client's own samples and taken off; beside
-it stands the server's true model of the same round, which is what the veil hides.
+Every figure is in percent. The candidates are samples of other clients and as many that nobody trained on; of half of
+them the attacker knows which they are, and the other half is judged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from weakref import WeakKeyDictionary
 
-from papers.cells import Cell, Results
-from papers.entry import Entry
-from papers.membership_figures import (
-    GUESS,
-    LEAST,
-    NAMES,
-    close_accuracy,
-    meaning,
-    no_better_than_a_guess,
-    percent,
-    told_without_protection,
-    written,
-)
-from papers.membership_work import ADAPTIVE, RECEIVED, WAYS, AttackedCell, work
-from papers.report import EMPTY, Report, paper
+import torch
+from torch import Tensor
+
+from fedveil.audit.attempts.membership import LAYERS
+from fedveil.audit.isolation import AttackProcess
+from fedveil.audit.rates import CHANCE
+from fedveil.audit.views import View, to_bytes
+from fedveil.errors import AttackError, NotApplicableError, NumericError
+from fedveil.runs.evaluate import predict
+from fedveil.trials.measures import Members
+from fedveil.trials.received import model_trials
+from fedveil.trials.references import TOLD_APART, References
+from fedveil.trials.running import TIME_LIMIT
+from fedveil.trials.scene import Effort, Scene
+from fedveil.trials.subject import Subject, enacted
+from fedveil.trials.trial import Score, Trial, judged
+from papers.cells import EMPTY, Cell, Check, Figures, Report, Results, mean, numbers, paper
+from papers.stage import Entry, OnRound, Stage
+
+RECEIVED, ADAPTIVE, BARE = "received", "adaptive", "bare"
+"""The model as it was sent; with the noise taken off; the server's own model of the same round."""
+
+WAYS = (RECEIVED, ADAPTIVE, BARE)
+NETWORK, LIKELIHOOD = "membership-layers", "likelihood"
+ROWS = (*LAYERS, LIKELIHOOD)
+"""The attack network by the last, second, third, last three layers, and the likelihood ratio."""
+
+ATTACKS = ((NETWORK, tuple(LAYERS)), (LIKELIHOOD, (LIKELIHOOD,)))
+_REFERENCES: WeakKeyDictionary[Stage, dict[str, float]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class AttackedCell(Cell):
+    """A run whose last model is attacked; `shadows` models are trained for at most `epochs` by the likelihood ratio.
+
+    `held_out` cuts the test part, on halves of which shadows learn and candidates are drawn.
+    """
+
+    shadows: int = 8
+    epochs: int = 40
+    quick: bool = False
+    held_out: int | None = None
+
+    def identity(self) -> dict[str, object]:
+        """What decides the figures: the attack's effort too."""
+        cut = {} if self.held_out is None else {"held_out": self.held_out}
+        return {**super().identity(), "shadows": self.shadows, "epochs": self.epochs, **cut}
+
+
+def work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    """Train and record a cell's run, then attack the last model that client 0 was sent."""
+    assert isinstance(cell, AttackedCell)
+    figures: Figures = {"device": stage.describe(), "torch": torch.__version__}
+    with TemporaryDirectory(prefix="fedveil-members-") as folder:
+        try:
+            subject, reason = _trained(stage, cell, Path(folder), seed=seed, on_round=on_round)
+        except NumericError as early:
+            return {**figures, "stopped": f"diverged, and there is no model to attack: {early}"}
+        if reason:
+            figures["stopped"] = reason
+        figures |= {"parameters": subject.job.blueprint.size, **fitted(subject)}
+        stage.tidy()
+        figures |= _attacked(stage, cell, subject, seed=seed)
+    return figures
+
+
+def _trained(stage: Stage, cell: AttackedCell, folder: Path, *, seed: int, on_round: OnRound) -> tuple[Subject, str]:
+    """The run with its last round on record; of one that diverges the last round that did not, and why."""
+    total = cell.settings["rounds"]
+    assert isinstance(total, int)
+    past = [0]
+
+    def enact(last: int, place: Path) -> Subject:
+        recorded = {"record": True, "record_rounds": str(last), "record_clients": "0"}
+        job = stage.job(replace(cell, settings={**cell.settings, **recorded}), seed=seed)
+        if cell.held_out is not None and job.test is not None:
+            order = torch.randperm(len(job.test), generator=torch.Generator().manual_seed(0))
+            job = replace(job, test=job.test.subset(order[: cell.held_out]))
+        return enacted(job, place, rounds=last, on_round=watch)
+
+    def watch(done: int) -> None:
+        past[0] = done
+        on_round(done, total)
+
+    try:
+        return enact(total, folder / "record"), ""
+    except NumericError:
+        if not past[0]:
+            raise
+    last = past[0]
+    return enact(last, folder / "again"), f"diverged after round {last}, whose model is attacked"
+
+
+def fitted(subject: Subject) -> Figures:
+    """Accuracy of the server's model on held-out and on training samples: how overfitted it is."""
+    clients = len(subject.job.pool)
+    x, y = subject.samples_of(range(clients))
+    return {
+        "accuracy": _right(subject, subject.test.x, subject.test.y),
+        "train accuracy": _right(subject, x, y),
+        "samples": len(y),
+        "clients": clients,
+        "commonest": round(100.0 * float(subject.test.y.bincount().max()) / len(subject.test), 3),
+    }
+
+
+def _right(subject: Subject, x: Tensor, y: Tensor) -> float:
+    like = next(subject.model.parameters())
+    scores = predict(subject.model, x.to(like.device, like.dtype))
+    return round(100.0 * float((scores.argmax(1) == y.to(scores.device)).double().mean()), 3)
+
+
+def _attacked(stage: Stage, cell: AttackedCell, subject: Subject, *, seed: int) -> Figures:
+    effort = Effort(quick=cell.quick, seed=seed, device=stage.device)
+    trials = member_trials(Scene(subject, subject, False, effort, judged=False))
+    more = {"shadows": cell.shadows, "epochs": cell.epochs}
+    figures: Figures = {f"{row} reference": value for row, value in _proofs(stage).items()}
+    for attack, rows in ATTACKS:
+        with AttackProcess(attack) as process:
+            for row in rows:
+                for way, view, settings in _ways(trials, attack):
+                    told = {**settings, **more, **_named(row)}
+                    figures |= _figures(f"{row} {way}", trials[attack, False], process, view, told)
+    return figures
+
+
+def member_trials(scene: Scene) -> dict[tuple[str, bool], Trial]:
+    """Trials of an audit that ask for members, by attack and by whether the noise is taken off first."""
+    wanted = (one for one in model_trials(scene) if one.attack in (NETWORK, LIKELIHOOD))
+    return {(one.attack, one.adaptive): one for one in wanted}
+
+
+def _ways(trials: Mapping[tuple[str, bool], Trial], attack: str) -> Iterator[tuple[str, View, dict[str, object]]]:
+    """What is attacked: without a veil there is one way, for nothing is hidden."""
+    plain = trials[attack, False]
+    yield RECEIVED, plain.attempts[0].view, dict(plain.settings)
+    if (attack, True) in trials:
+        veiled = trials[attack, True]
+        yield ADAPTIVE, veiled.attempts[0].view, dict(veiled.settings)
+        twin = plain.attempts[0].twin
+        assert twin is not None
+        yield BARE, twin, dict(plain.twin_settings)
+
+
+def _figures(name: str, trial: Trial, process: AttackProcess, view: View, settings: dict[str, object]) -> Figures:
+    """Success with its interval, AUC, and true positives at 1 % false ones; or why there is none."""
+    try:
+        score = _score(trial, process, view, settings)
+    except (AttackError, NotApplicableError) as reason:
+        return {f"{name} failed": str(reason)}
+    assert score.low is not None
+    assert score.high is not None
+    found = {
+        name: score.value,
+        f"{name} low": score.low,
+        f"{name} high": score.high,
+        f"{name} auc": score.more["auc"],
+        f"{name} tpr": score.more["tpr at 1 % fpr"],
+    }
+    return {"judged": int(score.more["members"]), **{key: round(100.0 * value, 3) for key, value in found.items()}}
+
+
+def _score(trial: Trial, process: AttackProcess, view: View, settings: dict[str, object]) -> Score:
+    found = process.run(to_bytes(view), settings=settings, time_limit=TIME_LIMIT)
+    return trial.score([found])
+
+
+def _proofs(stage: Stage) -> dict[str, float]:
+    """How often each attack tells members of its reference run, in percent: an audit's own run, made once."""
+    known = _REFERENCES.setdefault(stage, {})
+    if not known:
+        with TemporaryDirectory(prefix="fedveil-reference-") as folder:
+            references = References(Path(folder), Effort())
+            for attack, rows in ATTACKS:
+                reference = references.of(attack)
+                assert reference is not None
+                trial = reference.trial
+                with AttackProcess(attack) as process:
+                    for row in rows:
+                        settings = {**trial.settings, **_named(row)}
+                        known[row] = round(100.0 * _score(trial, process, trial.attempts[0].view, settings).value, 3)
+    return known
+
+
+def _named(row: str) -> dict[str, object]:
+    return {"layer": row} if row in LAYERS else {}
+
+
+GUESS = 100.0 * CHANCE
+LEAST = 100.0 * TOLD_APART
+"""An attack has to tell this many of an unprotected, overfitted model's members before anything follows from it."""
+
+NAMES = {
+    "last": "last layer",
+    "second": "second to last",
+    "third": "third to last",
+    "three": "last three",
+    LIKELIHOOD: "likelihood ratio (ours)",
+}
+OF_PAPER = tuple(row for row in NAMES if row != LIKELIHOOD)
+INEFFECTIVE = "attack not effective here"
+UNTRAINED = "no members to tell, veiled or not"
+
+
+@dataclass(frozen=True)
+class Told:
+    """How many candidates are told right, in percent, and the interval that holds it with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.1f} [{self.low:.1f}, {self.high:.1f}]"
+
+    @property
+    def blind(self) -> bool:
+        """Whether it may be a guess: the interval does not lie above 50 %."""
+        return self.low <= GUESS
+
+
+def told(results: Results, cell: str, row: str, way: str) -> Told | None:
+    """A cell's figure. Over seeds value and ends are averaged, which keeps at least the confidence of one."""
+    ends = [mean(numbers(results, cell, f"{row} {way}{end}")) for end in ("", " low", " high")]
+    value, low, high = ends
+    return None if value is None or low is None or high is None else Told(value, low, high)
+
+
+def written(results: Results, cell: str, row: str, way: str) -> str:
+    """A figure, why there is none, or a dash."""
+    found = told(results, cell, row, way)
+    failed = any(f"{row} {way} failed" in figures for figures in results.get(cell, {}).values())
+    return "failed" if found is None and failed else EMPTY if found is None else str(found)
+
+
+def effective(results: Results, plain: str, row: str) -> bool | None:
+    """Whether an attack tells members of the unprotected run; None where it was not run."""
+    unprotected = told(results, plain, row, RECEIVED)
+    return None if unprotected is None else unprotected.value > LEAST
+
+
+def meaning(results: Results, cell: str, plain: str, row: str) -> str:
+    """What is told once the noise is taken off, beside what the same run's true model tells, in a word."""
+    ours, bare = told(results, cell, row, ADAPTIVE), told(results, cell, row, BARE)
+    if ours is None or bare is None:
+        return EMPTY
+    if nobody_told(results, cell):
+        return UNTRAINED
+    if bare.blind or effective(results, plain, row) is False:
+        return INEFFECTIVE
+    return judged(Members(), _share(ours), _share(bare))[0]
+
+
+def nobody_told(results: Results, cell: str) -> bool:
+    """Whether no attack tells members even from a run's true model."""
+    found = [told(results, cell, row, BARE) for row in NAMES]
+    return all(one is not None and one.blind for one in found)
+
+
+def _share(found: Told) -> Score:
+    return Score(found.value / 100, found.low / 100, found.high / 100)
+
+
+def told_without_protection(results: Results, plain: str, where: str) -> Check:
+    """The papers' first line: an unprotected model gives its members away."""
+    found = {row: told(results, plain, row, RECEIVED) for row in OF_PAPER}
+    seen = ", ".join(f"{NAMES[row]} {one}" for row, one in found.items() if one is not None)
+    there = [one for one in found.values() if one is not None]
+    held = all(one.value > LEAST for one in there) if len(there) == len(found) else None
+    claim = f"{where}: without protection more than {LEAST:g} % are told by every layer"
+    return Check(claim, held, seen, premise=True)
+
+
+def close_accuracy(results: Results, cell: str, plain: str, where: str, *, points: float) -> Check:
+    """The papers' second line: protection costs next to nothing."""
+    ours, theirs = mean(numbers(results, cell)), mean(numbers(results, plain))
+    claim = f"{where}: accuracy within {points:g} points of FedAvg"
+    if ours is None or theirs is None:
+        return Check(claim, None, stopped(results, cell))
+    return Check(claim, abs(ours - theirs) <= points, f"{ours:.1f} and {theirs:.1f}")
+
+
+def no_better_than_a_guess(results: Results, cell: str, plain: str, where: str, row: str, way: str) -> Check:
+    """The papers' claim. It stays open where the attack is not effective, or the true model has no members to tell."""
+    how = "as received" if way == RECEIVED else "with the noise taken off"
+    claim = f"{where}, {how}, {NAMES[row]}: a blind guess"
+    ours, bare = told(results, cell, row, way), told(results, cell, row, BARE)
+    if ours is None or bare is None:
+        return Check(claim, None, stopped(results, cell))
+    seen = f"{ours}; without the veil {bare}"
+    if nobody_told(results, cell):
+        return Check(claim, None, f"{seen}: {UNTRAINED}")
+    if bare.blind or effective(results, plain, row) is not True:
+        return Check(claim, None, f"{seen}: {INEFFECTIVE}")
+    return Check(claim, ours.blind, seen)
+
+
+def stopped(results: Results, cell: str) -> str:
+    """Why a run has no figures."""
+    said = [figures["stopped"] for figures in results.get(cell, {}).values() if "stopped" in figures]
+    return str(said[0]) if said else "not run"
+
+
+def percent(results: Results, cell: str, what: str = "accuracy") -> str:
+    """A share of a cell, in percent, or a dash."""
+    return _text(mean(numbers(results, cell, what)), lambda value: f"{value:.1f}")
+
+
+def _text(value: float | None, form: Callable[[float], str]) -> str:
+    return EMPTY if value is None else form(value)
+
 
 EPSILON = 3.0
 QUIET = 10_000.0

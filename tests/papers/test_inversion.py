@@ -9,24 +9,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from papers import inversion_tables, reproduce
+from papers import inversion, reproduce
 from papers.attacking import REFERENCES, Tried
-from papers.cells import Cell, Figures
-from papers.inversion_report import report, sheet_rows
-from papers.inversion_rows import (
+from papers.cells import Cell, Check, Figures
+from papers.inversion import (
     ADAPTIVE,
     ALL,
     AS_IS,
     ATTACK,
     CONTROL,
+    ENTRY,
     FEDAVG,
     LOSSLESS,
     OTHERS,
     PRIORS,
+    knowing,
     private_classes,
+    public_pictures,
+    report,
+    sheet_rows,
 )
-from papers.inversion_tables import ENTRY, knowing, public_pictures
-from papers.report import Check
 from papers.stage import Stage
 
 PRIVATE = private_classes(10)
@@ -83,8 +85,8 @@ def test_a_cell_scores_what_attacks_give_back(label: str, monkeypatch: pytest.Mo
         asked.extend(settings)
         return Tried(({"inputs": split.train.x[rows], "labels": split.train.y[rows]},))
 
-    monkeypatch.setattr(inversion_tables, "tried", perfect)
-    monkeypatch.setattr(inversion_tables, "judge_of", lambda *_, **__: (Alike(), 1.0))
+    monkeypatch.setattr(inversion, "tried", perfect)
+    monkeypatch.setattr(inversion, "judge_of", lambda *_, **__: (Alike(), 1.0))
     figures = ENTRY.work(stage, short_cell(label), 1, lambda *_: None)
     ways = [one["adaptive"] for one in asked]
     assert sorted(ways) == ([False, False] if label == FEDAVG else [False, False, True, True])

@@ -14,12 +14,25 @@ from fedveil.audit.isolation import AttackProcess
 from fedveil.audit.registry import ATTACKS, attack_at
 from fedveil.audit.views import from_bytes
 from fedveil.errors import AttackError, NumericError
-from papers import membership_tables, membership_work, reproduce
-from papers.cells import Figures, Store
-from papers.membership_figures import OF_PAPER, Told, told
-from papers.membership_tables import LOSSLESS, LOSSLESS_ENTRY, MPDP, MPDP_ENTRY
-from papers.membership_work import ADAPTIVE, BARE, LIKELIHOOD, NETWORK, RECEIVED, ROWS, WAYS, AttackedCell
-from papers.report import Check, Report
+from papers import membership, reproduce
+from papers.cells import Check, Figures, Report, Store
+from papers.membership import (
+    ADAPTIVE,
+    BARE,
+    LIKELIHOOD,
+    LOSSLESS,
+    LOSSLESS_ENTRY,
+    MPDP,
+    MPDP_ENTRY,
+    NETWORK,
+    OF_PAPER,
+    RECEIVED,
+    ROWS,
+    WAYS,
+    AttackedCell,
+    Told,
+    told,
+)
 from papers.stage import Stage
 
 PROVEN = {f"{row} reference": 75.0 for row in ROWS}
@@ -28,7 +41,7 @@ PROVEN = {f"{row} reference": 75.0 for row in ROWS}
 @pytest.fixture
 def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reference runs are tested where audits are."""
-    monkeypatch.setattr(membership_work, "_proofs", lambda stage: dict.fromkeys(ROWS, 75.0))
+    monkeypatch.setattr(membership, "_proofs", lambda stage: dict.fromkeys(ROWS, 75.0))
 
 
 class Here(AttackProcess):
@@ -46,7 +59,7 @@ class Here(AttackProcess):
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_work, "AttackProcess", Here)
+    monkeypatch.setattr(membership, "AttackProcess", Here)
 
 
 def made_up(accuracy: float = 50.0, *, ways: Iterable[str] = (RECEIVED,), **values: float) -> Figures:
@@ -181,10 +194,10 @@ def test_figures_of_another_effort_are_refused(tmp_path: Path) -> None:
 def test_a_small_veiled_run_is_attacked_three_ways(
     proven: None, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = membership_tables.LOSSLESS_QUICK[0]
+    quick = membership.LOSSLESS_QUICK[0]
     bench = replace(quick, samples=100, shadows=2, epochs=3, settings={**quick.settings, "rounds": 60})
-    monkeypatch.setattr(membership_tables, "LOSSLESS_QUICK", (bench,))
-    monkeypatch.setattr(membership_work, "ATTACKS", ((NETWORK, ("last", "second")), (LIKELIHOOD, (LIKELIHOOD,))))
+    monkeypatch.setattr(membership, "LOSSLESS_QUICK", (bench,))
+    monkeypatch.setattr(membership, "ATTACKS", ((NETWORK, ("last", "second")), (LIKELIHOOD, (LIKELIHOOD,))))
     report = reproduce("lossless-table3", quick=True, out=tmp_path, only=["digits/lossless"])
     kept = Store(tmp_path / "lossless-table3-quick.json", entry="lossless-table3-quick").results()
     figures = kept["digits/lossless"][1]
@@ -210,16 +223,16 @@ def test_a_run_without_a_single_round_is_kept_without_figures(monkeypatch: pytes
     def fail(*_: object, **__: object) -> None:
         raise NumericError("too large")
 
-    monkeypatch.setattr(membership_work, "enacted", fail)
+    monkeypatch.setattr(membership, "enacted", fail)
     cell = AttackedCell("a", {**DIVERGING, "lr": 1.0}, 40)
-    figures = membership_work.work(Stage(), cell, 1, lambda done, rounds: None)
+    figures = membership.work(Stage(), cell, 1, lambda done, rounds: None)
     assert figures["stopped"] == "diverged, and there is no model to attack: too large"
     assert not [key for key in figures if key.startswith(OF_PAPER)]
 
 
 def test_of_a_run_that_diverges_the_last_model_that_did_not_is_attacked(proven: None, here: None) -> None:
     cell = AttackedCell("a", {**DIVERGING, "lr": 3.0}, 40, shadows=2, epochs=1, quick=True)
-    figures = membership_work.work(Stage(), cell, 1, lambda done, rounds: None)
+    figures = membership.work(Stage(), cell, 1, lambda done, rounds: None)
     assert "whose model is attacked" in str(figures["stopped"])
     assert "accuracy" in figures
     assert [key for key in figures if key.startswith("second received")]
