@@ -58,7 +58,7 @@ def papers_own(data: str = "fashion-mnist") -> dict[str, float]:
         for epsilon, (local, paired) in zip(TABLE1_EPSILONS, pairs, strict=True):
             found[nadp.cell(name, clients, "ldp", epsilon)] = local
             found[nadp.cell(name, clients, "nadp", epsilon)] = paired
-            found[nadp.cell(name, clients, "nadp-exact", epsilon)] = nadp + 1.0
+            found[nadp.cell(name, clients, "nadp-exact", epsilon)] = paired + 1.0
     return found
 
 
@@ -143,24 +143,26 @@ def test_sampling_is_judged_by_the_crossing() -> None:
     figures = {}
     for clients in (20, 50, 100):
         for rate in (0.1, 0.3, 0.5):
-            figures[nadp._name(clients, rate, "fedavg")] = 90.0
-            figures[nadp._name(clients, rate, "ldp")] = 70.0
-            figures[nadp._name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
+            figures[nadp._fig3_name(clients, rate, "fedavg")] = 90.0
+            figures[nadp._fig3_name(clients, rate, "ldp")] = 70.0
+            figures[nadp._fig3_name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
     assert find("nadp-fig3").report(results(figures), False).verdict == "reproduced"
-    figures[nadp._name(20, 0.1, "nadp")] = 71.0
+    figures[nadp._fig3_name(20, 0.1, "nadp")] = 71.0
     assert "LDP is ahead at N = 20" in find("nadp-fig3").report(results(figures), False).verdict
-    figures[nadp._name(50, 0.1, "fedavg")] = 11.0
+    figures[nadp._fig3_name(50, 0.1, "fedavg")] = 11.0
     assert "without DP the model trains" in find("nadp-fig3").report(results(figures), False).verdict
 
 
 def test_dropouts_are_judged_by_what_they_cost() -> None:
     costs = {"fedavg": 1.0, "ldp": 5.0, "nadp-1.0": 15.0, "nadp-1.4": 16.0}
     figures = {
-        nadp._name(rate, label): 80.0 - cost * (rate == 0.5) for label, cost in costs.items() for rate in (0.1, 0.5)
+        nadp._fig4_name(rate, label): 80.0 - cost * (rate == 0.5)
+        for label, cost in costs.items()
+        for rate in (0.1, 0.5)
     }
     assert find("nadp-fig4").report(results(figures), False).verdict == "reproduced"
-    figures[nadp._name(0.5, "nadp-1.0")] = 79.0
-    figures[nadp._name(0.5, "nadp-1.4")] = 78.0
+    figures[nadp._fig4_name(0.5, "nadp-1.0")] = 79.0
+    figures[nadp._fig4_name(0.5, "nadp-1.4")] = 78.0
     assert "dropouts cost NADP more than LDP" in find("nadp-fig4").report(results(figures), False).verdict
 
 
