@@ -72,6 +72,9 @@ class RelayRole(Conductor):
         self._informed: set[int] = set()
         self._doubted: set[int] = set()
         self._lender = -1
+        # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
+        values = blueprint.skeleton.state_dict().values()
+        self._largest_loan = 32 * sum(one.numel() for one in values) + (1 << 20)
 
     @property
     def standing(self) -> tuple[int, Aggregate | None]:
@@ -101,7 +104,7 @@ class RelayRole(Conductor):
         lenders = [one for one in self._group.members if self._up_to_date(one)] if behind else []
         # Whoever lent a model that nobody could use comes last.
         for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
-            loan = Loan(self._version)
+            loan = Loan(self._version, lender, most=self._largest_loan)
             yield self._declared_only(Ask((lender,), Lend(self._version, self._latest), loan))
             if loan.sealed is not None:
                 self._holding[lender] = self._version
@@ -216,7 +219,7 @@ class RelayRole(Conductor):
         able = tuple(one for one in members if one in loans or self._up_to_date(one))
         if able:
             farewell = Finish(self._version, self._latest)
-            yield self._declared_only(Ask(able, farewell, Farewells(self._version), each=loans))
+            yield self._declared_only(Ask(able, farewell, Farewells(self._version, able), each=loans))
 
 
 class _Heard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import message
 from fedveil.secrets import StoredSecret
+from fedveil.shapes import octets
 
 _PURPOSE = "presence on Flower"
 
@@ -33,8 +35,8 @@ class Present(Reply):
     """Node → server: a client's number, the digest of its roster (empty: it has none), and its signature, if it has a
     signing key (else empty)."""
 
-    roster: Tensor
-    signature: Tensor
+    roster: Annotated[Tensor, octets("roster")]
+    signature: Annotated[Tensor, octets("signature")]
 
 
 RELEASES = (
