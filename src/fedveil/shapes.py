@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
@@ -112,7 +113,8 @@ def declared(kind: type[Any]) -> Mapping[str, Declared]:
 
 def named(kind: type[Any]) -> str:
     """A kind of message, in a sentence."""
-    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 
 def check(message: object, sizes: Sizes = _NOTHING, types: Types = _NOTHING) -> None:
@@ -178,10 +180,7 @@ class _Check:
     def _size(self, what: str, name: str, size: int) -> None:
         allowed = self._sizes.get(name, size)
         if size != allowed if isinstance(allowed, int) else size not in allowed:
-            wanted = f", not {allowed}" if isinstance(allowed, int) else ""
-            raise ProtocolError(
-                f"{what}: {size} cannot be the number of {name}{wanted}; do server and client use the same model and "
-                "scheme?"
-            )
+            why = f"{name} is {allowed}" if isinstance(allowed, int) else f"{name} cannot be {size}"
+            raise ProtocolError(f"{what}, and {why} here; do server and client use the same model and scheme?")
         if self._found.setdefault(name, size) != size:
-            raise ProtocolError(f"{what}: the number of {name} is {self._found[name]} elsewhere in the message")
+            raise ProtocolError(f"{what}, and {name} is {self._found[name]} elsewhere in the message")

@@ -56,11 +56,14 @@ class Inbox(ABC, Generic[_Reply]):
         """Fold one reply in, or refuse it and stay unchanged."""
         wanted = named(self._kind)
         if type(reply) is not self._kind:
-            raise ProtocolError(f"{named(type(reply))} arrived where {wanted} belongs")
+            raise ProtocolError(f"a {type(reply).__name__} arrived where {wanted} belongs")
         if reply.client not in self._waiting:
             raise ProtocolError(f"{wanted} from a client that was not asked, or a second one")
         if self._which is not None and (reply.round, reply.attempt) != self._which:  # type: ignore[attr-defined]
-            raise ProtocolError(f"{wanted} of another round or attempt")
+            (there, again), (here, attempt) = (reply.round, reply.attempt), self._which  # type: ignore[attr-defined]
+            raise ProtocolError(
+                f"{wanted} for round {there + 1}, attempt {again} arrived in round {here + 1}, attempt {attempt}"
+            )
         check(reply, self._sizes, self._types)
         self._fold(reply)  # type: ignore[arg-type]
         self._waiting.discard(reply.client)

@@ -46,7 +46,7 @@ class Gate:
     def check(self, state: ClientState, request: Request, private: Request | None) -> None:
         """Refuse what cannot be meant for this client as it stands."""
         directory = None if state.keys is None else state.keys.directory
-        known = 0 if directory is None else len(directory.clients)
+        known = MOST_CLIENTS if directory is None else len(directory.clients)
         # Simulated clients are sent the same request: once is enough.
         if private is None and self._passed is not None and self._passed[0] is request and self._passed[1] == known:
             return

@@ -108,7 +108,7 @@ def unpacked(numbers: Tensor, lengths: Tensor, content: Tensor) -> Bundles:
     """Bundles by client; refuses lengths that do not fit."""
     ends = list(itertools.accumulate(lengths.tolist(), initial=0))
     if ends[-1] != content.numel():
-        raise ProtocolError("the lengths of bundles do not add up to what was sent")
+        raise ProtocolError("bundles of shares are malformed: their lengths do not add up to what was sent")
     data = to_bytes(content)
     return {one: data[start:end] for one, (start, end) in zip(numbers.tolist(), itertools.pairwise(ends), strict=True)}
 
