@@ -38,6 +38,7 @@ from fedveil.protocol.wire import decode, encode, registered
 from fedveil.runs.job import Job
 from fedveil.runs.roles import client_role
 from fedveil.schemes import find
+from fedveil.shapes import Number, Shape, declared
 
 LONGEST = 5.0
 """Seconds that any one message may take."""
@@ -353,11 +354,20 @@ class Fuzzed(LocalEngine):
         return self._victim
 
 
+def names(kind: type) -> set[str]:
+    """The named sizes of a message's own fields."""
+    rules = [one.rule for one in declared(kind).values()]
+    sizes = {size for rule in rules if isinstance(rule, Shape) for size in rule.sizes if isinstance(size, str)}
+    return sizes | {rule.name for rule in rules if isinstance(rule, Number)}
+
+
 class _Attacked:
     def __init__(self, ask: Ask, engine: Fuzzed) -> None:
         self._ask, self._engine = ask, engine
 
     def add(self, reply: Reply) -> None:
+        # Every size that a reply names is one that its phase bounds.
+        assert names(type(reply)) <= set(self._ask.into._sizes), type(reply)  # type: ignore[attr-defined]
         if reply.client == self._engine.victim:
             self._engine.attack_server(self._ask, reply)
         self._ask.into.add(reply)

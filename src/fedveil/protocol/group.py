@@ -129,6 +129,10 @@ class OpeningKeys(Protocol):
         """The public key that belongs to it."""
         ...
 
+    def check_public(self, public: bytes) -> None:
+        """Refuse what is no public key of this kind (ProtocolError)."""
+        ...
+
 
 def _purpose(founder: int, newcomer: int) -> str:
     return f"group {founder} > {newcomer}"
@@ -185,7 +189,8 @@ def join(state: ClientState, request: Join, private: Request | None) -> tuple[Cl
 class _Founding(Inbox[Founded]):
     """Takes one founder's reply."""
 
-    def __init__(self, founder: int, newcomers: Sequence[int]) -> None:
+    def __init__(self, founder: int, newcomers: Sequence[int], keys: OpeningKeys) -> None:
+        self._keys = keys
         self._newcomers = [one for one in newcomers if one != founder]
         self.invited: dict[int, bytes] = {}
         self.reply: Founded | None = None
@@ -197,6 +202,7 @@ class _Founding(Inbox[Founded]):
         invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
         if list(invited) != self._newcomers:
             raise ProtocolError("a founder invites others than it was told to")
+        self._keys.check_public(to_bytes(reply.public))
         self.invited, self.reply = invited, reply
 
 
@@ -215,8 +221,9 @@ class _Joining(Inbox[Joined]):
 class Gathering:
     """Server side: who is of the group, and the public key under which its members encrypt."""
 
-    def __init__(self, *, clients: int) -> None:
+    def __init__(self, *, clients: int, keys: OpeningKeys) -> None:
         self._clients = clients
+        self._keys = keys
         self.members: list[int] = []
         self.public = b""
         self._fingerprint = b""
@@ -229,7 +236,7 @@ class Gathering:
             return
         candidates = [one for one in self.members if one in clients] or [*self.members] or list(newcomers)
         for founder in candidates[:_FOUNDERS_TRIED]:
-            founding = _Founding(founder, newcomers)
+            founding = _Founding(founder, newcomers, self._keys)
             answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)
             self.refused.update({} if answer is None else answer.refused)
             if founding.reply is not None and (yield from self._invited(founding.reply, founding.invited)):

@@ -143,6 +143,11 @@ class Pads:
         """There is none."""
         return b""
 
+    def check_public(self, public: bytes) -> None:
+        """There must be none."""
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
+
     def codec(self, context: RoundContext) -> FixedPoint:
         """Fixed point for this cohort."""
         return FixedPoint(self.value_range, len(context.cohort))

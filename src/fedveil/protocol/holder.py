@@ -232,7 +232,7 @@ class HolderRole:
                 identity=self._identities.get(state.client),
             )
         if isinstance(request, Found):
-            return found(state, request, keys=self._opening_keys(), secrets=self._secrets)
+            return found(state, request, keys=opening_keys(self._uplink), secrets=self._secrets)
         if isinstance(request, Join):
             return join(state, request, private)
         if isinstance(request, Divide):
@@ -245,9 +245,6 @@ class HolderRole:
                 return state, self._keeper.lend(state)
             return state, Finished(state.client, self._keeper.held(state).version)
         raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def _opening_keys(self) -> OpeningKeys:
-        return _NO_KEYS if self._uplink.cipher is None else self._uplink.cipher
 
     def _masks(self, state: ClientState, request: Unmask) -> Pads:
         used = self._uplink.cipher if request.round % 2 == _UPLOAD else self._uplink.ballots
@@ -314,8 +311,17 @@ class _NoKeys:
     def public_of(self, opening: bytes) -> bytes:
         return b""
 
+    def check_public(self, public: bytes) -> None:
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
+
 
 _NO_KEYS = _NoKeys()
+
+
+def opening_keys(uplink: Parallel) -> OpeningKeys:
+    """What makes the keys of an uplink's ciphertexts."""
+    return _NO_KEYS if uplink.cipher is None else uplink.cipher
 
 
 def parallel(scheme: Scheme) -> Parallel:

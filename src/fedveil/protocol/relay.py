@@ -21,7 +21,7 @@ from fedveil.protocol.conducting import Conductor, too_few
 from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Finish, Lend
 from fedveil.protocol.group import Gathering
 from fedveil.protocol.hiding import PaddedSum
-from fedveil.protocol.holder import parallel
+from fedveil.protocol.holder import opening_keys, parallel
 from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, Scheme
@@ -65,7 +65,7 @@ class RelayRole(Conductor):
         self._size = blueprint.size
         self._length = self._terms.layout.length - 1
         self._device = blueprint.trainable.device
-        self._group = Gathering(clients=cohort.size)
+        self._group = Gathering(clients=cohort.size, keys=opening_keys(self._uplink))
         self._version = 0
         self._latest: Aggregate | None = None
         self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
