@@ -17,7 +17,7 @@ ROOT = Path(fedveil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 700
 
-LEAVES = {"errors", "flat", "secrets", "version", "config", "data", "models"}
+LEAVES = {"errors", "flat", "secrets", "shapes", "version", "config", "data", "models"}
 # cli → api, trials, deploy → engines.flower → runs → audit, schemes, engines → protocol → downlink, work, uplink,
 # ledger → crypto, leaves below. The Flower engine carries whole runs, so it stands above them; the local one below.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -25,15 +25,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "flat": set(),
     "secrets": set(),
+    "shapes": {"errors"},
     "config": {"errors"},
     "data": {"errors"},
     "models": {"errors"},
     "crypto": {"errors", "secrets"},
     "ledger": {"errors"},
-    "downlink": {"errors", "flat", "secrets", "ledger", "crypto"},
+    "downlink": {"errors", "flat", "secrets", "shapes", "ledger", "crypto"},
     "work": {"errors", "flat", "secrets", "ledger", "crypto", "downlink"},
     "uplink": {"errors", "flat", "secrets", "ledger", "crypto"},
-    "protocol": {"errors", "flat", "secrets", "downlink", "work", "uplink", "ledger", "crypto"},
+    "protocol": {"errors", "flat", "secrets", "shapes", "downlink", "work", "uplink", "ledger", "crypto"},
     "engines": {"errors", "flat", "protocol", "work"},
     "schemes": {"errors", "flat", "secrets", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
     "audit": LEAVES | {"protocol", "downlink", "work", "uplink", "ledger", "crypto"},

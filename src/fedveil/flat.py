@@ -52,9 +52,9 @@ def raw(tensor: Tensor) -> NDArray[np.uint8]:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, dtype=np.uint8)
 
 
-def from_raw(content: bytes, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def from_raw(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """The tensor of these bytes, in memory of its own."""
-    if not content:
+    if not len(content):
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).reshape(tuple(shape))
 

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     "not a number": (lambda r: [with_nan(r)], 2, "NaN"),
     "a wrong length": (lambda r: [replace(r, payload=r.payload[1:])], 2, "has shape"),
     "a wrong round": (lambda r: [replace(r, round=0)], 2, "an upload for round 1"),
-    "a stranger's name": (lambda r: [replace(r, client=77)], 77, "was not asked"),
+    "a stranger's name": (lambda r: [replace(r, client=77)], 2, "names another client"),
 }
 
 

@@ -21,6 +21,7 @@ from fedveil.protocol.parts import RoundContext, Terms
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import MaskedSum, MaskedUpload, Revealed, Unmask
 from fedveil.secrets import SecretSource, SeededSecrets
+from fedveil.shapes import check
 from fedveil.uplink.graph import Graph
 from fedveil.work.messages import LocalWork
 
@@ -75,6 +76,8 @@ class Federation:
         self, client: int, vector: Tensor, context: RoundContext, private: Request | None = None
     ) -> MaskedUpload:
         state = self.states[client]
+        if private is not None:
+            check(private)
         self.uplink.admit(state, context, private)
         state = state.answering(context.round, context.attempt)
         self.states[client], reply = self.uplink.protect(state, vector, context, self.terms, secrets=self.secrets)
@@ -93,6 +96,8 @@ class Federation:
         return {client: self.upload(client, vectors[client], context, told.get(client)) for client in chosen}
 
     def answer(self, client: int, request: Request, private: Request | None) -> Revealed:
+        for sent in (request, *([] if private is None else [private])):
+            check(sent)  # as the role does, before it hands anything on
         self.states[client], reply = self.uplink.answer(self.states[client], request, private)
         return cast(Revealed, reply)
 

@@ -242,7 +242,10 @@ def test_a_directory_before_any_hello_and_a_round_before_any_directory_are_refus
     data = there.job.pool.clients[0]
     with pytest.raises(ProtocolError, match="client 0 was asked to work before keys were agreed on"):
         there.role.handle(ClientState(0), there.directory(), data)
-    fresh = Train(0, 0, None, torch.arange(5))  # type: ignore[arg-type]
+    veil = there.job.scheme.downlink.veil(
+        there.job.blueprint, there.job.weights, stream=there.job.secrets.stream("veil"), head_level=None
+    )
+    fresh = Train(0, 0, veil.broadcast(), torch.arange(5))
     with pytest.raises(ProtocolError, match=r"have not introduced themselves|before it knew who takes part"):
         there.role.handle(there.states[0], fresh, data)
 
@@ -452,15 +455,15 @@ def test_when_only_one_of_two_introduces_itself_shared_noise_stops_and_says_why(
 
 
 SPOILT_ANNOUNCEMENTS: dict[str, tuple[Callable[[Announce], Reply], str]] = {
-    "no samples": (lambda one: replace(one, samples=0), "malformed"),
-    "a short key": (lambda one: replace(one, key=one.key[:-1]), "malformed"),
-    "no signature": (lambda one: replace(one, signature=one.signature[:0]), "malformed"),
-    "a long identity": (lambda one: replace(one, identity=torch.cat([one.identity, one.identity])), "malformed"),
-    "a key of other numbers": (lambda one: replace(one, key=one.key.float()), "malformed"),
-    "more samples than there are": (lambda one: replace(one, samples=10**30), "malformed"),
+    "no samples": (lambda one: replace(one, samples=0), "without samples"),
+    "a short key": (lambda one: replace(one, key=one.key[:-1]), "key is 32 here"),
+    "no signature": (lambda one: replace(one, signature=one.signature[:0]), "signature is 64"),
+    "a long identity": (lambda one: replace(one, identity=torch.cat([one.identity, one.identity])), "identity is 32"),
+    "a key of other numbers": (lambda one: replace(one, key=one.key.float()), "is torch.float32"),
+    "more samples than there are": (lambda one: replace(one, samples=10**30), "out of range"),
     "another's signature": (lambda one: replace(one, signature=one.signature.flip(0)), "not signed"),
     "a stranger's number": (lambda one: replace(one, client=77), "not asked"),
-    "another message": (lambda one: Reply(one.client), "a Reply arrived where an announcement belongs"),
+    "another message": (lambda one: Reply(one.client), "a Reply arrived where an announce belongs"),
 }
 
 
@@ -477,14 +480,14 @@ def test_a_spoilt_announcement_is_refused_and_the_honest_one_still_welcome(
         ask.into.add(spoil(there.announced[0]))
     for announced in there.announced.values():
         ask.into.add(announced)
-    with pytest.raises(ProtocolError, match="the second of its client"):
+    with pytest.raises(ProtocolError, match="a second one"):
         ask.into.add(there.announced[0])
     told = next_ask(steps, Gathered(tuple(range(5)), {}, (), 0, 0))
     assert isinstance(told.common, Directory)
     assert told.common.clients.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ProtocolError, match="has not taken the directory"):
         told.into.add(Ready(0, from_bytes(bytes(32))))
-    with pytest.raises(ProtocolError, match="has not taken the directory"):
+    with pytest.raises(ProtocolError, match="a Announce arrived where a ready belongs"):
         told.into.add(there.announced[0])
 
 

@@ -62,13 +62,13 @@ def voting() -> Hall:
 
 
 VOTES: dict[str, tuple[Callable[[Vote], Reply], str]] = {
-    "too many": (lambda r: replace(r, tags=torch.cat([r.tags, r.tags[:1] ^ 1])), "voted for 131 indices where 130 are"),
-    "too few": (lambda r: replace(r, tags=r.tags[1:]), "voted for 129 indices where exactly 130 belong"),
+    "too many": (lambda r: replace(r, tags=torch.cat([r.tags, r.tags[:1] ^ 1])), "tags is 130 here"),
+    "too few": (lambda r: replace(r, tags=r.tags[1:]), "tags is 130 here"),
     "one twice": (lambda r: replace(r, tags=torch.cat([r.tags[1:], r.tags[-1:]])), "1 of 130 indices more than once"),
-    "none": (lambda r: replace(r, tags=r.tags[:0]), "voted for 0 indices"),
+    "none": (lambda r: replace(r, tags=r.tags[:0]), "tags is 130 here"),
     "indices": (lambda r: replace(r, tags=torch.arange(130)), "where uint8 of shape"),
     "half tags": (lambda r: replace(r, tags=r.tags[:, :8]), "where uint8 of shape"),
-    "another round": (lambda r: replace(r, round=1), "a reply for round 2, attempt 0 arrived in round 1"),
+    "another round": (lambda r: replace(r, round=1), "a vote for round 2, attempt 0 arrived in round 1"),
     "another attempt": (lambda r: replace(r, attempt=3), "attempt 3 arrived in round 1, attempt 0"),
     "a stranger": (lambda r: replace(r, client=9), "was not asked"),
     "another message": (lambda r: Reply(r.client), "a Reply arrived where a vote belongs"),
@@ -140,25 +140,25 @@ def under_another_key(part: Ciphertext) -> Ciphertext:
 
 
 UPLOADS: dict[str, tuple[Callable[[Any], Reply], str]] = {
-    "another round": (lambda r: replace(r, round=1), "a reply for round 2, attempt 0 arrived in round 1"),
+    "another round": (lambda r: replace(r, round=1), "a divided for round 2, attempt 0 arrived in round 1"),
     "another attempt": (lambda r: replace(r, attempt=3), "attempt 3 arrived in round 1, attempt 0"),
     "a stranger": (lambda r: replace(r, client=9), "was not asked"),
     "a longer rest": (lambda r: replace(r, rest=torch.cat([r.rest, r.rest[:1]])), "has shape"),
     "a shorter rest": (lambda r: replace(r, rest=r.rest[1:]), "has shape"),
     "a matrix": (lambda r: replace(r, rest=r.rest[None]), "has shape"),
-    "whole numbers": (lambda r: replace(r, rest=r.rest.long()), "int64 where floating-point numbers belong"),
+    "whole numbers": (lambda r: replace(r, rest=r.rest.long()), "is torch.int64"),
     "NaN": (with_number(float("nan")), "NaN"),
     "infinity": (with_number(float("-inf")), "infinity"),
     "a number out of proportion": (with_number(2.0**40), "beyond 2^36"),
     "nothing hidden": (lambda r: replace(r, hidden=None), "lacks its hidden part"),
-    "another message": (lambda r: Reply(r.client), "a Reply arrived where a divided upload belongs"),
+    "another message": (lambda r: Reply(r.client), "a Reply arrived where a divided belongs"),
 }
 CKKS: dict[str, tuple[Callable[[Any], Reply], str]] = {
     "cut": (with_hidden(lambda part: Ciphertext(part.data[:-7])), ""),
     "empty": (with_hidden(lambda part: Ciphertext(part.data[:0])), ""),
     "of another key": (with_hidden(under_another_key), "key"),
     "masked words": (
-        with_hidden(lambda part: MaskedUpload(1, 1, 0, *(torch.zeros(0, dtype=torch.int64) for _ in range(4)))),
+        with_hidden(lambda part: MaskedUpload(1, 1, 0, *[torch.zeros(0, dtype=torch.int64)] * 3, from_bytes(b""))),
         "masked words arrived where a ciphertext belongs",
     ),
 }
@@ -166,7 +166,7 @@ PADS: dict[str, tuple[Callable[[Any], Reply], str]] = {
     "a longer hidden part": (with_hidden(lambda p: replace(p, payload=p.payload.repeat(2))), "has shape"),
     "a shorter hidden part": (with_hidden(lambda p: replace(p, payload=p.payload[1:])), "has shape"),
     "numbers": (with_hidden(lambda p: replace(p, payload=p.payload.double())), "torch.float64"),
-    "the vote's stage": (with_hidden(lambda p: replace(p, round=0)), "an upload for round 1"),
+    "the vote's stage": (with_hidden(lambda p: replace(p, round=0)), "a masked upload for round 1"),
     "another attempt's": (with_hidden(lambda p: replace(p, attempt=1)), "attempt 1 arrived"),
     "another client's": (with_hidden(lambda p: replace(p, client=2)), "another client's hidden part"),
     "shares for a stranger": (with_hidden(lambda p: replace(p, holders=p.holders + 7)), "outside the round"),
@@ -337,9 +337,10 @@ def test_loans_and_farewells_of_another_version_are_refused() -> None:
     one.until(Finish)
     assert one.ask.to == (0, 1, 2, 3)
     reply: Finished = one.answer(0)
-    for wrong in (replace(reply, version=1), Reply(0)):
-        with pytest.raises(ProtocolError, match="ends with another version"):
-            one.ask.into.add(wrong)
+    with pytest.raises(ProtocolError, match="ends with another version"):
+        one.ask.into.add(replace(reply, version=1))
+    with pytest.raises(ProtocolError, match="a Reply arrived where a finished belongs"):
+        one.ask.into.add(Reply(0))
     one.ask.into.add(reply)
 
 
@@ -349,8 +350,14 @@ def test_a_loan_of_another_version_or_kind_is_refused() -> None:
     one.go_on([one.answer(client) for client in (0, 1, 2)])
     one.until(Lend)
     reply: Lent = one.answer(one.ask.to[0])
-    for wrong in (replace(reply, version=7), replace(reply, sealed=reply.sealed.long()), Reply(0)):
-        with pytest.raises(ProtocolError, match="lent no model, or one of another version"):
+    huge = torch.zeros(1 << 22, dtype=torch.uint8)
+    for wrong, why in (
+        (replace(reply, version=7), "lent a model of another version"),
+        (replace(reply, sealed=reply.sealed.long()), "is torch.int64"),
+        (replace(reply, sealed=huge), "sealed cannot be 4194304"),
+        (Reply(0), "a Reply arrived where a lent belongs"),
+    ):
+        with pytest.raises(ProtocolError, match=why):
             one.ask.into.add(wrong)
     one.go_on([reply])
     assert isinstance(one.ask.common, Begin)

@@ -14,6 +14,7 @@ open any file whose path it guesses.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import struct
@@ -30,12 +31,14 @@ from torch import Tensor
 
 from fedveil.audit.registry import ATTACKS, attack_at, target_of
 from fedveil.audit.views import from_bytes
-from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError
+from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError
 from fedveil.protocol.stored import as_bytes, from_stored
 
 TIME_LIMIT = 600.0
 _HEADER = struct.Struct("<cQ")
 _LENGTH = struct.Struct("<Q")
+_SHARE = struct.Struct("<d")
+_PIECE = 1 << 20
 _MOST_WORDS = 2000
 _PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE = b"p", b"r", b"e", b"n"
 # What numerical libraries need to find their code and to share a machine's cores.
@@ -131,7 +134,10 @@ class AttackProcess:
                 self.close()
         kind, content = final
         if kind == _RESULT:
-            return from_stored(content)[1]
+            try:
+                return from_stored(content)[1]
+            except ProtocolError as reason:
+                raise AttackError(f"The attack {self.name!r} sent what is no result.") from reason
         said = content.decode(errors="replace")
         raise (
             NotApplicableError(said)
@@ -195,7 +201,7 @@ class _Child:
         for kind, content in _frames(self.process.stdout):
             if kind != _PROGRESS:
                 return kind, content
-            on_progress(float(struct.unpack("<d", content)[0]))
+            on_progress(float(_SHARE.unpack(content)[0]))
         return None
 
     def end(self) -> None:
@@ -248,12 +254,15 @@ def _limited(child: _Child, time_limit: float) -> Iterator[threading.Event]:
 def _frames(incoming: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
     while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
         kind, length = _HEADER.unpack(header)
-        if kind not in (_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE):
+        if kind not in (_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE) or (kind == _PROGRESS and length != _SHARE.size):
             return
-        content = incoming.read(length)
-        if len(content) < length:
+        # Memory grows with what comes, not with the length somebody claims.
+        content = io.BytesIO()
+        while content.tell() < length and (piece := incoming.read(min(length - content.tell(), _PIECE))):
+            content.write(piece)
+        if content.tell() < length:
             return
-        yield kind, content
+        yield kind, content.getvalue()
 
 
 def _code_paths() -> list[str]:
@@ -274,7 +283,7 @@ def serve() -> None:
         out.flush()
 
     while (told := _given(sys.stdin.buffer)) is not None and (view := _given(sys.stdin.buffer)) is not None:
-        send(*_tried(json.loads(told), view, lambda fraction: send(_PROGRESS, struct.pack("<d", _share(fraction)))))
+        send(*_tried(json.loads(told), view, lambda fraction: send(_PROGRESS, _SHARE.pack(_share(fraction)))))
 
 
 def _given(incoming: IO[bytes]) -> bytes | None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint, Weights
 from fedveil.ledger.releases import Release
 from fedveil.secrets import SecretStream
+from fedveil.shapes import Number, counts, reals
 
 
 @dataclass(frozen=True, eq=False)
 class PublicHead:
     """What clients are told about the head noise: the vector a and each output's group."""
 
-    vector: Tensor
-    groups: Tensor
-    count: int
+    vector: Annotated[Tensor, reals("outputs")]
+    groups: Annotated[Tensor, counts("outputs", below="head groups")]
+    count: Annotated[int, Number("head groups")]
     per_group: bool
 
     @property
@@ -35,10 +36,10 @@ class Broadcast:
     where the downlink has none.
     """
 
-    parameters: Tensor
-    epsilon: Tensor
-    statistics: Tensor
-    multipliers: Tensor
+    parameters: Annotated[Tensor, reals("parameters")]
+    epsilon: Annotated[Tensor, reals("epsilon")]
+    statistics: Annotated[Tensor, reals("statistics")]
+    multipliers: Annotated[Tensor, reals("multipliers")]
     head: PublicHead | None
 
 

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from fedveil.errors import FedVeilError
 from fedveil.protocol import Gathered, RoundBegins, RoundDone, RunStopped, Steps
-from fedveil.protocol.asking import Ask
+from fedveil.protocol.asking import Accumulator, Ask
+from fedveil.protocol.messages import Reply
+
+_LOG = logging.getLogger(__name__)
+
+
+def folded(into: Accumulator, reply: Reply, sender: int) -> str:
+    """Fold a client's reply in; returns why it was refused, or nothing. Whatever it sends costs that reply, no more."""
+    if reply.client != sender:
+        return "its answer names another client"
+    try:
+        into.add(reply)
+    except FedVeilError as reason:
+        return str(reason)
+    except Exception as reason:
+        _LOG.exception("a %s could not be folded in", type(reply).__name__)
+        return f"its answer is malformed ({type(reason).__name__})"
+    return ""
 
 
 class Engine(ABC):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.engines.driving import Engine
-from fedveil.errors import ConfigError, DataError, FedVeilError, ProtocolError
+from fedveil.engines.driving import Engine, folded
+from fedveil.errors import ConfigError, DataError, FedVeilError
 from fedveil.protocol import (
     ClientRole,
     ClientState,
@@ -125,11 +125,10 @@ class LocalEngine(Engine):
                 up += size(reply)
                 if self._listen is not None:
                     self._listen(Heard("reply", ask.common, reply, client=reply.client, state=state))
-                try:
-                    ask.into.add(reply)
-                    arrived.append(reply.client)
-                except ProtocolError as reason:
-                    refused[reply.client] = str(reason)
+                if why := folded(ask.into, reply, state.client):
+                    refused[state.client] = why
+                else:
+                    arrived.append(state.client)
         answered = {*arrived, *refused}
         missing = tuple(client for client in ask.to if client not in answered)
         return Gathered(tuple(arrived), refused, missing, down, up)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from fedveil.errors import ProtocolError
 from fedveil.protocol.messages import Reply, Request
+from fedveil.shapes import Sizes, Types, check, named
 
 if TYPE_CHECKING:
     from fedveil.protocol.dividing import Aggregate
@@ -18,6 +21,56 @@ class Accumulator(Protocol):
     def add(self, reply: Reply) -> None:
         """Fold one reply in, or refuse it and stay unchanged."""
         ...
+
+
+_Reply = TypeVar("_Reply", bound=Reply)
+
+
+class Inbox(ABC, Generic[_Reply]):
+    """What every accumulator is: replies are checked here, every field of each, before anything else looks at one."""
+
+    _kind: type[Any] = Reply
+    _waiting: set[int]
+    _which: tuple[int, int] | None = None
+    _sizes: Sizes
+    _types: Types
+
+    def expect(
+        self,
+        kind: type[_Reply],
+        among: Collection[int],
+        *,
+        which: tuple[int, int] | None = None,
+        sizes: Sizes | None = None,
+        types: Types | None = None,
+    ) -> None:
+        """From now on take one `kind` of reply, once from each client `among` these.
+
+        `which` are round and attempt, where the reply names them; `sizes` and `types` what this phase makes of
+        its named sizes and numbers (`fedveil.shapes`).
+        """
+        self._kind, self._waiting, self._which = kind, set(among), which
+        self._sizes, self._types = sizes or {}, types or {}
+
+    def add(self, reply: Reply) -> None:
+        """Fold one reply in, or refuse it and stay unchanged."""
+        wanted = named(self._kind)
+        if type(reply) is not self._kind:
+            raise ProtocolError(f"a {type(reply).__name__} arrived where {wanted} belongs")
+        if reply.client not in self._waiting:
+            raise ProtocolError(f"{wanted} from a client that was not asked, or a second one")
+        if self._which is not None and (reply.round, reply.attempt) != self._which:  # type: ignore[attr-defined]
+            (there, again), (here, attempt) = (reply.round, reply.attempt), self._which  # type: ignore[attr-defined]
+            raise ProtocolError(
+                f"{wanted} for round {there + 1}, attempt {again} arrived in round {here + 1}, attempt {attempt}"
+            )
+        check(reply, self._sizes, self._types)
+        self._fold(reply)  # type: ignore[arg-type]
+        self._waiting.discard(reply.client)
+
+    @abstractmethod
+    def _fold(self, reply: _Reply) -> None:
+        """Take what has been checked; a refusal by what it says (ProtocolError) leaves everything as it was."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
+from fedveil.protocol.requests import Gate, own_errors
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.work.messages import Bench, ClientData
@@ -54,6 +55,7 @@ class ClientRole:
         self._uplink = scheme.summing
         self._terms = scheme.terms(blueprint)
         self._secrets = OsSecrets() if secrets is None else secrets
+        self._gate = Gate(scheme, blueprint)
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
         # price of repairs to the server's books.
@@ -74,11 +76,14 @@ class ClientRole:
         self, state: ClientState, request: Request, data: ClientData, private: Request | None = None
     ) -> tuple[ClientState, Reply]:
         """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
-        if not isinstance(request, Train):
-            return self._answer(state, request, data, private)
-        state, context = self._begin(state, request, private)
+        with own_errors(state, request):
+            self._gate.check(state, request, private)
+            if not isinstance(request, Train):
+                return self._answer(state, request, data, private)
+            state, context = self._begin(state, request, private)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
-        return self._protect(state, vector, context)
+        with own_errors(state, request):
+            return self._protect(state, vector, context)
 
     def handle_many(
         self,
@@ -95,12 +100,16 @@ class ClientRole:
         begun: list[tuple[ClientState, RoundContext]] = []
         able: list[ClientData] = []
         for state, data in zip(states, clients, strict=True):
+            private_too = told.get(state.client)
             try:
-                if isinstance(request, Train):
-                    begun.append(self._begin(state, request, told.get(state.client)))
-                    able.append(data)
-                else:
-                    yield self._answer(state, request, data, told.get(state.client))
+                with own_errors(state, request):
+                    self._gate.check(state, request, private_too)
+                    if isinstance(request, Train):
+                        begun.append(self._begin(state, request, private_too))
+                        able.append(data)
+                        continue
+                    answer = self._answer(state, request, data, private_too)
+                yield answer
             except (ProtocolError, ConfigError) as reason:
                 yield state, reason
         if not isinstance(request, Train):
@@ -111,7 +120,9 @@ class ClientRole:
                 yield state, vector
                 continue
             try:
-                yield self._protect(state, vector, context)
+                with own_errors(state, request):
+                    answer = self._protect(state, vector, context)
+                yield answer
             except FedVeilError as reason:
                 yield state, reason
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from fedveil.protocol.hiding import Ciphertext
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.protocol.wire import message
+from fedveil.shapes import Shape, clients, octets, reals, words
+from fedveil.uplink.vote import TAG_BYTES
 
 
 @message
@@ -24,10 +28,10 @@ class Aggregate:
     version: int
     round: int
     attempt: int
-    asked: Tensor
-    contributors: Tensor
-    rest: Tensor
-    hidden: Tensor | None
+    asked: Annotated[Tensor, clients("asked")]
+    contributors: Annotated[Tensor, clients("contributors")]
+    rest: Annotated[Tensor, reals("rest")]
+    hidden: Annotated[Tensor | None, Shape((torch.int64, torch.uint8), ("hidden",))]
 
     released_as = "aggregate"
 
@@ -39,7 +43,7 @@ class Begin(Request):
 
     round: int
     attempt: int
-    cohort: Tensor
+    cohort: Annotated[Tensor, clients("cohort")]
     version: int
     latest: Aggregate | None
 
@@ -51,7 +55,7 @@ class Vote(Reply):
 
     round: int
     attempt: int
-    tags: Tensor
+    tags: Annotated[Tensor, octets("tags", TAG_BYTES)]
 
 
 @message
@@ -64,10 +68,10 @@ class Divide(Request):
 
     round: int
     attempt: int
-    cohort: Tensor
-    winners: Tensor | None
-    counts: Tensor | None
-    voters: Tensor
+    cohort: Annotated[Tensor, clients("cohort")]
+    winners: Annotated[Tensor | None, octets("tags", TAG_BYTES)]
+    counts: Annotated[Tensor | None, words("ballot")]
+    voters: Annotated[Tensor, clients("voters")]
 
 
 @message
@@ -77,7 +81,7 @@ class Divided(Reply):
 
     round: int
     attempt: int
-    rest: Tensor
+    rest: Annotated[Tensor, reals("rest")]
     hidden: Ciphertext | MaskedUpload | None
 
 
@@ -96,7 +100,7 @@ class Lent(Reply):
     """Client → server: the model, sealed under the group key."""
 
     version: int
-    sealed: Tensor
+    sealed: Annotated[Tensor, octets("sealed")]
 
 
 @message
@@ -104,7 +108,7 @@ class Lent(Reply):
 class Borrowed(Request):
     """Server → one client: a model that a member has sealed."""
 
-    sealed: Tensor
+    sealed: Annotated[Tensor, octets("sealed")]
 
 
 @message

@@ -54,6 +54,10 @@ class Ckks:
         """The public key that belongs to it."""
         return ckks.SecretKey.from_bytes(opening).public_bytes()
 
+    def check_public(self, public: bytes) -> None:
+        """Refuse bytes that are no key under which anything can be added."""
+        ckks.PublicKey.from_bytes(public)
+
     def hide(
         self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:

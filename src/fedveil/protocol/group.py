@@ -9,24 +9,28 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
-from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.asking import Ask, Gathered, Inbox
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.state import ClientState
-from fedveil.protocol.unmasking import listed, packed, unpacked
+from fedveil.protocol.unmasking import packed, unpacked
 from fedveil.protocol.wire import message
 from fedveil.secrets import Guarded, SecretSource
+from fedveil.shapes import Sizes, clients, counts, octets
 
+FINGERPRINT_BYTES = 16
 _KEY_BYTES = 32
 _FOUNDERS_TRIED = 3
+_LARGEST_GROUP = 1 << 24
+"""Bytes that one group's keys, of which those of CKKS are the largest, stay below."""
 
 
 class Group(Guarded):
@@ -53,7 +57,8 @@ class Group(Guarded):
 
     def fingerprint(self) -> bytes:
         """Equal for members of one group; it tells nothing about the key."""
-        return hashlib.sha256(self.seed(round=0, attempt=0, purpose="fingerprint") + self._opening).digest()[:16]
+        content = self.seed(round=0, attempt=0, purpose="fingerprint") + self._opening
+        return hashlib.sha256(content).digest()[:FINGERPRINT_BYTES]
 
     def stored(self) -> dict[str, str]:
         """Everything needed to be a member; only ever written sealed."""
@@ -73,7 +78,7 @@ class Group(Guarded):
 class Found(Request):
     """Server → one client: let `newcomers` into your group; found one for rounds of `clients` if there is none."""
 
-    newcomers: Tensor
+    newcomers: Annotated[Tensor, clients("newcomers")]
     clients: int
 
 
@@ -82,11 +87,11 @@ class Found(Request):
 class Founded(Reply):
     """Client → server: the group's public key, and its secrets sealed for each newcomer."""
 
-    public: Tensor
-    fingerprint: Tensor
-    receivers: Tensor
-    lengths: Tensor
-    bundles: Tensor
+    public: Annotated[Tensor, octets("public")]
+    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES)]
+    receivers: Annotated[Tensor, clients("receivers")]
+    lengths: Annotated[Tensor, counts("receivers")]
+    bundles: Annotated[Tensor, octets("bundles")]
 
 
 @message
@@ -102,7 +107,7 @@ class Join(Request):
 class Invitation(Request):
     """Server → one client: the group's secrets, sealed for it."""
 
-    sealed: Tensor
+    sealed: Annotated[Tensor, octets("sealed")]
 
 
 @message
@@ -110,7 +115,7 @@ class Invitation(Request):
 class Joined(Reply):
     """Client → server: it has the group's secrets; the fingerprint tells which group's."""
 
-    fingerprint: Tensor
+    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES)]
 
 
 class OpeningKeys(Protocol):
@@ -122,6 +127,10 @@ class OpeningKeys(Protocol):
 
     def public_of(self, opening: bytes) -> bytes:
         """The public key that belongs to it."""
+        ...
+
+    def check_public(self, public: bytes) -> None:
+        """Refuse what is no public key of this kind (ProtocolError)."""
         ...
 
 
@@ -146,7 +155,7 @@ def found(
         group = Group(ring.run, key, keys.fresh_opening(request.clients))
     content = json.dumps(group.stored()).encode()
     invited = {}
-    for newcomer in listed(request.newcomers):
+    for newcomer in request.newcomers.tolist():
         if newcomer != state.client:
             key = _sealing_key(state, founder=state.client, newcomer=newcomer)
             invited[newcomer] = seal(content, key=key, purpose=_purpose(state.client, newcomer))
@@ -164,7 +173,7 @@ def join(state: ClientState, request: Join, private: Request | None) -> tuple[Cl
     content = unseal(to_bytes(private.sealed), key=key, purpose=_purpose(request.founder, state.client))
     try:
         group = Group.restored(json.loads(content))
-    except ValueError as reason:
+    except (ValueError, RecursionError) as reason:
         raise ProtocolError("a group's secrets are malformed") from reason
     own = state.group
     if own is not None and own.run == group.run and own.fingerprint() != group.fingerprint():
@@ -177,38 +186,44 @@ def join(state: ClientState, request: Join, private: Request | None) -> tuple[Cl
     return replace(state, group=group), Joined(state.client, from_bytes(group.fingerprint()))
 
 
-class _Founding:
+class _Founding(Inbox[Founded]):
     """Takes one founder's reply."""
 
-    def __init__(self, newcomers: Sequence[int]) -> None:
-        self._newcomers = set(newcomers)
+    def __init__(self, founder: int, newcomers: Sequence[int], keys: OpeningKeys) -> None:
+        self._keys = keys
+        self._newcomers = [one for one in newcomers if one != founder]
+        self.invited: dict[int, bytes] = {}
         self.reply: Founded | None = None
+        most = len(self._newcomers) * _LARGEST_GROUP
+        sizes: Sizes = {"receivers": len(self._newcomers), "public": range(_LARGEST_GROUP), "bundles": range(most + 1)}
+        self.expect(Founded, (founder,), sizes=sizes)
 
-    def add(self, reply: Reply) -> None:
-        if not isinstance(reply, Founded) or self.reply is not None:
-            raise ProtocolError(f"a {type(reply).__name__} arrived where one founded group belongs")
+    def _fold(self, reply: Founded) -> None:
         invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
-        if set(invited) != self._newcomers - {reply.client} or reply.public.dtype != torch.uint8:
+        if list(invited) != self._newcomers:
             raise ProtocolError("a founder invites others than it was told to")
-        self.reply = reply
+        self._keys.check_public(to_bytes(reply.public))
+        self.invited, self.reply = invited, reply
 
 
-class _Joining:
+class _Joining(Inbox[Joined]):
     """Takes consents to one group."""
 
-    def __init__(self, fingerprint: bytes) -> None:
+    def __init__(self, fingerprint: bytes, clients: Collection[int]) -> None:
         self._fingerprint = fingerprint
+        self.expect(Joined, clients)
 
-    def add(self, reply: Reply) -> None:
-        if not isinstance(reply, Joined) or to_bytes(reply.fingerprint) != self._fingerprint:
+    def _fold(self, reply: Joined) -> None:
+        if to_bytes(reply.fingerprint) != self._fingerprint:
             raise ProtocolError("a client has not joined the group it was invited to")
 
 
 class Gathering:
     """Server side: who is of the group, and the public key under which its members encrypt."""
 
-    def __init__(self, *, clients: int) -> None:
+    def __init__(self, *, clients: int, keys: OpeningKeys) -> None:
         self._clients = clients
+        self._keys = keys
         self.members: list[int] = []
         self.public = b""
         self._fingerprint = b""
@@ -221,23 +236,22 @@ class Gathering:
             return
         candidates = [one for one in self.members if one in clients] or [*self.members] or list(newcomers)
         for founder in candidates[:_FOUNDERS_TRIED]:
-            founding = _Founding(newcomers)
+            founding = _Founding(founder, newcomers, self._keys)
             answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)
             self.refused.update({} if answer is None else answer.refused)
-            if founding.reply is not None and (yield from self._invited(founding.reply, founder)):
+            if founding.reply is not None and (yield from self._invited(founding.reply, founding.invited)):
                 return
 
-    def _invited(self, reply: Founded, founder: int) -> Generator[Ask, Gathered | None, bool]:
-        """Whether anybody joined whom `founder` invited; a founder whom nobody follows founds nothing."""
-        fingerprint = to_bytes(reply.fingerprint)
+    def _invited(self, reply: Founded, invited: Mapping[int, bytes]) -> Generator[Ask, Gathered | None, bool]:
+        """Whether anybody joined whom the founder invited; a founder whom nobody follows founds nothing."""
+        founder, fingerprint = reply.client, to_bytes(reply.fingerprint)
         if self.members and fingerprint != self._fingerprint:
             self.refused[founder] = "a member answered for another group than this run's"
             return False
-        invited = unpacked(reply.receivers, reply.lengths, reply.bundles)
         each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
         joined: tuple[int, ...] = ()
         if invited:
-            answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint), each=each)
+            answer = yield Ask(tuple(invited), Join(founder), _Joining(fingerprint, invited), each=each)
             assert answer is not None
             self.refused.update(answer.refused)
             joined = answer.arrived

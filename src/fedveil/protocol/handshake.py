@@ -6,10 +6,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from fedveil.errors import ProtocolError
-from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.asking import Ask, Gathered, Inbox
 from fedveil.protocol.directory import Announce, Directory, Hello, Ready, from_bytes, to_bytes
 from fedveil.protocol.keyring import Keyring
 from fedveil.protocol.messages import Reply, Request
@@ -21,8 +19,12 @@ if TYPE_CHECKING:
 
 Introduction = Literal["none", "sizes", "keys"]
 
-_MOST_SAMPLES = 1 << 53
-_KEY_LENGTHS = {"sizes": (0, 0, 0), "keys": (32, 32, 64)}
+KEY_SIZES: dict[Introduction, dict[str, int]] = {
+    "none": {},
+    "sizes": {"identity": 0, "key": 0, "signature": 0},
+    "keys": {"identity": 32, "key": 32, "signature": 64},
+}
+"""The bytes of keys and signatures in an introduction."""
 
 
 def introduce(
@@ -50,30 +52,26 @@ def introduce(
     return state, Ready(state.client, from_bytes(request.digest))
 
 
-class _Announcements:
+class _Announcements(Inbox[Announce]):
     """Collects announcements, one per client."""
 
     def __init__(self, how: Introduction, run: str) -> None:
-        self._lengths = _KEY_LENGTHS[how]
+        self._lengths = KEY_SIZES[how]
         self._run = run
-        self.asked: frozenset[int] = frozenset()
         self.heard: dict[int, Announce] = {}
 
-    def add(self, reply: Reply) -> None:
-        if not isinstance(reply, Announce):
-            raise ProtocolError(f"a {type(reply).__name__} arrived where an announcement belongs")
-        parts = (reply.identity, reply.key, reply.signature)
-        plain = all(one.dim() == 1 and one.dtype == torch.uint8 for one in parts)
-        lengths = tuple(one.numel() for one in parts)
-        if not plain or lengths != self._lengths or not 1 <= reply.samples < _MOST_SAMPLES:
-            raise ProtocolError("an announcement is malformed")
-        if reply.client not in self.asked or reply.client in self.heard:
-            raise ProtocolError("an announcement from a client that was not asked, or the second of its client")
-        if any(lengths):
+    def ask(self, clients: Sequence[int]) -> None:
+        """Wait for these."""
+        self.expect(Announce, clients, sizes=self._lengths)
+
+    def _fold(self, reply: Announce) -> None:
+        if reply.samples < 1:
+            raise ProtocolError("an announcement of a client without samples")
+        if any(self._lengths.values()):
             from fedveil.crypto.keys import check_key_signature
 
             # One that the others would refuse must not get into the directory: they would refuse all of it.
-            identity, key, signature = (to_bytes(one) for one in parts)
+            identity, key, signature = (to_bytes(one) for one in (reply.identity, reply.key, reply.signature))
             said = {"run": self._run, "client": reply.client, "public": key, "samples": reply.samples}
             try:
                 check_key_signature(identity, signature, **said)  # type: ignore[arg-type]
@@ -82,14 +80,15 @@ class _Announcements:
         self.heard[reply.client] = reply
 
 
-class _Agreements:
+class _Agreements(Inbox[Ready]):
     """Collects consents to one directory."""
 
-    def __init__(self, digest: bytes) -> None:
+    def __init__(self, digest: bytes, clients: Sequence[int]) -> None:
         self._digest = digest
+        self.expect(Ready, clients)
 
-    def add(self, reply: Reply) -> None:
-        if not isinstance(reply, Ready) or to_bytes(reply.digest) != self._digest:
+    def _fold(self, reply: Ready) -> None:
+        if to_bytes(reply.digest) != self._digest:
             raise ProtocolError("a client has not taken the directory it was sent")
 
 
@@ -114,7 +113,7 @@ class Introductions:
         heard = self._announced.heard
         strangers = tuple(client for client in clients if client not in heard) if again else ()
         if strangers:
-            self._announced.asked = frozenset(strangers)
+            self._announced.ask(strangers)
             answer = yield self._ask(strangers, Hello(self._run), self._announced)
             self.refused.update({} if answer is None else answer.refused)
             if not heard:
@@ -127,7 +126,7 @@ class Introductions:
         unaware = tuple(one for one in clients if one in heard and reached.get(one) != digest)
         if unaware:
             self._told.update(dict.fromkeys(unaware, digest))
-            answer = yield self._ask(unaware, self.directory, _Agreements(digest))
+            answer = yield self._ask(unaware, self.directory, _Agreements(digest, unaware))
             assert answer is not None
             self.refused.update(answer.refused)
             self._informed.update(dict.fromkeys(answer.arrived, digest))

@@ -62,7 +62,10 @@ class Held:
             story = bytes.fromhex(str(facts.get("story", "")))
         except ValueError as reason:
             raise ProtocolError("a stored model's story is malformed") from reason
-        return Held(weights, tensors["held.velocity"], facts["version"], facts.get("loss"), story)
+        loss = facts.get("loss")
+        if type(facts["version"]) is not int or not isinstance(loss, (float, type(None))):
+            raise ProtocolError("a stored model's version or loss is malformed")
+        return Held(weights, tensors["held.velocity"], facts["version"], loss, story)
 
 
 @dataclass(frozen=True, eq=False)

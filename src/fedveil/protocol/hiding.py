@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import MaskedSum, MaskedUpload
 from fedveil.protocol.wire import message
 from fedveil.secrets import SecretSource
+from fedveil.shapes import octets
 from fedveil.uplink.fixed_point import FixedPoint
 
 _PAD = "pad"
@@ -38,7 +39,7 @@ _ENVELOPE = (
 class Ciphertext:
     """A vector under the group's public key."""
 
-    data: Tensor
+    data: Annotated[Tensor, octets("ciphertext")]
 
 
 Hidden = Ciphertext | MaskedUpload
@@ -141,6 +142,11 @@ class Pads:
     def public_of(self, opening: bytes) -> bytes:
         """There is none."""
         return b""
+
+    def check_public(self, public: bytes) -> None:
+        """There must be none."""
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
 
     def codec(self, context: RoundContext) -> FixedPoint:
         """Fixed point for this cohort."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -33,6 +32,7 @@ from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parallel import Parallel
 from fedveil.protocol.parts import RoundContext, Scheme, planned
+from fedveil.protocol.requests import Gate, own_errors
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.story import told_outcome
 from fedveil.protocol.unmasking import Unmask, listed
@@ -70,6 +70,7 @@ class HolderRole:
         self._terms = scheme.terms(blueprint)
         self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._secrets = OsSecrets() if secrets is None else secrets
+        self._gate = Gate(scheme, blueprint)
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         self._policy = own_target(scheme) if policy is None else policy
         self._roster = roster
@@ -107,19 +108,23 @@ class HolderRole:
         told = {} if private is None else private
         ready: dict[int, list[tuple[ClientState, RoundContext, ClientData]]] = {}
         for state, data in zip(states, clients, strict=True):
+            private_too = told.get(state.client)
             try:
-                self._check_patience(state, request)
-                if isinstance(request, Begin):
-                    begun, context = self._begin(state, request, told.get(state.client))
-                    ready.setdefault(id(begun.held), []).append((begun, context, data))
-                else:
-                    yield self._answer(state, request, data, told.get(state.client))
+                with own_errors(state, request):
+                    self._gate.check(state, request, private_too)
+                    self._check_patience(state, request)
+                    if isinstance(request, Begin):
+                        begun, context = self._begin(state, request, private_too)
+                        ready.setdefault(id(begun.held), []).append((begun, context, data))
+                        continue
+                    answer = self._answer(state, request, data, private_too)
+                yield answer
             except UnreadableError as reason:
                 yield replace(state, misread=state.misread + 1), reason
             except FedVeilError as reason:
                 yield state, reason
         for together in ready.values():
-            yield from self._train(together)
+            yield from self._train(together, request)
 
     @staticmethod
     def _check_patience(state: ClientState, request: Request) -> None:
@@ -143,10 +148,9 @@ class HolderRole:
         return (state if voting else self._charged(state, context)), context
 
     def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor) -> RoundContext:
+        # Who pads follows from the list, which is in ascending order (`fedveil.shapes`): told in another order each,
+        # nobody would, and the server could read the sum.
         members = tuple(listed(cohort))
-        # Who pads follows from the list: told in another order each, nobody would, and the server could read the sum.
-        if any(later <= earlier for earlier, later in pairwise(members)):
-            raise ProtocolError("a round must name each of its clients once, in ascending order")
         context = RoundContext(round, attempt, members, state.ring().known())
         context.check_member(state.client)
         self._uplink.fits(len(members))
@@ -162,7 +166,7 @@ class HolderRole:
         return replace(state, spent=self._policy.charged(covering, client=state.client, spent=state.spent))
 
     def _train(
-        self, together: Sequence[tuple[ClientState, RoundContext, ClientData]]
+        self, together: Sequence[tuple[ClientState, RoundContext, ClientData]], request: Request
     ) -> Iterator[tuple[ClientState, Answer]]:
         """Local work on one and the same model, then what the round asks for next."""
         first, context, _ = together[0]
@@ -175,7 +179,9 @@ class HolderRole:
                 yield state, vector
                 continue
             try:
-                yield self._vote_or_upload(state, context, vector[:-1])
+                with own_errors(state, request):
+                    answer = self._vote_or_upload(state, context, vector[:-1])
+                yield answer
             except FedVeilError as reason:
                 yield state, reason
 
@@ -226,7 +232,7 @@ class HolderRole:
                 identity=self._identities.get(state.client),
             )
         if isinstance(request, Found):
-            return found(state, request, keys=self._opening_keys(), secrets=self._secrets)
+            return found(state, request, keys=opening_keys(self._uplink), secrets=self._secrets)
         if isinstance(request, Join):
             return join(state, request, private)
         if isinstance(request, Divide):
@@ -239,9 +245,6 @@ class HolderRole:
                 return state, self._keeper.lend(state)
             return state, Finished(state.client, self._keeper.held(state).version)
         raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def _opening_keys(self) -> OpeningKeys:
-        return _NO_KEYS if self._uplink.cipher is None else self._uplink.cipher
 
     def _masks(self, state: ClientState, request: Unmask) -> Pads:
         used = self._uplink.cipher if request.round % 2 == _UPLOAD else self._uplink.ballots
@@ -308,8 +311,17 @@ class _NoKeys:
     def public_of(self, opening: bytes) -> bytes:
         return b""
 
+    def check_public(self, public: bytes) -> None:
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
+
 
 _NO_KEYS = _NoKeys()
+
+
+def opening_keys(uplink: Parallel) -> OpeningKeys:
+    """What makes the keys of an uplink's ciphertexts."""
+    return _NO_KEYS if uplink.cipher is None else uplink.cipher
 
 
 def parallel(scheme: Scheme) -> Parallel:

@@ -126,8 +126,8 @@ class Keeper:
 
     def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
         asked, contributors = tuple(listed(latest.asked)), listed(latest.contributors)
-        if not contributors or len(set(contributors)) < len(contributors) or not set(contributors) <= set(asked):
-            raise ProtocolError("a round's sums name contributors that were not asked, or one twice")
+        if not contributors or not set(contributors) <= set(asked):
+            raise ProtocolError("a round's sums name contributors that were not asked, or none")
         self._uplink.fits(len(contributors))
         context = RoundContext(latest.round, latest.attempt, asked, state.ring().known())
         mean = self._uplink.mean(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.protocol.wire import message
+from fedveil.shapes import clients, reals
 
 message(PublicHead)
 message(Broadcast)
@@ -59,7 +61,7 @@ class Train(Request):
     round: int
     attempt: int
     broadcast: Broadcast
-    cohort: Tensor | None = None
+    cohort: Annotated[Tensor | None, clients("cohort")] = None
 
 
 @message
@@ -69,4 +71,4 @@ class Upload(Reply):
 
     round: int
     attempt: int
-    payload: Tensor
+    payload: Annotated[Tensor, reals("contribution")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, 
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.wire import message
 from fedveil.secrets import SecretSource
+from fedveil.shapes import clients, octets
 from fedveil.uplink.gaussian import add_fresh, add_seeded
 from fedveil.uplink.plan import NoisePlan
 
@@ -37,7 +38,7 @@ class Repair(Request):
 
     round: int
     attempt: int
-    missing: Tensor
+    missing: Annotated[Tensor, clients("missing")]
 
 
 @message
@@ -47,8 +48,8 @@ class Repaired(Reply):
 
     round: int
     attempt: int
-    vanished: Tensor
-    seeds: Tensor
+    vanished: Annotated[Tensor, clients("missing")]
+    seeds: Annotated[Tensor, octets("missing", 32)]
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Noised:
         if not isinstance(request, Repair) or not self._repairs:
             raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
         advanced = state.revealing(request.round, request.attempt)
-        missing = sorted({int(one) for one in request.missing.tolist()})
+        missing = request.missing.tolist()
         most = math.floor(self.repair_limit * len(state.seat))
         if state.client in missing or not set(missing) <= set(state.seat):
             raise ProtocolError(f"client {state.client} was asked to repair for itself, or for strangers")
@@ -274,6 +275,8 @@ class NoisedSum(UploadSum):
     def close(self, arrived: tuple[int, ...]) -> None:
         """No more uploads: one that comes late is refused, since its noise is being given away."""
         self._arrived = frozenset(arrived)
+        gone = len(self._context.cohort) - len(self._arrived)
+        self.expect(Repaired, arrived, which=self._context.which, sizes={"missing": gone})
 
     def given_away(self) -> tuple[tuple[int, int], ...]:
         """The pairs of a survivor and a missing client, once uploads are over."""
@@ -295,21 +298,13 @@ class NoisedSum(UploadSum):
     def _ends(self) -> list[tuple[int, int]]:
         return list(zip(self._covering.first.tolist(), self._covering.second.tolist(), strict=True))
 
-    def add(self, reply: Reply) -> None:
-        """Fold an upload or a repair in."""
-        if not self.closed:
-            super().add(reply)
+    def _fold(self, reply: Upload | Repaired) -> None:
+        if isinstance(reply, Upload):
+            super()._fold(reply)
             return
-        if not isinstance(reply, Repaired):
-            raise ProtocolError("an upload arrived after the round was closed: it is refused and not looked at")
-        if (reply.round, reply.attempt) != (self._context.round, self._context.attempt):
-            raise ProtocolError("a repair for another round")
-        if reply.client not in self._arrived or reply.client in self._repairers:
-            raise ProtocolError("a repair from a client that was not asked, or a second one")
-        vanished = [int(one) for one in reply.vanished.tolist()]
-        gone = set(self._context.cohort) - self._arrived
-        if set(vanished) != gone or tuple(reply.seeds.shape) != (len(vanished), 32):
-            raise ProtocolError("a repair is malformed")
+        vanished = reply.vanished.tolist()
+        if set(vanished) != set(self._context.cohort) - self._arrived:
+            raise ProtocolError("a repair for others than those that are missing")
         variances = dict(partners(self._covering, self._covering.members.index(reply.client)))
         left = torch.zeros(self._sum.length, dtype=torch.float64)
         for peer, seed in zip(vanished, reply.seeds, strict=True):

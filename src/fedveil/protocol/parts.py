@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from fedveil.flat import Layout
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
 from fedveil.ledger.remarks import Remarks
-from fedveil.protocol.asking import Accumulator, Ask, Gathered, RoundBegins
+from fedveil.protocol.asking import Accumulator, Ask, Gathered, Inbox, RoundBegins
 from fedveil.protocol.directory import Directory
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
@@ -44,6 +44,11 @@ class RoundContext:
         """Refuse a round to a client that is not of its cohort."""
         if client not in self.cohort:
             raise ProtocolError(f"client {client} was sent a round in which it has no part")
+
+    @property
+    def which(self) -> tuple[int, int]:
+        """Round and attempt."""
+        return self.round, self.attempt
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
@@ -217,29 +222,16 @@ class Uplink(Channel, Protocol):
         ...
 
 
-class UploadSum:
-    """Checks uploads against the round and sums them exactly."""
+class UploadSum(Inbox[Any]):
+    """Sums uploads exactly."""
 
     def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
         self._sum = ExactSum(layout.length, device=device)
         self._context = context
-        self._waiting = set(context.cohort)
+        self.expect(Upload, context.cohort, which=context.which, sizes={"contribution": layout.length})
 
-    def add(self, reply: Reply) -> None:
-        """Fold an upload in; refuses strangers, repetitions, other rounds and malformed vectors."""
-        if not isinstance(reply, Upload):
-            raise ProtocolError(f"a {type(reply).__name__} arrived where an upload belongs")
-        if (reply.round, reply.attempt) != (self._context.round, self._context.attempt):
-            raise ProtocolError(
-                f"an upload for round {reply.round + 1}, attempt {reply.attempt} arrived in round "
-                f"{self._context.round + 1}, attempt {self._context.attempt}"
-            )
-        if reply.client not in self._waiting:
-            raise ProtocolError("an upload from a client that was not asked, or a second one")
-        if not reply.payload.is_floating_point():
-            raise ProtocolError(f"an upload holds {reply.payload.dtype} where floating-point numbers belong")
+    def _fold(self, reply: Any) -> None:
         self._sum.add(reply.payload)
-        self._waiting.discard(reply.client)
 
     def total(self) -> Tensor:
         """The sum of what arrived."""

@@ -21,7 +21,7 @@ from fedveil.protocol.conducting import Conductor, too_few
 from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Finish, Lend
 from fedveil.protocol.group import Gathering
 from fedveil.protocol.hiding import PaddedSum
-from fedveil.protocol.holder import parallel
+from fedveil.protocol.holder import opening_keys, parallel
 from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, Scheme
@@ -65,13 +65,16 @@ class RelayRole(Conductor):
         self._size = blueprint.size
         self._length = self._terms.layout.length - 1
         self._device = blueprint.trainable.device
-        self._group = Gathering(clients=cohort.size)
+        self._group = Gathering(clients=cohort.size, keys=opening_keys(self._uplink))
         self._version = 0
         self._latest: Aggregate | None = None
         self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
         self._informed: set[int] = set()
         self._doubted: set[int] = set()
         self._lender = -1
+        # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
+        values = blueprint.skeleton.state_dict().values()
+        self._largest_loan = 32 * sum(one.numel() for one in values) + (1 << 20)
 
     @property
     def standing(self) -> tuple[int, Aggregate | None]:
@@ -101,7 +104,7 @@ class RelayRole(Conductor):
         lenders = [one for one in self._group.members if self._up_to_date(one)] if behind else []
         # Whoever lent a model that nobody could use comes last.
         for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
-            loan = Loan(self._version)
+            loan = Loan(self._version, lender, most=self._largest_loan)
             yield self._declared_only(Ask((lender,), Lend(self._version, self._latest), loan))
             if loan.sealed is not None:
                 self._holding[lender] = self._version
@@ -216,7 +219,7 @@ class RelayRole(Conductor):
         able = tuple(one for one in members if one in loans or self._up_to_date(one))
         if able:
             farewell = Finish(self._version, self._latest)
-            yield self._declared_only(Ask(able, farewell, Farewells(self._version), each=loans))
+            yield self._declared_only(Ask(able, farewell, Farewells(self._version, able), each=loans))
 
 
 class _Heard:

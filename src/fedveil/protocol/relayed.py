@@ -2,80 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
-from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.asking import Ask, Gathered, Inbox
 from fedveil.protocol.dividing import Aggregate, Divided, Finished, Lent, Vote
 from fedveil.protocol.hiding import HiddenSum
-from fedveil.protocol.messages import Reply
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.vote import Tally
 
 
-class _Round:
-    """Takes one reply of a kind from each client of a round."""
-
-    def __init__(self, context: RoundContext) -> None:
-        self._context = context
-        self._waiting = set(context.cohort)
-
-    def check(self, client: int, round: int, attempt: int) -> None:
-        """Refuse strangers, repetitions and other rounds."""
-        context = self._context
-        if (round, attempt) != (context.round, context.attempt):
-            raise ProtocolError(
-                f"a reply for round {round + 1}, attempt {attempt} arrived in round {context.round + 1}, attempt "
-                f"{context.attempt}"
-            )
-        if client not in self._waiting:
-            raise ProtocolError("a reply from a client that was not asked, or a second one")
-
-    def done(self, client: int) -> None:
-        """This client has answered."""
-        self._waiting.discard(client)
-
-
-class Votes:
+class Votes(Inbox[Vote]):
     """Counts tags."""
 
     def __init__(self, context: RoundContext, *, most: int) -> None:
-        self._round = _Round(context)
         self._tally = Tally(most=most, winners=most)
+        self.expect(Vote, context.cohort, which=context.which, sizes={"tags": most})
 
-    def add(self, reply: Reply) -> None:
-        """Count one client's vote, or refuse it."""
-        if not isinstance(reply, Vote):
-            raise ProtocolError(f"a {type(reply).__name__} arrived where a vote belongs")
-        self._round.check(reply.client, reply.round, reply.attempt)
+    def _fold(self, reply: Vote) -> None:
         self._tally.add(reply.tags)
-        self._round.done(reply.client)
 
     def winners(self) -> Tensor:
         """The tags with most votes."""
         return self._tally.result()
 
 
-class DividedSum:
+class DividedSum(Inbox[Divided]):
     """Adds both parts of divided uploads: the noised rest exactly, the hidden part unread."""
 
     def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None, device: torch.device) -> None:
-        self._round = _Round(context)
         self._context = context
         self._rest = ExactSum(rest, device=device)
         self._hidden = hidden
         self._dtype = torch.float32
+        self.expect(Divided, context.cohort, which=context.which, sizes={"rest": rest})
 
-    def add(self, reply: Reply) -> None:
-        """Fold an upload in; a refused one leaves both sums as they were."""
-        if not isinstance(reply, Divided):
-            raise ProtocolError(f"a {type(reply).__name__} arrived where a divided upload belongs")
-        self._round.check(reply.client, reply.round, reply.attempt)
-        if not reply.rest.is_floating_point():
-            raise ProtocolError(f"an upload holds {reply.rest.dtype} where floating-point numbers belong")
+    def _fold(self, reply: Divided) -> None:
         self._rest.check(reply.rest)  # before the other part is added: a refused upload must be in neither sum
         if (self._hidden is None) != (reply.hidden is None):
             raise ProtocolError("an upload lacks its hidden part, or has one where nothing is hidden")
@@ -86,7 +53,6 @@ class DividedSum:
         self._rest.add(reply.rest)
         if reply.rest.dtype == torch.float64:
             self._dtype = torch.float64
-        self._round.done(reply.client)
 
     def open(self, gathered: Gathered) -> Ask | None:
         """The next phase before clients can read the hidden sum."""
@@ -106,27 +72,27 @@ class DividedSum:
         )
 
 
-class Loan:
-    """Takes one sealed model of the wanted version."""
+class Loan(Inbox[Lent]):
+    """Takes one sealed model of the wanted version, of at most `most` bytes."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, lender: int, *, most: int) -> None:
         self._version = version
         self.sealed: Tensor | None = None
+        self.expect(Lent, (lender,), sizes={"sealed": range(most + 1)})
 
-    def add(self, reply: Reply) -> None:
-        """Take the model, or refuse it."""
-        if not isinstance(reply, Lent) or reply.version != self._version or reply.sealed.dtype != torch.uint8:
-            raise ProtocolError("a client lent no model, or one of another version")
+    def _fold(self, reply: Lent) -> None:
+        if reply.version != self._version:
+            raise ProtocolError("a client lent a model of another version")
         self.sealed = reply.sealed
 
 
-class Farewells:
+class Farewells(Inbox[Finished]):
     """Hears which version everybody ends with."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, clients: Sequence[int]) -> None:
         self._version = version
+        self.expect(Finished, clients)
 
-    def add(self, reply: Reply) -> None:
-        """Take one, or refuse it."""
-        if not isinstance(reply, Finished) or reply.version != self._version:
+    def _fold(self, reply: Finished) -> None:
+        if reply.version != self._version:
             raise ProtocolError("a client ends with another version of the model")

@@ -37,7 +37,12 @@ LOCK = -1
 Item = tuple[int, int]
 """(dealer, peer): the seed of a pair; (dealer, dealer): of the dealer's own mask; (dealer, LOCK): its key."""
 
+SEAL_BYTES = 28
+"""What sealing adds: a nonce and a tag."""
+
 _ITEM = struct.Struct(f"<qq{SHARE_BYTES}s")
+ITEM_BYTES = _ITEM.size
+"""The length of one share with what it is of."""
 
 
 @dataclass(frozen=True)

@@ -125,21 +125,24 @@ class ClientState:
         from fedveil.protocol.stored import from_stored
 
         fields, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
-        client, keys, group = fields["client"], fields["keys"], fields["group"]
-        held, pending = fields["held"], fields["pending"]
-        return ClientState(
-            client,
-            tuple(fields["answered"]),
-            tuple(fields["revealed"]),
-            tuple(fields["seat"]),
-            fields["listed"],
-            fields["spent"],
-            None if keys is None else Keyring.restored(client, keys),
-            fields["graph"],
-            None if group is None else Group.restored(group),
-            None if held is None else Held.restored(held, tensors),
-            None if pending is None else Pending.restored(pending, tensors),
-            fields["story"],
-            fields["ran"],
-            fields["misread"],
-        )
+        try:
+            client, keys, group = fields["client"], fields["keys"], fields["group"]
+            held, pending = fields["held"], fields["pending"]
+            return ClientState(
+                client,
+                tuple(fields["answered"]),
+                tuple(fields["revealed"]),
+                tuple(fields["seat"]),
+                fields["listed"],
+                fields["spent"],
+                None if keys is None else Keyring.restored(client, keys),
+                fields["graph"],
+                None if group is None else Group.restored(group),
+                None if held is None else Held.restored(held, tensors),
+                None if pending is None else Pending.restored(pending, tensors),
+                fields["story"],
+                fields["ran"],
+                fields["misread"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as reason:
+            raise ProtocolError("a client's stored state is damaged") from reason

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
-from fedveil.flat import from_raw, raw
+from fedveil.flat import raw
+from fedveil.protocol.wire import tensor_at
 
 _DTYPES = {str(one): one for one in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)}
 
@@ -25,19 +26,13 @@ def as_bytes(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields and tensors back."""
+    """Fields and tensors back; damage is refused, and takes no more memory than what is damaged."""
     try:
         (length,) = struct.unpack("<Q", data[:8])
         header = json.loads(data[8 : 8 + length])
-        position, tensors = 8 + length, {}
+        content, position, tensors = memoryview(data), 8 + length, {}
         for name, (kind, shape) in header["tensors"].items():
-            dtype = _DTYPES[kind]
-            count = dtype.itemsize * int(torch.Size(shape).numel())
-            content = data[position : position + count]
-            if len(content) != count:
-                raise ProtocolError("stored state is truncated")
-            tensors[name] = from_raw(content, dtype, shape)
-            position += count
+            tensors[name], position = tensor_at(content, position, _DTYPES[kind], shape)
         return dict(header["fields"]), tensors
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as reason:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
         raise ProtocolError("stored state is damaged") from reason

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -13,10 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.protocol.asking import Inbox
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.shares import LOCK, SHARE_BYTES, Item, Quorum, unlock_shares
+from fedveil.protocol.shares import ITEM_BYTES, LOCK, SEAL_BYTES, SHARE_BYTES, Item, Quorum, unlock_shares
 from fedveil.protocol.wire import message
+from fedveil.shapes import Sizes, clients, counts, octets, words
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.graph import Graph
 
@@ -32,9 +36,10 @@ Bundles = dict[int, bytes]
 class MaskedUpload(Upload):
     """Client → server: a masked vector, and sealed shares of this round's secrets for their holders."""
 
-    holders: Tensor
-    lengths: Tensor
-    bundles: Tensor
+    payload: Annotated[Tensor, words("contribution")]
+    holders: Annotated[Tensor, clients("holders")]
+    lengths: Annotated[Tensor, counts("holders")]
+    bundles: Annotated[Tensor, octets("bundles")]
 
 
 @message
@@ -44,7 +49,7 @@ class Unmask(Request):
 
     round: int
     attempt: int
-    survivors: Tensor
+    survivors: Annotated[Tensor, clients("survivors")]
 
 
 @message
@@ -52,9 +57,9 @@ class Unmask(Request):
 class Relayed(Request):
     """Server → one client: the sealed shares that others dealt to it."""
 
-    senders: Tensor
-    lengths: Tensor
-    bundles: Tensor
+    senders: Annotated[Tensor, clients("senders")]
+    lengths: Annotated[Tensor, counts("senders")]
+    bundles: Annotated[Tensor, octets("bundles")]
 
 
 @message
@@ -68,10 +73,10 @@ class Revealed(Reply):
 
     round: int
     attempt: int
-    signature: Tensor
-    peers: Tensor
-    keys: Tensor
-    locked: Tensor
+    signature: Annotated[Tensor, octets(SIGNATURE_BYTES)]
+    peers: Annotated[Tensor, clients("peers")]
+    keys: Annotated[Tensor, octets("peers", SHARE_BYTES)]
+    locked: Annotated[Tensor, octets("locked")]
 
 
 @message
@@ -85,8 +90,8 @@ class Evidence(Request):
     """
 
     opened: bool
-    signers: Tensor
-    signatures: Tensor
+    signers: Annotated[Tensor, clients("signers")]
+    signatures: Annotated[Tensor, octets("signers", SIGNATURE_BYTES)]
 
 
 def packed(bundles: Mapping[int, bytes]) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,26 +105,16 @@ def packed(bundles: Mapping[int, bytes]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def unpacked(numbers: Tensor, lengths: Tensor, content: Tensor) -> Bundles:
-    """Bundles by client; refuses lengths that do not fit, and two bundles for one client."""
-    shapes = [(one.dim(), one.dtype) for one in (numbers, lengths, content)]
-    if shapes != [(1, torch.int64), (1, torch.int64), (1, torch.uint8)]:
-        raise ProtocolError("bundles of shares are malformed")
-    sizes = lengths.tolist()
-    if len(numbers) != len(sizes) or any(one < 0 for one in sizes) or sum(sizes) != content.numel():
-        raise ProtocolError("bundles of shares are malformed")
-    data, start, found = to_bytes(content), 0, {}
-    for number, length in zip(numbers.tolist(), sizes, strict=True):
-        found[int(number)] = data[start : start + length]
-        start += length
-    if len(found) < len(sizes):
-        raise ProtocolError("two bundles of shares for one client")
-    return found
+    """Bundles by client; refuses lengths that do not fit."""
+    ends = list(itertools.accumulate(lengths.tolist(), initial=0))
+    if ends[-1] != content.numel():
+        raise ProtocolError("bundles of shares are malformed: their lengths do not add up to what was sent")
+    data = to_bytes(content)
+    return {one: data[start:end] for one, (start, end) in zip(numbers.tolist(), itertools.pairwise(ends), strict=True)}
 
 
 def listed(numbers: Tensor) -> list[int]:
-    """Client numbers from a message; anything but a flat list of them is refused."""
-    if numbers.dim() != 1 or numbers.dtype != torch.int64:
-        raise ProtocolError("a list of clients is malformed")
+    """Client numbers from a message."""
     return [int(one) for one in numbers.tolist()]
 
 
@@ -129,7 +124,7 @@ def list_digest(survivors: Sequence[int], *, graph: bytes) -> bytes:
     return hashlib.sha256(b"fedveil survivors 1" + graph + numbers).digest()
 
 
-class MaskedSum:
+class MaskedSum(Inbox[Any]):
     """Σ of masked vectors modulo 2⁶⁴, and what is needed to take the masks off."""
 
     def __init__(
@@ -150,7 +145,6 @@ class MaskedSum:
         self.attempt = attempt
         self._quorum = quorum
         self._self_mask = self_mask
-        self._waiting = set(graph.members)
         self.survivors: tuple[int, ...] = ()
         self.relay: dict[int, Bundles] = defaultdict(dict)
         self.signatures: dict[int, bytes] = {}
@@ -158,61 +152,39 @@ class MaskedSum:
         self._shares: dict[Item, dict[int, bytes]] = defaultdict(dict)
         self._unread: dict[int, str] = {}
         self.opened = False
+        self._largest = max(map(graph.degree, graph.members)) + 2  # pairs, and what is the dealer's own
+        bundle = self._largest * SHARE_BYTES + SEAL_BYTES
+        among = range(len(graph.members) + 1)
+        sizes: Sizes = {"contribution": length, "holders": among, "bundles": range(len(graph.members) * bundle + 1)}
+        self.expect(MaskedUpload, graph.members, which=(round, attempt), sizes=sizes)
 
-    def add(self, reply: Reply) -> None:
-        """Fold an upload or a revelation in."""
+    def _fold(self, reply: MaskedUpload | Revealed) -> None:
         if isinstance(reply, Revealed):
-            self._add_revealed(reply)
-        elif isinstance(reply, MaskedUpload):
-            self._add_upload(reply)
-        else:
-            raise ProtocolError(f"a {type(reply).__name__} arrived where a masked upload belongs")
-
-    def _add_upload(self, reply: MaskedUpload) -> None:
-        if self.survivors:
-            raise ProtocolError("an upload arrived after the round was closed: it is refused and not looked at")
-        if (reply.round, reply.attempt) != (self.round, self.attempt):
-            raise ProtocolError(
-                f"an upload for round {reply.round + 1}, attempt {reply.attempt} arrived in round "
-                f"{self.round + 1}, attempt {self.attempt}"
-            )
-        if reply.client not in self._waiting:
-            raise ProtocolError("an upload from a client that was not asked, or a second one")
-        if reply.payload.dtype != torch.int64 or tuple(reply.payload.shape) != (len(self._sum),):
-            raise ProtocolError(
-                f"a masked upload has shape {tuple(reply.payload.shape)} and type {reply.payload.dtype} where "
-                f"({len(self._sum)},) and torch.int64 belong; do server and client use the same model and scheme?"
-            )
+            self._fold_revealed(reply)
+            return
         bundles = unpacked(reply.holders, reply.lengths, reply.bundles)
         if not set(bundles) <= set(self.graph.members):
             raise ProtocolError("an upload deals shares to clients outside the round")
         self._sum += reply.payload.cpu().numpy().view(np.uint64)
         for holder, bundle in bundles.items():
             self.relay[holder][reply.client] = bundle
-        self._waiting.discard(reply.client)
 
     def close(self, arrived: Sequence[int]) -> None:
         """No more uploads: from here on only revelations count."""
         self.survivors = tuple(sorted(arrived))
+        among = len(self.graph.members)
+        sizes = {"peers": range(among + 1), "locked": range(among * self._largest * ITEM_BYTES + SEAL_BYTES + 1)}
+        self.expect(Revealed, self.survivors, which=(self.round, self.attempt), sizes=sizes)
 
     def private(self, client: int) -> Relayed:
         """The sealed shares that survivors dealt to a client."""
         alive = set(self.survivors)
         return Relayed(*packed({k: v for k, v in self.relay.get(client, {}).items() if k in alive}))
 
-    def _add_revealed(self, reply: Revealed) -> None:
-        if (reply.round, reply.attempt) != (self.round, self.attempt) or reply.client not in self.survivors:
-            raise ProtocolError("a revelation for another round, or from a client whose upload did not arrive")
-        if reply.client in self.signatures:
-            raise ProtocolError("a second revelation from one client")
-        peers = listed(reply.peers)
-        if (
-            tuple(reply.keys.shape) != (len(peers), SHARE_BYTES)
-            or reply.signature.numel() != SIGNATURE_BYTES
-            or not all(one.dtype == torch.uint8 for one in (reply.keys, reply.signature, reply.locked))
-            or not set(peers) <= set(self.graph.neighbours(reply.client))
-        ):
-            raise ProtocolError("a revelation is malformed")
+    def _fold_revealed(self, reply: Revealed) -> None:
+        peers = reply.peers.tolist()
+        if not set(peers) <= set(self.graph.neighbours(reply.client)):
+            raise ProtocolError("a revelation of shares that are held by others")
         self.signatures[reply.client] = to_bytes(reply.signature)
         self._locked[reply.client] = to_bytes(reply.locked)
         for peer, share in zip(peers, reply.keys, strict=True):

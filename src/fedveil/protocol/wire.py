@@ -9,32 +9,27 @@ import dataclasses
 import json
 import math
 import struct
-from types import UnionType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
 from fedveil.flat import from_raw, raw
+from fedveil.shapes import check, declared
 
 _MAGIC = b"FVW1"
-_DTYPES: dict[str, torch.dtype] = {
-    "f4": torch.float32,
-    "f8": torch.float64,
-    "i8": torch.int64,
-    "u1": torch.uint8,
-    "b1": torch.bool,
-}
+_DTYPES: dict[str, torch.dtype] = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 1 << 14
 _MOST_DIMENSIONS = 8
-_LARGEST = 1 << 62
 _T = TypeVar("_T")
 _TYPES: dict[str, type[Any]] = {}
 
 
 def message(kind: type[_T]) -> type[_T]:
-    """Register a dataclass as something that may travel."""
+    """Register a dataclass as something that may travel; each of its tensors must declare its shape."""
+    declared(kind)
     _TYPES[kind.__name__] = kind
     return kind
 
@@ -61,21 +56,44 @@ def size(value: object) -> int:
 
 
 def decode(data: bytes) -> Any:
-    """The message in `data`; anything malformed, truncated or unknown is refused."""
+    """The message in `data`; anything malformed, truncated, unknown or not as declared is refused.
+
+    It takes memory of the order of the message's size, whatever the message says about itself.
+    """
     if data[:4] != _MAGIC or len(data) < 8:
         raise ProtocolError("not a FedVeil message (wrong magic bytes)")
     (length,) = struct.unpack("<I", data[4:8])
-    reader = _Reader(data, 8 + length)
+    if length > _LONGEST_HEADER:
+        raise ProtocolError(f"a message's header has {length} bytes, and {_LONGEST_HEADER} are the most")
+    reader = _Reader(memoryview(data), 8 + length)
     try:
         header = json.loads(data[8 : 8 + length], parse_constant=_no_number)
-        if not isinstance(header, dict) or "m" not in header:
-            raise ProtocolError("a message's header names no message")
-        value = reader.value(header)
     except (ValueError, RecursionError) as reason:
         raise ProtocolError("a message's header is truncated or damaged") from reason
+    value = reader.message(header, registered())
     if reader.position != len(data):
         raise ProtocolError(f"a message carries {len(data) - reader.position} bytes too many")
+    check(value)
     return value
+
+
+def tensor_at(data: memoryview, position: int, dtype: torch.dtype, shape: object) -> tuple[Tensor, int]:
+    """The tensor whose bytes begin at `position`, in memory of its own, and where they end.
+
+    A shape that names more than there are bytes is refused, even of a tensor without elements: to go over
+    the rows of one of shape (10¹², 0) takes as long as if they held something.
+    """
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ProtocolError("a tensor's shape is malformed")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) > len(data):
+        raise ProtocolError("a tensor is described that is larger than what carries it")
+    end = position + math.prod(shape) * dtype.itemsize
+    content = data[position:end]
+    if position + len(content) != end:
+        raise ProtocolError("a tensor's bytes are missing: what carries it is truncated")
+    if dtype is torch.bool and max(content, default=0) > 1:
+        raise ProtocolError("a truth value is neither true nor false")
+    return from_raw(content, dtype, shape), end
 
 
 def _plain(value: object, tensors: list[Tensor]) -> object:
@@ -88,8 +106,6 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
             raise ProtocolError(f"a message cannot carry {value.dtype}")
         tensors.append(value)
         return {"t": _CODES[value.dtype], "s": list(value.shape)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(one, tensors) for one in value]
     if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
         fields = {f.name: _plain(getattr(value, f.name), tensors) for f in dataclasses.fields(value)}
         return {"m": type(value).__name__, "f": fields}
@@ -100,52 +116,30 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _field_types(kind: type[Any]) -> dict[str, tuple[type, ...]]:
-    hints = get_type_hints(kind)
-    single = {name: get_args(hint) if isinstance(hint, UnionType) else (hint,) for name, hint in hints.items()}
-    return {name: tuple(get_origin(one) or one for one in allowed) for name, allowed in single.items()}
-
-
 class _Reader:
     """Takes tensors off the bytes in the order the header names them."""
 
-    def __init__(self, data: bytes, position: int) -> None:
+    def __init__(self, data: memoryview, position: int) -> None:
         self.data = data
         self.position = position
 
-    def value(self, header: Any) -> Any:
-        if isinstance(header, list):
-            return tuple(self.value(one) for one in header)
-        if isinstance(header, float) and not math.isfinite(header):
-            raise ProtocolError("a message cannot carry NaN or infinity as a number")
+    def message(self, header: Any, allowed: tuple[type[Any], ...]) -> Any:
+        """A message of one of the `allowed` kinds: nothing nests deeper than messages are declared to."""
+        kind = _TYPES.get(str(header.get("m"))) if isinstance(header, dict) else None
+        if kind is None or kind not in allowed:
+            raise ProtocolError("a message names an unknown type, or one that does not belong where it stands")
+        fields, given = declared(kind), header.get("f")
+        if not isinstance(given, dict) or set(given) != set(fields):
+            raise ProtocolError(f"a {kind.__name__} message has wrong fields")
+        return kind(**{name: self.value(one, fields[name].types) for name, one in given.items()})
+
+    def value(self, header: Any, allowed: tuple[type[Any], ...]) -> Any:
         if not isinstance(header, dict):
             return header
-        if "t" in header:
-            return self.tensor(header)
-        kind = _TYPES.get(str(header.get("m")))
-        if kind is None:
-            raise ProtocolError("a message names an unknown type")
-        types = _field_types(kind)
-        given = header.get("f")
-        if not isinstance(given, dict) or set(given) != set(types):
-            raise ProtocolError(f"a {kind.__name__} message has wrong fields")
-        fields = {name: self.value(one) for name, one in given.items()}
-        for name, one in fields.items():
-            if type(one) not in types[name]:  # exactly: True is not a number here
-                raise ProtocolError(f"a {kind.__name__} message has a {type(one).__name__} as its {name}")
-        return kind(**fields)
-
-    def tensor(self, header: dict[str, Any]) -> Tensor:
-        shape, dtype = header.get("s"), _DTYPES.get(str(header["t"]))
-        if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        if "t" not in header:
+            return self.message(header, allowed)
+        dtype = _DTYPES.get(str(header["t"]))
+        if dtype is None:
             raise ProtocolError("a message describes a tensor wrongly")
-        if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) >= _LARGEST:
-            raise ProtocolError("a message describes a tensor that is too large")
-        count = math.prod(shape) * dtype.itemsize
-        content = self.data[self.position : self.position + count]
-        if len(content) != count:
-            raise ProtocolError("a message is truncated: a tensor's bytes are missing")
-        if dtype is torch.bool and content.count(0) + content.count(1) != count:
-            raise ProtocolError("a message holds a truth value that is neither true nor false")
-        self.position += count
-        return from_raw(content, dtype, shape)
+        found, self.position = tensor_at(self.data, self.position, dtype, header.get("s"))
+        return found

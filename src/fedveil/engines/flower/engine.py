@@ -13,14 +13,14 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.crypto.roster import Roster
-from fedveil.engines.driving import Engine
+from fedveil.engines.driving import Engine, folded
 from fedveil.engines.flower.envelope import HEADER, PARTS, in_array, out_of_array
 from fedveil.engines.flower.events import Events
 from fedveil.engines.flower.fetching import Fetcher
 from fedveil.engines.flower.refusals import text_of
 from fedveil.engines.flower.rollcall import Present, RollCall, check_present
 from fedveil.engines.flower.setup import Setup
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import ProtocolError
 from fedveil.protocol import Gathered
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.directory import to_bytes
@@ -126,15 +126,11 @@ class FlowerEngine(Engine):
         arrived: list[int] = []
         # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
         for client, reply in ((one, phase.replies[one]) for one in ask.to if one in phase.replies):
-            try:
-                ask.into.add(reply)
+            if why := folded(ask.into, reply, client):
+                phase.refused[client] = why
+                self._note("refused", client, f"the answer of client {client} was refused: {why}", number)
+            else:
                 arrived.append(client)
-            except (ProtocolError, ConfigError) as reason:
-                phase.refused[client] = str(reason)
-                self._note("refused", client, f"the answer of client {client} was refused: {reason}", number)
-            except (ValueError, TypeError, RuntimeError, OverflowError):  # whatever a client sends ends no run
-                phase.refused[client] = "its answer is malformed"
-                self._note("refused", client, f"the answer of client {client} is malformed", number)
         missing = tuple(one for one in ask.to if one not in phase.refused and one not in phase.replies)
         for client in missing:
             self._note("missing", client, f"client {client} is missing ({what})", number)
@@ -275,10 +271,6 @@ class FlowerEngine(Engine):
             self._note_of(one, "refused", f"client {one.client} refused a {one.what}: {refusal}")
             return
         phase.up += size
-        if one.what != "RollCall" and answer.client != one.client:
-            phase.refused[one.client] = "its answer names another client"
-            self._note_of(one, "refused", f"client {one.client} answered in another's name")
-            return
         phase.replies[one.client] = answer
 
     def _note_of(self, one: _Sent, event: str, text: str) -> None:
@@ -312,10 +304,12 @@ def _opened(content: RecordDict) -> tuple[Reply, int]:
             raise _RefusedError(text_of(str(code)))
         data = out_of_array(content.array_records[PARTS]["reply"])
         answer = decode(data)
-    except (KeyError, ValueError, TypeError, AttributeError) as reason:
-        raise _RefusedError("its answer is not a FedVeil message") from reason
+    except _RefusedError:
+        raise
     except ProtocolError as reason:
         raise _RefusedError(f"its answer cannot be read: {reason}") from reason
+    except Exception as reason:  # Flower's records are the client's too, and read when they are first used
+        raise _RefusedError("its answer is not a FedVeil message") from reason
     if not isinstance(answer, Reply):
         raise _RefusedError("its answer is not a reply")
     return answer, len(data)

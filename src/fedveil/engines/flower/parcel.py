@@ -13,6 +13,7 @@ from typing import Any
 from fedveil.errors import ProtocolError
 
 _MAGIC = b"FVP1"
+_LONGEST_HEADER = 1 << 20
 
 
 def pack(header: Mapping[str, Any], parts: Mapping[str, bytes]) -> bytes:
@@ -27,6 +28,8 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     if data[:4] != _MAGIC or len(data) < 8:
         raise ProtocolError("not a parcel (wrong magic bytes)")
     (length,) = struct.unpack("<I", data[4:8])
+    if length > _LONGEST_HEADER:
+        raise ProtocolError(f"a parcel's header has {length} bytes, and {_LONGEST_HEADER} are the most")
     try:
         content = json.loads(data[8 : 8 + length])
         header, lengths = dict(content["header"]), dict(content["parts"])

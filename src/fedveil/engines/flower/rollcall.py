@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import message
 from fedveil.secrets import StoredSecret
+from fedveil.shapes import check, octets
 
 _PURPOSE = "presence on Flower"
 
@@ -33,8 +35,8 @@ class Present(Reply):
     """Node → server: a client's number, the digest of its roster (empty: it has none), and its signature, if it has a
     signing key (else empty)."""
 
-    roster: Tensor
-    signature: Tensor
+    roster: Annotated[Tensor, octets("roster")]
+    signature: Annotated[Tensor, octets("signature")]
 
 
 RELEASES = (
@@ -72,6 +74,7 @@ def check_present(answer: Reply, call: RollCall, *, lineage: str, clients: int, 
     """Refuse an answer that names no client of the run or, where keys are known, is not signed by that client."""
     if not isinstance(answer, Present):
         raise ProtocolError(f"a {type(answer).__name__} arrived where a client's number belongs")
+    check(answer, {"roster": (0, 32), "signature": (0, 64)})
     if not 0 <= answer.client < clients:
         raise ProtocolError(f"a node says it is client {answer.client}, but the run has clients 0 to {clients - 1}")
     if roster is not None:

@@ -71,6 +71,7 @@ def bring_up_to_date(engine: FlowerEngine, standing: Standing, *, clients: int) 
     """Give everybody the last sums of the earlier attempt, under its own keys; returns who is not known to have them,
     and has to be lent the model."""
     farewell = standing.farewell
-    ask = Ask(tuple(range(clients)), farewell, Farewells(farewell.version))
+    everybody = tuple(range(clients))
+    ask = Ask(everybody, farewell, Farewells(farewell.version, everybody))
     done = engine.gather(ask, standing.setup)
     return tuple(one for one in ask.to if one not in done.arrived)
