@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -193,6 +194,7 @@ def without(covering: Covering, revealed: Collection[tuple[int, int]]) -> Coveri
     return replace(covering, first=covering.first[kept], second=covering.second[kept], pairs=covering.pairs[kept])
 
 
+@lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same covering
 def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
     """μ_i² of every member when `colluders` others side with the one who sees all uploads.
 
