@@ -233,30 +233,36 @@ def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed
 def _each_alone(covering: Covering) -> Floats | None:
     """μ_i² of every member against the worst single colluder; None where rounding is in the way.
 
-    Taking colluder j out of Σ leaves B⁻¹ on the others, where B = A − a_j·a_jᵀ/A_jj and A = Σ⁻¹. Its pairs' noise is
-    known too and comes off the diagonal at its neighbours N: (B⁻¹ − U·W·Uᵀ)⁻¹ = B + B_N·(W⁻¹ − B_NN)⁻¹·B_Nᵀ.
+    As in `_dense`, with M = Σ + c·11ᵀ and A = M⁻¹. Taking colluder j out leaves B⁻¹ on the others, where B = A −
+    a_j·a_jᵀ/A_jj. Its pairs' noise is known too and comes off the diagonal at its neighbours N, G = (B⁻¹ − U·W·Uᵀ)⁻¹ =
+    B + B_N·(W⁻¹ − B_NN)⁻¹·B_Nᵀ, and what c·11ᵀ added comes off by u = c·G·1.
     """
-    size, worst = len(covering.members), np.zeros(len(covering.members))
+    if not covering.pairs.any():
+        return charges(covering)
     if not bool(np.all(covering.residual > 0)):
         return None
-    sigma = NoiseGraph(covering.residual, covering.first, covering.second, covering.pairs).covariance.toarray()
-    inverse = np.linalg.inv(sigma)
-    condition = float(np.abs(sigma).sum(axis=0).max() * np.abs(inverse).sum(axis=0).max())
+    graph = NoiseGraph(covering.residual, covering.first, covering.second, covering.pairs)
+    size, shift = graph.size, float(graph.degree.mean()) / graph.size
+    sigma = graph.covariance.toarray()
+    inverse = np.linalg.inv(sigma + shift)
+    inverse = (inverse + inverse.T) / 2
+    condition = float(np.abs(sigma + shift).sum(axis=0).max() * np.abs(inverse).sum(axis=0).max())
     margin = 16 * size * sys.float_info.epsilon * condition
     if margin > 1e-6:
         return None
-    shared = -sigma
-    np.fill_diagonal(shared, 0.0)
+    total, worst = inverse.sum(axis=1), np.zeros(size)
     for j in range(size):
-        near = np.flatnonzero(shared[j])
+        near = np.flatnonzero(sigma[j])
+        near = near[near != j]
         column = inverse[:, j] / math.sqrt(inverse[j, j])
-        diagonal = np.diag(inverse) - column**2
+        diagonal, ones = np.diag(inverse) - column**2, total - column * column.sum()
         if len(near):
             rows = inverse[near] - np.outer(column[near], column)
-            core = np.diag(1 / shared[j, near]) - rows[:, near]
-            diagonal = diagonal + np.einsum("ij,ij->j", rows, np.linalg.solve(core, rows))
-        diagonal[j] = 0.0
-        np.maximum(worst, diagonal, out=worst)
+            solved = np.linalg.solve(np.diag(-1 / sigma[j, near]) - rows[:, near], rows)
+            diagonal, ones = diagonal + np.einsum("ij,ij->j", rows, solved), ones + solved.T @ ones[near]
+        u = shift * ones
+        u[j] = diagonal[j] = 0.0
+        np.maximum(worst, diagonal + (size - 1) * u * u / float(u @ graph.residual), out=worst)
     return _times(covering.sensitivity**2, worst * (1 + margin))
 
 

@@ -227,7 +227,7 @@ def _client_line(
             assumptions=remarks.assumptions,
         )
     if account is not None:
-        own = f"; {_dishonest(account)} of them may know their part of it, or have added none"
+        own = f"; {_dishonest(account)} of them may know their part, or have added none"
         why = f"see the models, where others' data lie under the noise of the sums{'' if account.trusted else own}"
         return _spent_line(CLIENTS, account, delta, unit, remarks, why)
     hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
