@@ -52,7 +52,7 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
     for point in re.findall(r"– (.*?)(?= – | What | The paper's| Not | $|$)", shown):
         assert point in said["fedveil ledger runs/nadp"]
     (asked,) = (text for command, text in said.items() if "--clients 100 --rounds 200" in command)
-    assert "44.7% less noise than the paper's formula" in asked
+    assert "44.5% less noise than the paper's formula" in asked
     summary = json.loads((tmp_path / "runs" / "paraaegis" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.9
     assert "any case ε = 11.72" in said[next(one for one in said if "--out runs/paraaegis" in one)]

@@ -94,7 +94,8 @@ class RunConfig:
     strategy: str | None = _option("paraaegis: hide the max (largest), min or random coordinates")
     vote: str | None = _option("paraaegis: tags, or histogram (hides who voted alike; 8 bytes per parameter)")
     cipher: str | None = _option("paraaegis, ckks-fedavg, serial: ckks, or pads (masks and pads)")
-    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, max_clip")
+    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, …")
+    max_size_ratio: float = _option("largest number of samples a client may announce, in medians of all", 100.0)
     roster: str | None = _option("clients' public signing keys: a TOML file made by `fedveil keys`")
     identities: str | None = _option("folder of the clients' private signing keys")
     simulate_dropout: float = _option("simulation: chance that a client vanishes before it uploads", 0.0)
@@ -132,6 +133,8 @@ class RunConfig:
         for name, value in at_least_zero.items():
             if not value >= 0:
                 raise ConfigError(f"{name} must not be negative (got {value}).")
+        if not self.max_size_ratio >= 1:
+            raise ConfigError(f"max_size_ratio must be at least 1 (got {self.max_size_ratio}).")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must lie in [0, 1) (got {self.momentum}).")
         if not 0 <= self.simulate_dropout < 1:

@@ -101,7 +101,7 @@ def test_under_masks_the_sum_lacks_the_noise_of_whoever_is_missing(honest: bool)
     account.charge(masked, arrived=(0, 1, 2, 3))
     assert account.spent[SERVER] == pytest.approx([1 / 4] * 4 + [0, 0])
     assert account.spent[COLLUSION] == pytest.approx([1 / 2] * 4 + [0, 0])
-    assert account.spent[CLIENTS] == pytest.approx([1 / 3] * 4 + [0, 0])
+    assert account.spent[CLIENTS] == pytest.approx([1 / 2] * 4 + [0, 0])
 
 
 @few

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 
 import mpmath
@@ -203,6 +204,25 @@ def test_masked_uploads_are_charged_as_their_sum() -> None:
     assert charges(covering) == pytest.approx(np.full(3, 1 / 6))
     assert charges(covering, colluding=[3]) == pytest.approx([1 / 3, 1 / 3, 0])
     assert worst_collusion(covering, 1).mu2 == pytest.approx([1 / 3, 1 / 3, 1 / 4])
+
+
+@pytest.mark.parametrize("strength", [1.0, 1000.0])
+@pytest.mark.parametrize("size", [9, 60])
+def test_every_single_colluder_is_tried_at_once_on_a_sparse_graph(size: int, strength: float) -> None:
+    """A ring with chords; member 0 hangs on one pair alone: its neighbour leaves it nothing but its own noise."""
+    ring = np.arange(1, size - 1)
+    first, second = np.concatenate([[0], ring, [1, 2]]), np.concatenate([[1], ring + 1, [size - 1, size - 2]])
+    residual = np.linspace(1, 2, size) / size
+    pairs = np.full(len(first), strength / size)
+    covering = Covering(tuple(range(size)), np.linspace(1, 3, size), residual, first, second, pairs)
+    found = worst_collusion(covering, 1)
+    one_by_one = np.maximum.reduce([charges(covering, colluding=(one,)) for one in range(size)])
+    assert found.certified
+    assert found.mu2 == pytest.approx(one_by_one, rel=1e-9)
+    assert (found.mu2 >= one_by_one * (1 - 1e-13)).all()
+    assert found.mu2[0] == pytest.approx(1 / residual[0])
+    larger = replace(covering, residual=residual * 7.3, pairs=pairs * 7.3)
+    assert 7.3 * worst_collusion(larger, 1).mu2 == pytest.approx(found.mu2, rel=2e-12)
 
 
 @given(data=st.data(), size=st.integers(2, 7), strength=st.sampled_from([0.1, 10.0, 1e5]))

@@ -15,7 +15,7 @@ import torch
 from federation import job, server_of
 from fedveil.engines import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering, by_peer, charges
+from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState, RoundDone, Train
@@ -42,6 +42,8 @@ def test_a_file_is_read_and_what_it_leaves_out_is_not_limited() -> None:
     assert Policy.parse("") == Policy()
     text = "max_epsilon = 2\ndelta = 1e-6\nmin_cohort = 10\nmax_clip = 0.5\n"
     assert Policy.parse(text) == Policy(2, 1e-6, 10, 0.5)
+    text = "collusion = 0.3\nmax_size_ratio = 10\n"
+    assert Policy.parse(text) == Policy(collusion=0.3, max_size_ratio=10)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +278,9 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
 
 
 def own_charges(covering: Covering, revealed: Any = ()) -> np.ndarray:
-    """What a client counts: against the server, or against another client if that is worse."""
-    return np.maximum(charges(covering, revealed=revealed), by_peer(covering))
+    """What a client counts: against the server with one client on its side, or against that one if that is worse."""
+    told = worst_collusion(without(covering, revealed), 1).mu2
+    return np.maximum.reduce([charges(covering, revealed=revealed), told, by_peer(covering)])
 
 
 def one_is_missing(request: Any, client: int) -> bool:

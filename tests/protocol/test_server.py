@@ -86,9 +86,9 @@ def opened_sum(one: Job, absent: Any, monkeypatch: pytest.MonkeyPatch) -> torch.
     sums: list[torch.Tensor] = []
     original = ServerRole._recovered
 
-    def noting(self: Any, veil: Any, total: Any, context: Any) -> Any:
+    def noting(self: Any, veil: Any, total: Any, context: Any, *, arrived: Any) -> Any:
         sums.append(total.total().clone())
-        return original(self, veil, total, context)
+        return original(self, veil, total, context, arrived=arrived)
 
     with monkeypatch.context() as patched:
         patched.setattr(ServerRole, "_recovered", noting)

@@ -180,7 +180,18 @@ Cipher = Annotated[
 ]
 
 Policy = Annotated[
-    str | None, _flag(_LIMITS, "TOML file: max_epsilon, delta, min_cohort, max_clip. No message can widen it.")
+    str | None,
+    _flag(
+        _LIMITS,
+        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, max_size_ratio. No message can widen it.",
+    ),
+]
+MaxSizeRatio = Annotated[
+    float | None,
+    _flag(
+        _LIMITS,
+        "Who claims more samples than this many times the median of all clients takes no part. (default: 100)",
+    ),
 ]
 Roster = Annotated[str | None, _flag(_LIMITS, "TOML file of everybody's public signing key (see `fedveil keys`).")]
 Identities = Annotated[

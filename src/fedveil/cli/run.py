@@ -76,6 +76,7 @@ def run(
     vote: flag.Vote = None,
     cipher: flag.Cipher = None,
     policy: flag.Policy = None,
+    max_size_ratio: flag.MaxSizeRatio = None,
     roster: flag.Roster = None,
     identities: flag.Identities = None,
     seed: flag.Seed = None,

@@ -23,16 +23,18 @@ Prices = NDArray[np.float64]
 
 @dataclass
 class Account:
-    """μ² of every client against the server, against it with `collusion`·k clients, and against other clients.
+    """μ² of every client against the server, against it with dishonest clients, and against those clients alone.
 
-    `limit` is the μ² no client may exceed against any of them (None: no target). With `trusted`, the
-    server adds the noise itself and only clients are adversaries. `honest_arrivals` takes the server's
+    Dishonest are `collusion`·k of a round's k clients, at `least` so many: they tell what they know, or add no noise,
+    which comes to the same. `limit` is the μ² no client may exceed against any of them (None: no target). With
+    `trusted`, the server adds the noise itself and only clients are adversaries. `honest_arrivals` takes the server's
     word for whose upload did not arrive.
     """
 
     clients: int
     limit: float | None = None
     collusion: float = 0.0
+    least: int = 0
     trusted: bool = False
     honest_arrivals: bool = False
     spent: dict[str, Prices] = field(default_factory=dict)
@@ -49,7 +51,11 @@ class Account:
         """Against whom is counted."""
         if self.trusted:
             return (CLIENTS,)
-        return (SERVER, COLLUSION, CLIENTS) if self.collusion > 0 else (SERVER, CLIENTS)
+        return (SERVER, COLLUSION, CLIENTS) if self.collusion > 0 or self.least > 0 else (SERVER, CLIENTS)
+
+    def dishonest(self, count: int) -> int:
+        """How many of a round's `count` clients may be dishonest; one of them is honest in any case."""
+        return min(max(math.ceil(self.collusion * count - _ROUNDING), self.least), count - 1)
 
     def prices(
         self,
@@ -68,13 +74,14 @@ class Account:
             # The server's noise does not depend on who stayed away.
             whole = central(covering)
             return {CLIENTS: _zero_unless(whole, covering, arrived) if published else np.zeros_like(whole)}
-        by_clients = (
-            by_peer(covering, arrived=arrived, revealed=revealed) if published else np.zeros(len(covering.members))
-        )
+        dishonest = self.dishonest(len(covering.members))
+        by_clients = np.zeros(len(covering.members))
+        if published:
+            by_clients = by_peer(covering, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
         # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
         seen = arrived if self.honest_arrivals or covering.summed else None
         found = {SERVER: charges(covering, arrived=seen, revealed=revealed), CLIENTS: by_clients}
-        if self.collusion > 0:
+        if COLLUSION in self.adversaries:
             found[COLLUSION] = np.maximum(self._with_colluders(covering, seen, revealed), found[SERVER])
         return found
 
@@ -88,7 +95,7 @@ class Account:
         result = np.zeros(len(covering.members))
         if not hidden.members:
             return result
-        colluders = math.ceil(self.collusion * len(covering.members) - _ROUNDING)
+        colluders = self.dishonest(len(covering.members))
         worst = worst_collusion(hidden, min(colluders, len(hidden.members) - 1))
         self.certified &= worst.certified
         self.how = worst.how

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -25,6 +26,7 @@ from fedveil.ledger.sparse import Floats, NoiseGraph, Positions, diagonal_bounds
 DENSE_UP_TO = 1500
 DENSE_UP_TO_IF_FULL = 4000
 EVERY_SET_UP_TO = 500
+_SETS_OF = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,13 +134,17 @@ def _smallest_sum(covering: Covering, known: Collection[int]) -> Floats:
 
 
 def by_peer(
-    covering: Covering, *, arrived: Collection[int] | None = None, revealed: Collection[tuple[int, int]] = ()
+    covering: Covering,
+    *,
+    arrived: Collection[int] | None = None,
+    revealed: Collection[tuple[int, int]] = (),
+    colluders: int = 1,
 ) -> Floats:
-    """μ_i² against another member, who sees the sum of what arrived and takes out of it the noise it knows.
+    """μ_i² against `colluders` other members, who see the sum of what arrived and take out of it the noise they know.
 
-    That is its own residual noise, if its upload is in the sum, and what its pairs have left there: pair noise
-    stays in the sum where one end arrived and the other did not. So μ_i² = S_i²/(all noise − the most that
-    another member knows of it).
+    That is their own residual noise, or the lack of it, if their uploads are in the sum, and what their pairs have
+    left there: pair noise stays in the sum where one end arrived and the other did not. So μ_i² = S_i²/(all noise −
+    the most that so many other members know of it); what two of them both know is taken out twice, which errs upwards.
     """
     here = _present(covering, arrived)
     left = (here[covering.first] != here[covering.second]) & ~_are_revealed(covering, revealed)
@@ -147,11 +153,12 @@ def by_peer(
     np.add.at(known, first, pairs)
     np.add.at(known, second, pairs)
     total = math.fsum(covering.residual[here]) + math.fsum(pairs)
-    most = np.full(len(known), known.max())
-    if len(known) > 1:
-        most[known.argmax()] = np.partition(known, -2)[-2]
-    else:
-        most[:] = 0.0
+    # Whoever is among those who know most is not its own adversary: the next one takes its place.
+    order = np.argsort(-known, kind="stable")
+    others = min(colluders, len(known) - 1)
+    most = np.full(len(known), math.fsum(known[order[:others]]))
+    for place in order[:others]:
+        most[place] = math.fsum(known[order[: others + 1]]) - known[place]
     rest = total - most - 8 * sys.float_info.epsilon * total
     with np.errstate(divide="ignore"):
         share = np.where(rest > 0, 1 / rest, math.inf)
@@ -187,20 +194,28 @@ def without(covering: Covering, revealed: Collection[tuple[int, int]]) -> Coveri
     return replace(covering, first=covering.first[kept], second=covering.second[kept], pairs=covering.pairs[kept])
 
 
+@lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same covering
 def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
     """μ_i² of every member when `colluders` others side with the one who sees all uploads.
 
-    Few enough sets are all tried, and complete pair graphs have a bound over every set; both are certified.
-    Otherwise the colluders are drawn at random and the result is an estimate: on a sparse graph, colluders who
-    choose their place can surround a member with at most that many pairs and leave it its residual noise alone.
+    Whoever adds no noise is no better than one who tells what it added, so that both count the same. Few enough sets
+    are all tried, a single colluder everywhere, and complete pair graphs have a bound over every set; all of these are
+    certified. Otherwise the colluders are drawn at random and the result is an estimate: on a sparse graph, colluders
+    who choose their place can surround a member with at most that many pairs and leave it its residual noise alone.
     """
     size = len(covering.members)
     if not 0 <= colluders < size:
         raise ConfigError(f"{colluders} colluders among {size} members: there must be at least one honest member.")
-    if math.comb(size, colluders) <= EVERY_SET_UP_TO:
+    weakest = math.inf if covering.summed else _weakest_pair(covering)
+    if colluders == 1 and weakest == 0 and size <= DENSE_UP_TO:
+        alone = _each_alone(covering)
+        if alone is not None:
+            return Collusion(alone, True, "every single colluder was tried")
+    # Where all pairs are alike, the bound is what the worst set really sees.
+    alike = weakest > 0 and size > _SETS_OF and (covering.summed or weakest * (1 + 1e-9) >= covering.pairs.max())
+    if math.comb(size, colluders) <= EVERY_SET_UP_TO and not alike:
         every = combinations(covering.members, colluders)
         return Collusion(_largest(covering, every), True, f"every set of {colluders} colluders was tried")
-    weakest = math.inf if covering.summed else _weakest_pair(covering)
     if weakest > 0:
         honest = size - colluders - covering.removable
         if honest < 1:
@@ -213,6 +228,42 @@ def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed
     mu2[mu2 == 0] = mu2.max()  # drawn as a colluder every time
     mu2[covering.sensitivity == 0] = 0
     return Collusion(mu2, False, f"largest of {draws} random draws of {colluders} colluders; colluders may do better")
+
+
+def _each_alone(covering: Covering) -> Floats | None:
+    """μ_i² of every member against the worst single colluder; None where rounding is in the way.
+
+    As in `_dense`, with M = Σ + c·11ᵀ and A = M⁻¹. Taking colluder j out leaves B⁻¹ on the others, where B = A −
+    a_j·a_jᵀ/A_jj. Its pairs' noise is known too and comes off the diagonal at its neighbours N, G = (B⁻¹ − U·W·Uᵀ)⁻¹ =
+    B + B_N·(W⁻¹ − B_NN)⁻¹·B_Nᵀ, and what c·11ᵀ added comes off by u = c·G·1.
+    """
+    if not covering.pairs.any():
+        return charges(covering)
+    if not bool(np.all(covering.residual > 0)):
+        return None
+    graph = NoiseGraph(covering.residual, covering.first, covering.second, covering.pairs)
+    size, shift = graph.size, float(graph.degree.mean()) / graph.size
+    sigma = graph.covariance.toarray()
+    inverse = np.linalg.inv(sigma + shift)
+    inverse = (inverse + inverse.T) / 2
+    condition = float(np.abs(sigma + shift).sum(axis=0).max() * np.abs(inverse).sum(axis=0).max())
+    margin = 16 * size * sys.float_info.epsilon * condition
+    if margin > 1e-6:
+        return None
+    total, worst = inverse.sum(axis=1), np.zeros(size)
+    for j in range(size):
+        near = np.flatnonzero(sigma[j])
+        near = near[near != j]
+        column = inverse[:, j] / math.sqrt(inverse[j, j])
+        diagonal, ones = np.diag(inverse) - column**2, total - column * column.sum()
+        if len(near):
+            rows = inverse[near] - np.outer(column[near], column)
+            solved = np.linalg.solve(np.diag(-1 / sigma[j, near]) - rows[:, near], rows)
+            diagonal, ones = diagonal + np.einsum("ij,ij->j", rows, solved), ones + solved.T @ ones[near]
+        u = shift * ones
+        u[j] = diagonal[j] = 0.0
+        np.maximum(worst, diagonal + (size - 1) * u * u / float(u @ graph.residual), out=worst)
+    return _times(covering.sensitivity**2, worst * (1 + margin))
 
 
 def _largest(covering: Covering, sets: Iterator[tuple[int, ...]]) -> Floats:

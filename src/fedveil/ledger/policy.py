@@ -21,24 +21,35 @@ ENDED = "takes no further part"
 
 @dataclass(frozen=True)
 class Policy:
-    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and largest clip it accepts."""
+    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and largest clip it accepts.
+
+    ε is counted as if a share `collusion` of a round's clients added no noise and told the server theirs, or as many
+    as the run counts if those are more. `max_size_ratio` is how many times the median number of samples a client of
+    a round may claim.
+    """
 
     max_epsilon: float | None = None
     delta: float = 1e-5
     min_cohort: int | None = None
     max_clip: float | None = None
+    collusion: float = 0.0
+    max_size_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:
             raise ConfigError(f"policy: delta must lie strictly between 0 and 1 (got {self.delta}).")
-        for name in ("max_epsilon", "min_cohort", "max_clip"):
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"policy: collusion must lie in [0, 1) (got {self.collusion}).")
+        if self.max_size_ratio is not None and not self.max_size_ratio >= 1:
+            raise ConfigError(f"policy: max_size_ratio must be at least 1 (got {self.max_size_ratio}).")
+        for name in ("max_epsilon", "min_cohort", "max_clip", "max_size_ratio"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"policy: {name} must be positive (got {value}).")
 
     @staticmethod
     def parse(text: str, *, where: str = "the policy") -> Policy:
-        """A policy from its file's text: max_epsilon, delta, min_cohort, max_clip."""
+        """A policy from its file's text, which names any of the limits."""
         try:
             given = tomllib.loads(text)
         except tomllib.TOMLDecodeError as reason:
@@ -70,11 +81,13 @@ class Policy:
                 "part of them, carry no noise of its own that would bound ε. Use ldp, nadp, veil-dp, dp-fedavg or "
                 "serial, or drop max_epsilon from the policy."
             )
-        if self.min_cohort is not None and not acquainted:
-            raise ConfigError(
-                f"The client's policy asks for rounds of at least {self.min_cohort} clients, but under this scheme "
-                "clients are not told who else takes part. Use another scheme, or drop min_cohort from the policy."
-            )
+        asked = f"rounds of at least {self.min_cohort} clients" if self.min_cohort is not None else "sizes that compare"
+        for name in ("min_cohort", "max_size_ratio"):
+            if getattr(self, name) is not None and not acquainted:
+                raise ConfigError(
+                    f"The client's policy asks for {asked}, but under this scheme clients are not told who else takes "
+                    f"part. Use another scheme, or drop {name} from the policy."
+                )
         if self.max_clip is not None and clip is None:
             raise ConfigError(
                 f"The client's policy asks for clipping (max_clip = {self.max_clip:g}), but this scheme clips nothing. "
@@ -92,21 +105,39 @@ class Policy:
                 f"client {client} takes part in no round of {size} clients: its policy asks for {self.min_cohort}"
             )
 
+    def size_ratio(self, agreed: float) -> float:
+        """How far a size may stand out: as the run has it, or as this policy has it if that is less."""
+        return agreed if self.max_size_ratio is None else min(agreed, self.max_size_ratio)
+
     def charged(self, covering: Covering, *, client: int, spent: float, colluders: int = 0) -> float:
-        """The μ² spent after this round, against the server with `colluders` clients or against another client.
+        """The μ² spent after this round, against the server with `colluders` clients or against those clients alone.
 
         Refused if that is more than the policy allows.
         """
-        price = float(_charges(covering, colluders=colluders)[covering.members.index(client)])
+        price = float(
+            _charges(covering, colluders=self._dishonest(covering, colluders))[covering.members.index(client)]
+        )
         return self._allowed(spent + price, client=client, what="this round")
 
     def surcharged(
-        self, covering: Covering, *, client: int, spent: float, revealed: Collection[tuple[int, int]]
+        self,
+        covering: Covering,
+        *,
+        client: int,
+        spent: float,
+        revealed: Collection[tuple[int, int]],
+        colluders: int = 0,
     ) -> float:
         """The μ² spent once the noise of `revealed` pairs, counted on when the round was charged, is known."""
-        place = covering.members.index(client)
-        extra = float(_charges(covering, frozenset(revealed))[place]) - float(_charges(covering)[place])
+        place, colluders = covering.members.index(client), self._dishonest(covering, colluders)
+        before = float(_charges(covering, colluders=colluders)[place])
+        extra = float(_charges(covering, frozenset(revealed), colluders)[place]) - before
         return self._allowed(spent + max(extra, 0.0), client=client, what="giving away noise shared with others")
+
+    def _dishonest(self, covering: Covering, colluders: int) -> int:
+        """As many as the run counts or this policy does, whichever are more; the client itself is honest."""
+        count = len(covering.members)
+        return min(max(colluders, math.ceil(self.collusion * count - 1e-9)), count - 1)
 
     def _allowed(self, total: float, *, client: int, what: str) -> float:
         if self.max_epsilon is not None:
@@ -127,4 +158,4 @@ def _charges(
     found = charges(covering, revealed=revealed)
     if colluders:
         found = np.maximum(found, worst_collusion(without(covering, revealed), colluders).mu2)
-    return np.maximum(found, by_peer(covering)) if len(covering.members) > 1 else found
+    return np.maximum(found, by_peer(covering, colluders=max(1, colluders))) if len(covering.members) > 1 else found

@@ -115,7 +115,7 @@ def state(
 ) -> Ledger:
     """The ledger of a run; `rounds` counts where no account does."""
     lines = [_server_line(releases, remarks, account, delta, unit)]
-    if account is not None and account.collusion > 0 and not account.trusted:
+    if account is not None and COLLUSION in account.adversaries:
         alone = dataclasses.replace(lines[0], adversary=COLLUSION)
         with_them = _spent_line(COLLUSION, account, delta, unit, remarks, _collusion_why(account))
         lines.append(alone if alone.verdict == "none" else with_them)
@@ -227,8 +227,8 @@ def _client_line(
             assumptions=remarks.assumptions,
         )
     if account is not None:
-        own = "" if account.trusted else "; each knows its own part of it, several together more"
-        why = f"see the models, where others' data lie under the noise of the sums{own}"
+        own = f"; {_dishonest(account)} of them may know their part, or have added none"
+        why = f"see the models, where others' data lie under the noise of the sums{'' if account.trusted else own}"
         return _spent_line(CLIENTS, account, delta, unit, remarks, why)
     hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
     how = "veiled models" if hidden else "the models"
@@ -258,6 +258,10 @@ def _spent_line(adversary: str, account: Account, delta: float, unit: str, remar
     )
 
 
+def _dishonest(account: Account) -> str:
+    return f"{account.collusion:.0%}" if account.collusion > 0 else "any one"
+
+
 def _collusion_why(account: Account) -> str:
-    share = f"{account.collusion:.0%} of a round's clients side with the server"
+    share = f"{_dishonest(account)} of a round's clients may side with the server, or add no noise"
     return f"{share} ({account.how}{'' if account.certified else ': an estimate, not a proof'})"

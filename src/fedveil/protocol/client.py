@@ -130,11 +130,12 @@ class ClientRole:
         context = self._context(request, None if state.keys is None else state.keys.directory)
         self._uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
         spent = state.spent
         plan = self._uplink.plan
         if plan is not None:
             covering = planned(plan, context, self._terms.work)
-            colluders = min(plan.colluders(len(context.cohort)), len(context.cohort) - 1)
+            colluders = plan.colluders(len(context.cohort))
             spent = self._policy.charged(covering, client=state.client, spent=spent, colluders=colluders)
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
         return replace(state.answering(request.round, request.attempt), spent=spent), context
@@ -170,5 +171,11 @@ class ClientRole:
         if plan is None or not given or not self._books_repairs:
             return advanced, reply
         covering = answered(plan, state, self._terms.work)
-        spent = self._policy.surcharged(covering, client=state.client, spent=state.spent, revealed=given)
+        spent = self._policy.surcharged(
+            covering,
+            client=state.client,
+            spent=state.spent,
+            revealed=given,
+            colluders=plan.colluders(len(covering.members)),
+        )
         return replace(advanced, spent=spent), reply

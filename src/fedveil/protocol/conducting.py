@@ -43,8 +43,10 @@ class Conductor(ABC):
         rounds: int,
         account: Account | None,
         name: str = "",
+        announced: Mapping[int, int] | None = None,
     ) -> None:
-        """`name` is how the run's name begins, where clients on other machines hold the server to it."""
+        """`name` is how the run's name begins, where clients on other machines hold the server to it; `announced` are
+        the sizes that clients have announced in it before."""
         self._scheme = scheme
         self._secrets = secrets
         self._cohort = cohort
@@ -56,7 +58,11 @@ class Conductor(ABC):
         self._declared = scheme.releases(blueprint)
         how = scheme.uplink.introduction
         drawn = secrets.stream("run", state.attempt).bytes(16).hex()
-        self._introductions = None if how == "none" else Introductions(how, name + drawn)
+        self._introductions = (
+            None
+            if how == "none"
+            else Introductions(how, name + drawn, max_size_ratio=scheme.max_size_ratio, earlier=announced)
+        )
         if self._introductions is not None:
             asked = (f"{kind.__name__.lower()}.{one.name}" for kind in (Hello, Directory) for one in fields(kind))
             check_declared(asked, self._declared)
@@ -115,7 +121,13 @@ class Conductor(ABC):
 
     def _refusal(self) -> str:
         """Why somebody could not be made acquainted with the others; empty where nobody refused."""
-        return too_few("have agreed on keys", {} if self._introductions is None else self._introductions.refused)
+        refused = {} if self._introductions is None else self._introductions.refused
+        return too_few("have agreed on keys", refused) or too_few("have a size that compares", self.left_out)
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Who takes no part because of the size it claims, and why."""
+        return {} if self._introductions is None else self._introductions.left_out
 
     def _why_stopped(self, context: RoundContext) -> str:
         refusal = self._refusal()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,18 @@ class Directory(Request):
     def samples_of(self, clients: Sequence[int]) -> list[int]:
         """How many samples each of `clients` has announced."""
         return [self._counts[self.place(client)] for client in clients]
+
+    def outsized(self, ratio: float) -> dict[int, str]:
+        """The clients that claim more than `ratio` times the median number of samples, and the words for it.
+
+        Of an even number the lower median counts: of two clients, the larger one is the odd one out.
+        """
+        usual = statistics.median_low(self._counts)
+        return {
+            client: f"claims {count:,} samples, more than {ratio:g} times the median of {usual:,} (max_size_ratio)"
+            for client, count in zip(self.clients.tolist(), self._counts, strict=True)
+            if count > ratio * usual
+        }
 
     def entry(self, client: int) -> tuple[bytes, bytes, bytes, int]:
         """(identity, key, signature, samples) of a client."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -53,11 +54,12 @@ def introduce(
 
 
 class _Announcements(Inbox[Announce]):
-    """Collects announcements, one per client."""
+    """Collects announcements, one per client, which keeps to what it said `earlier` in the same run."""
 
-    def __init__(self, how: Introduction, run: str) -> None:
+    def __init__(self, how: Introduction, run: str, earlier: Mapping[int, int]) -> None:
         self._lengths = KEY_SIZES[how]
         self._run = run
+        self._earlier = earlier
         self.heard: dict[int, Announce] = {}
 
     def ask(self, clients: Sequence[int]) -> None:
@@ -67,6 +69,12 @@ class _Announcements(Inbox[Announce]):
     def _fold(self, reply: Announce) -> None:
         if reply.samples < 1:
             raise ProtocolError("an announcement of a client without samples")
+        before = self._earlier.get(reply.client, reply.samples)
+        if reply.samples != before:
+            raise ProtocolError(
+                f"a client announces {reply.samples:,} samples that announced {before:,} earlier in this run: it is "
+                "held to those"
+            )
         if any(self._lengths.values()):
             from fedveil.crypto.keys import check_key_signature
 
@@ -93,11 +101,23 @@ class _Agreements(Inbox[Ready]):
 
 
 class Introductions:
-    """Server side: who is known, and who knows them."""
+    """Server side: who is known, and who knows them.
 
-    def __init__(self, how: Introduction, run: str) -> None:
+    Nobody takes part who claims more than `max_size_ratio` times the median number of samples, or another number than
+    `earlier` in the same run.
+    """
+
+    def __init__(
+        self,
+        how: Introduction,
+        run: str,
+        *,
+        max_size_ratio: float = math.inf,
+        earlier: Mapping[int, int] | None = None,
+    ) -> None:
         self.how = how
-        self._announced = _Announcements(how, run)
+        self._announced = _Announcements(how, run, {} if earlier is None else earlier)
+        self._max_size_ratio = max_size_ratio
         self._informed: dict[int, bytes] = {}
         self._told: dict[int, bytes] = {}
         self._run = run
@@ -132,10 +152,16 @@ class Introductions:
             self._informed.update(dict.fromkeys(answer.arrived, digest))
 
     def known(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """Those of `clients` that have taken the present directory."""
+        """Those of `clients` that have taken the present directory, and whose size is not out of proportion."""
         if self.directory is None:
             return ()
-        return tuple(one for one in clients if self._informed.get(one) == self.directory.digest)
+        odd, digest = self.left_out, self.directory.digest
+        return tuple(one for one in clients if self._informed.get(one) == digest and one not in odd)
+
+    @property
+    def left_out(self) -> dict[int, str]:
+        """Who takes no part because of the size it claims, and why."""
+        return {} if self.directory is None else self.directory.outsized(self._max_size_ratio)
 
     @staticmethod
     def _ask(to: tuple[int, ...], request: Request, into: _Announcements | _Agreements) -> Ask:

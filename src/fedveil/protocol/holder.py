@@ -156,6 +156,7 @@ class HolderRole:
         self._uplink.fits(len(members))
         state.ring().vouch_for(members)
         self._policy.check_cohort(state.client, len(members))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
         return context
 
     def _charged(self, state: ClientState, context: RoundContext) -> ClientState:

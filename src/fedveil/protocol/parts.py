@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -49,6 +50,13 @@ class RoundContext:
     def which(self) -> tuple[int, int]:
         """Round and attempt."""
         return self.round, self.attempt
+
+    def check_sizes(self, client: int, ratio: float) -> None:
+        """Refuse a round to `client` in which somebody claims a number of samples that is out of proportion."""
+        odd = {} if self.directory is None else self.directory.outsized(ratio)
+        for other in self.cohort:
+            if other in odd:
+                raise ProtocolError(f"client {client} takes part in no round with client {other}, which {odd[other]}")
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
@@ -282,7 +290,10 @@ _ENVELOPE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any."""
+    """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
+
+    `max_size_ratio` is how many times the median number of samples a client may announce.
+    """
 
     name: str
     downlink: Downlink
@@ -291,6 +302,7 @@ class Scheme:
     holder: Holder = "server"
     central: Central | None = None
     honest_arrivals: bool = False
+    max_size_ratio: float = math.inf
     remarks: Remarks = field(default_factory=Remarks)
 
     @property

@@ -54,11 +54,20 @@ class RelayRole(Conductor):
         rounds: int,
         account: Account | None = None,
         name: str = "",
+        announced: Mapping[int, int] | None = None,
         behind: Collection[int] = (),
     ) -> None:
         """`behind` are clients that do not hold the model with which the run begins: others lend it to them."""
         super().__init__(
-            scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account, name=name
+            scheme,
+            blueprint,
+            state,
+            secrets=secrets,
+            cohort=cohort,
+            rounds=rounds,
+            account=account,
+            name=name,
+            announced=announced,
         )
         self.state = state
         self._uplink = parallel(scheme)

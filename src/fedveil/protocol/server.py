@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,9 +55,18 @@ class ServerRole(Conductor):
         rounds: int,
         account: Account | None = None,
         name: str = "",
+        announced: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(
-            scheme, blueprint, state, secrets=secrets, cohort=cohort, rounds=rounds, account=account, name=name
+            scheme,
+            blueprint,
+            state,
+            secrets=secrets,
+            cohort=cohort,
+            rounds=rounds,
+            account=account,
+            name=name,
+            announced=announced,
         )
         self._blueprint = blueprint
         self._uplink = scheme.summing
@@ -100,7 +109,7 @@ class ServerRole(Conductor):
                 assert answer is not None
                 gathered, traffic = answer, traffic.and_then(answer)
                 phase = uplink.open(total, gathered, context)
-            recovered = self._recovered(veil, total, context)
+            recovered = self._recovered(veil, total, context, arrived=traffic.arrived)
         except UndeclaredError:
             raise
         except ProtocolError as reason:
@@ -135,8 +144,11 @@ class ServerRole(Conductor):
                 "server is honest about arrivals (honest_arrivals)"
             )
 
-    def _recovered(self, veil: Veil, total: Summing, context: RoundContext) -> Recovered:
-        sums = self._terms.layout.split(total.total().to(self.state.weights.parameters.device))
+    def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
+        sums = dict(self._terms.layout.split(total.total().to(self.state.weights.parameters.device)))
+        if context.directory is not None:
+            # Whoever has announced its size is held to it: what an upload says is not asked.
+            sums["weight"] = torch.full_like(sums["weight"], float(sum(context.directory.samples_of(arrived))))
         weight = float(sums["weight"])
         if not weight > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets as system_random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -216,6 +216,7 @@ def agreed(config: RunConfig, *, clients: int, task: str) -> Agreed:
         rate=cohort.size / cohort.clients,
     )
     scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
+    scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
     scheme.uplink.fits(cohort.size)
     # Updates are already multiplied by the local learning rate: the server takes them whole.
     server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)

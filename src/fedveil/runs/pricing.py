@@ -20,7 +20,6 @@ from fedveil.uplink.plan import NoisePlan
 ROUND_BY_ROUND_UP_TO = 250
 LARGEST_COMPLETE = 4000
 _DRAWS = 4
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,17 +91,20 @@ def _bounded(account: Account, rounds: Rounds) -> Charged:
     unscaled = rounds.covering(plan=pinned)
     graph = NoiseGraph(unscaled.residual, unscaled.first, unscaled.second, unscaled.pairs)
     found = worst(graph, unscaled.sensitivity)
-    peers = by_peer(unscaled)
+    colluders = account.dishonest(len(unscaled.members))
+    peers = by_peer(unscaled, colluders=max(1, colluders))
     prices = {
         SERVER: (unscaled.members[found.position], found.upper),
         CLIENTS: (unscaled.members[int(np.argmax(peers))], float(peers.max())),
     }
-    if account.collusion > 0:
-        colluders = math.ceil(account.collusion * len(unscaled.members) - _ROUNDING)
-        client, estimate = _colluding(unscaled, colluders)
+    if COLLUSION in account.adversaries:
+        client, estimate = _colluding(unscaled, colluders, weakest=found.position)
         prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda one: one[1])
         account.certified = False
-        account.how = f"worst candidate of {_DRAWS} random draws of {colluders} colluders; colluders may do better"
+        tried = f"worst candidate of {_DRAWS} random draws of {colluders} colluders"
+        if colluders == 1:
+            tried = "worst candidate against each neighbour of the client that is worst off"
+        account.how = f"{tried}; colluders may do better"
     scale = 1.0
     if plan.accounting == "exact":
         scale = max(price for _, price in prices.values()) / plan.target.per_round()
@@ -117,13 +119,19 @@ def _bounded(account: Account, rounds: Rounds) -> Charged:
     return Charged(first, how)
 
 
-def _colluding(covering: Covering, colluders: int) -> tuple[int, float]:
-    """(client, μ²) of the worst candidate over a few draws of colluders: an estimate from below."""
+def _colluding(covering: Covering, colluders: int, *, weakest: int) -> tuple[int, float]:
+    """(client, μ²) of the worst candidate over a few sets of colluders: an estimate from below.
+
+    One colluder alone is a neighbour of the member at `weakest`; more are drawn at random.
+    """
     random = np.random.default_rng(0)
     members, best = np.asarray(covering.members), (covering.members[0], 0.0)
-    for _ in range(_DRAWS):
+    drawn = (random.permutation(len(members))[:colluders] for _ in range(_DRAWS))
+    touching = (covering.first == weakest) | (covering.second == weakest)
+    near = (covering.first + covering.second - weakest)[touching]
+    for chosen in drawn if colluders > 1 else iter(near[:, None]):
         honest = np.ones(len(members), dtype=np.bool_)
-        honest[random.permutation(len(members))[:colluders]] = False
+        honest[chosen] = False
         kept = honest[covering.first] & honest[covering.second]
         place = np.cumsum(honest) - 1
         ends = place[covering.first[kept]], place[covering.second[kept]]

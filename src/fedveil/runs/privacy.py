@@ -46,6 +46,7 @@ def account_for(scheme: Scheme, clients: int) -> Account | None:
         clients,
         limit=plan.target.mu**2 if plan.accounting == "exact" else None,
         collusion=plan.collusion,
+        least=plan.least_dishonest,
         trusted=scheme.central is not None,
         honest_arrivals=scheme.honest_arrivals,
     )
@@ -220,6 +221,11 @@ class Books:
             self._sizes = sizes
             self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
         self._sizes = newest
+
+    @property
+    def announced(self) -> dict[int, int]:
+        """The sizes that clients on other machines have announced in earlier attempts: they are held to them."""
+        return {} if self.account is None or self._job.pool.clients else dict(self._sizes)
 
     def remembered(self) -> dict[int, float]:
         """μ² that each client has spent in earlier attempts, against whomever it spent most."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from fedveil.engines import LocalEngine
@@ -22,9 +22,15 @@ from fedveil.secrets import SeededSecrets
 
 
 def server_role(
-    job: Job, state: ServerState, account: Account | None = None, *, name: str = "", behind: Collection[int] = ()
+    job: Job,
+    state: ServerState,
+    account: Account | None = None,
+    *,
+    name: str = "",
+    behind: Collection[int] = (),
+    announced: Mapping[int, int] | None = None,
 ) -> ServerRole | RelayRole:
-    """The server of a run, whose name begins with `name`.
+    """The server of a run, whose name begins with `name` and in which clients have `announced` sizes before.
 
     Where the model lives with the clients, `state` is the run's record and not the server's: the server is given the
     number of the round and nothing else.
@@ -40,6 +46,7 @@ def server_role(
             rounds=job.config.rounds,
             account=account,
             name=name,
+            announced=announced,
         )
     return RelayRole(
         job.scheme,
@@ -51,6 +58,7 @@ def server_role(
         account=account,
         name=name,
         behind=behind,
+        announced=announced,
     )
 
 

@@ -89,10 +89,12 @@ def train_job(
         return taken_from_a_client(role, engine, done, state) if isinstance(role, HolderRole) else done
 
     served = job if recorder is None else replace(job, scheme=recorder.scheme)
-    steps = server_role(served, state, books.account).run()
+    server = server_role(served, state, books.account)
     try:
-        return conduct(job, engine, steps, books, state=state, written=written, on_round=on_round, say=say)
+        return conduct(job, engine, server.run(), books, state=state, written=written, on_round=on_round, say=say)
     finally:
+        for client, why in server.left_out.items():
+            say(f"Client {client} took no part: it {why}.")
         if recorder is not None:
             recorder.close()
 

@@ -148,7 +148,7 @@ def veil_dp(
             assumptions=(
                 remarks.SIZES,
                 remarks.KEYS,
-                remarks.CLIP,
+                *remarks.shared_noise(collusion, accounting),
                 *(masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
                 *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
             ),

@@ -67,7 +67,11 @@ def ldp(
         work=clipped_work(setting, clip, local_steps, local_epochs, secret_sampling),
         uplink=Noised(plan),
         remarks=Remarks(
-            assumptions=(remarks.CLIP, remarks.GAUSSIAN, *(() if secret_sampling is None else (remarks.SECRET_BATCH,))),
+            assumptions=(
+                remarks.OWN_NOISE,
+                remarks.GAUSSIAN,
+                *(() if secret_sampling is None else (remarks.SECRET_BATCH,)),
+            ),
             unprotected=(remarks.MODEL_OPEN,),
             paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
         ),
@@ -133,7 +137,7 @@ def nadp(
     local_steps: int | None = None,
     local_epochs: int | None = None,
 ) -> Scheme:
-    """Per-sample clipping, residual noise by size, pair noise by the paper's allocation."""
+    """Per-sample clipping, residual and pair noise: equal shares, or with paper accounting the paper's, by size."""
     return Scheme(
         name="nadp",
         downlink=Plain(),
@@ -153,7 +157,7 @@ def nadp(
         honest_arrivals=honest_arrivals,
         remarks=Remarks(
             assumptions=(
-                *(remarks.SIZES, remarks.KEYS, remarks.CLIP, remarks.GAUSSIAN),
+                *(remarks.SIZES, remarks.KEYS, *remarks.shared_noise(collusion, accounting), remarks.GAUSSIAN),
                 *((remarks.REPAIRS,) if dropouts == "repair" else ()),
             ),
             unprotected=(remarks.MODEL_OPEN,),

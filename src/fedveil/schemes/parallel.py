@@ -80,7 +80,9 @@ def dp_fedavg(
         downlink=Plain(),
         work=ClippedUpdate(_local(setting, local_steps, local_epochs), clip),
         uplink=Noised(_plan(setting, epsilon, delta, accounting)),
-        remarks=Remarks(assumptions=(remarks.CLIP, remarks.GAUSSIAN), unprotected=(remarks.MODEL_OPEN,), paper=_PAPER),
+        remarks=Remarks(
+            assumptions=(remarks.OWN_NOISE, remarks.GAUSSIAN), unprotected=(remarks.MODEL_OPEN,), paper=_PAPER
+        ),
     )
 
 
@@ -149,7 +151,7 @@ def serial(
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, epsilon, delta, accounting), throughout=True),
         holder="clients",
         remarks=Remarks(
-            assumptions=(remarks.KEYS, remarks.CLIP, remarks.GAUSSIAN, *assumed, remarks.START),
+            assumptions=(remarks.KEYS, remarks.OWN_NOISE, remarks.GAUSSIAN, *assumed, remarks.START),
             unprotected=(remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
             paper=_PAPER,
         ),
@@ -197,7 +199,7 @@ def paraaegis(
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(Masked(1.0, unmask, Quorum(threshold), neighbours)) if votes and vote == "histogram" else None
     local = _local(setting, local_steps, local_epochs)
-    noised = (remarks.CLIP, remarks.GAUSSIAN, *(_given(votes, tags=ballots is None) if share > 0 else ()))
+    noised = (remarks.OWN_NOISE, remarks.GAUSSIAN, *(_given(votes, tags=ballots is None) if share > 0 else ()))
     if ballots is not None:
         assumed = tuple(dict.fromkeys((*assumed, remarks.GROUP, *masked_assumptions(threshold, unmask))))
     return Scheme(

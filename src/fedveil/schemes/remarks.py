@@ -5,8 +5,16 @@ from __future__ import annotations
 SIZES = "every client's number of samples is public"
 KEYS = "pair secrets are unknown to the server: without a roster, it neither swapped keys nor invented clients"
 ROSTER = "pair secrets are unknown to the server: every key is signed by the one that the roster pins"
-CLIP = "honest clients clip and add noise as the protocol says; what others do does not matter"
+OWN_NOISE = (
+    "a client that clips and adds its noise is covered against the server whatever others do; the clients' line also "
+    "counts on the noise of all others but one"
+)
 GAUSSIAN = "Gaussian samples are real numbers: floating-point side channels are not part of the claim"
+EQUAL_SHARES = "noise is shared equally: no claim of a size makes anybody's smaller"
+SHARES_BY_SIZE = (
+    "noise is shared by the sizes that clients claim, as the paper has it: one that claims much and adds none takes it "
+    "away from all others (accounting = exact shares it equally)"
+)
 HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
 CRAFTED = (
     "a server that crafts the model it sends can make the sum reveal one client: clients cannot inspect a veiled model"
@@ -64,3 +72,14 @@ REST_OPEN = (
 CHANGES_OPEN = "the model: the server sees every change to it, and lacks only its first version"
 MODEL_WITH_CLIENTS = "the model from clients: each of them holds it"
 FORGED = "the model's integrity: a server can add to sums what it likes, and clients cannot tell"
+
+
+def shared_noise(collusion: float, accounting: str) -> tuple[str, ...]:
+    """On whose noise a line counts where clients share it."""
+    few = "one" if collusion == 0 else f"{collusion:.0%}, and at least one,"
+    return (
+        "the lines of the server alone and of an outsider count on every client of a round to clip and to add its "
+        f"noise; the others count on all but {few} of them, whoever that is and whatever it does (more with "
+        "--collusion)",
+        SHARES_BY_SIZE if accounting == "paper" else EQUAL_SHARES,
+    )

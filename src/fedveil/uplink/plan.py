@@ -3,6 +3,9 @@
 Everything is in the units of a contribution, the n_k-weighted sum a client uploads. There one record
 moves client i's upload by at most S_i (2·C for clipped full batches), the residual noise has variance
 x_i·s² with Σ x_i = 1, and pair noise x_ij·λ²·s². Only s depends on the privacy target.
+
+Under exact accounting all of k clients have equal shares, x_i = x_ij = 1/k: a share by size would be one by claim,
+and whoever claims much and adds nothing would take the noise of all others away. A paper's shares are its own.
 """
 
 from __future__ import annotations
@@ -112,16 +115,23 @@ class NoisePlan:
         needed = min(int(self.quorum * holders + 1e-9) + 1, holders)
         return count - 1 - needed
 
+    @property
+    def least_dishonest(self) -> int:
+        """Where clients share noise, one of them is always counted as adding none or telling what it adds."""
+        return 0 if self.layout == "local" or self.trusted else 1
+
     def colluders(self, count: int) -> int:
-        """How many of `count` clients may be on the server's side."""
-        return math.ceil(self.collusion * count - 1e-9)
+        """How many of `count` clients may side with the server or add no noise."""
+        return max(math.ceil(self.collusion * count - 1e-9), min(self.least_dishonest, count - 1))
 
     def pair_strength(self, samples: Sequence[int]) -> float:
         """λ: as given, or 10 (√1000 on a sparse graph); where dropouts leave pair noise behind, the paper's."""
         if self.strength is not None:
             return self.strength
-        if self.accounting == "paper" or self.tolerant:
+        if self.accounting == "paper":
             return _paper_strength(samples, self.collusion)
+        if self.tolerant:
+            return _paper_strength([1] * len(samples), self.collusion)
         return COMPLETE_STRENGTH if self.neighbours is None else SPARSE_STRENGTH
 
     def covering(
@@ -178,7 +188,8 @@ def _covering(
         else:
             scales = reach * math.sqrt(_SAFE / plan.target.per_round())
         return Covering(members, reach, scales**2, nobody, nobody, np.empty(0))
-    residual = np.asarray(samples, dtype=np.float64) / sum(samples)
+    by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
+    residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
     if plan.layout == "sum":
         if plan.quorum is not None:
             reach = reach * (1.0 + ROUNDING)
@@ -187,9 +198,10 @@ def _covering(
         unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
     scale = plan.paper_scale(float(reach.max())) ** 2
     if plan.accounting == "exact":
-        worst = worst_of(unit, plan.colluders(count))
+        colluders = plan.colluders(count)
+        worst = worst_of(unit, colluders)
         if not plan.trusted:
-            worst = np.maximum(worst, by_peer(unit))
+            worst = np.maximum(worst, by_peer(unit, colluders=max(1, colluders)))
         scale = float(worst.max()) / plan.target.per_round() * _SAFE
     if not math.isfinite(scale):
         raise ConfigError(
@@ -201,9 +213,11 @@ def _covering(
 
 def worst_of(covering: Covering, colluders: int) -> NDArray[np.float64]:
     """μ² per member against a server with that many clients on its side."""
+    alone = charges(covering)
     if colluders == 0:
-        return charges(covering)
-    return worst_collusion(covering, colluders).mu2
+        return alone
+    # No set of colluders can make do with less than the server alone, but an estimate could.
+    return np.maximum(alone, worst_collusion(covering, colluders).mu2)
 
 
 def _pairs(
@@ -213,6 +227,8 @@ def _pairs(
     strength = plan.pair_strength(samples)
     if plan.neighbours is None:
         graph = complete(members)
+        if plan.accounting == "exact":
+            return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))
         shares = allocate(samples).pairs[graph.first, graph.second]
         return graph.first, graph.second, shares * strength**2
     alone = ", so that a group of clients would be covered by its own noise alone"

@@ -148,7 +148,7 @@ def train_on_flower(
     if standing is not None:
         behind = bring_up_to_date(engine, standing, clients=config.clients)
     books = books_of(job, journal, state)
-    role = server_role(job, state, books.account, name=setup.name, behind=behind)
+    role = server_role(job, state, books.account, name=setup.name, behind=behind, announced=books.announced)
 
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
@@ -157,5 +157,7 @@ def train_on_flower(
         tell("round", **row)
 
     outcome = conduct(job, engine, role.run(), books, state=state, on_round=boundary, say=say)
+    for client, why in role.left_out.items():
+        say(f"Client {client} took no part: it {why}.")
     books.pinned = engine.pinned
     return outcome
