@@ -137,6 +137,22 @@ def node_key(
     plainly(f"next: hand {public} to whoever runs the SuperLink, for: flwr supernode register {public.name} NAME")
 
 
+def gate(
+    certificates: Path = typer.Option(..., "--certificates", help="Folder made by `fedveil flower certificates`."),
+    superlink: str = typer.Option("127.0.0.1:8000", "--superlink", help="Where the SuperLink listens, under TLS."),
+    host: str = typer.Option("0.0.0.0", "--host", help="Where nodes connect to."),
+    port: int = typer.Option(8443, "--port", help="Its port."),
+) -> None:
+    """Let nodes reach a SuperLink, and nobody else: its control interface asks nobody who they are.
+
+    [bold]Example[/bold]  fedveil flower gate --certificates certificates --superlink 127.0.0.1:8000 --port 8443
+    """
+    from fedveil.deploy.gate import serve
+
+    plainly(f"nodes reach {superlink} at {host}:{port}; everything but /v1/fleet is refused")
+    serve(superlink=superlink, certificates=certificates, host=host, port=port)
+
+
 def worker(
     home: Path = typer.Argument(..., help="The client's home."),
     stop: bool = typer.Option(False, "--stop", help="End the worker that runs."),
@@ -178,6 +194,7 @@ for name, command in (
     ("client", client),
     ("certificates", certificates),
     ("node-key", node_key),
+    ("gate", gate),
     ("worker", worker),
 ):
     flower.command(name)(command)

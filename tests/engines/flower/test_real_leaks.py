@@ -112,7 +112,7 @@ def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Pr
     create_identities(folder / "keys", clients=4)
     for client in range(4):
         write_home(folder / "cluster" / "homes" / f"client-{client}", folder / "keys", client)
-    with proxied(client=1) as proxy, Cluster(folder / "cluster", nodes=4) as cluster:
+    with proxied(client=1) as proxy, Cluster(folder / "cluster", nodes=4, shared=True) as cluster:
         yield cluster, proxy
     assert descendants(os.getpid()) == []
 
