@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Introduction = Literal["none", "sizes", "keys"]
 
 _MOST_SAMPLES = 1 << 53
-_KEY_LENGTHS = {"sizes": (0, 0, 0), "keys": (32, 32, 64)}
+# Sizes alone are signed too: noise is dealt by them, and a roster is to vouch for them as it does for keys.
+_KEY_LENGTHS = {"sizes": (32, 0, 64), "keys": (32, 32, 64)}
 
 
 def introduce(
@@ -39,12 +40,9 @@ def introduce(
     if isinstance(request, Hello):
         ring = state.keys
         if ring is None or ring.run != request.run:
-            if how == "keys":
-                identity = identity or secrets.stream("identity", state.client).bytes(32)
-                key = secrets.stream("run key", state.client, request.run).bytes(32)
-                ring = Keyring(state.client, request.run, identity=identity, key=key)
-            else:
-                ring = Keyring(state.client, request.run, identity=b"", key=b"")
+            identity = identity or secrets.stream("identity", state.client).bytes(32)
+            key = secrets.stream("run key", state.client, request.run).bytes(32) if how == "keys" else b""
+            ring = Keyring(state.client, request.run, identity=identity, key=key)
         return replace(state, keys=ring), ring.announce(samples)
     state.ring().accept(request, samples=samples, roster=roster)
     return state, Ready(state.client, from_bytes(request.digest))
