@@ -74,7 +74,12 @@ def write_home(home: Path, keys: Path, client: int) -> None:
     for name in ("roster.toml", f"client-{client}.key"):
         (home / name).write_bytes((keys / name).read_bytes())
     create_home(
-        home, client=client, data=home / "data.py", roster=home / "roster.toml", identity=home / f"client-{client}.key"
+        home,
+        client=client,
+        data=home / "data.py",
+        roster=home / "roster.toml",
+        identity=home / f"client-{client}.key",
+        require={"threshold": {"min": 0.5}},
     )
 
 

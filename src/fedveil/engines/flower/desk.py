@@ -10,7 +10,7 @@ import torch
 
 from fedveil.downlink import assemble
 from fedveil.engines.flower import refusals
-from fedveil.engines.flower.home import Home, RequiredError
+from fedveil.engines.flower.home import Home
 from fedveil.engines.flower.memory import DamagedError, Memory, Promise, Remembered
 from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.rollcall import RollCall, present
@@ -33,6 +33,7 @@ from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs.model_file import save_model
+from fedveil.runs.terms import RequiredError
 
 _LOG = logging.getLogger(__name__)
 _BEHIND = -1
