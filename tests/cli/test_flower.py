@@ -12,6 +12,7 @@ from fedveil.deploy.project import prepared
 from fedveil.engines.flower.home import Home
 from fedveil.errors import ConfigError
 from fedveil.runs.identities import create_identities
+from fedveil.runs.terms import DEFAULTS, OneOf
 from shell import fedveil
 
 
@@ -65,7 +66,28 @@ def test_client_writes_a_home_the_worker_can_read(tmp_path: Path) -> None:
     )
     assert (done.code, done.error) == (0, "")
     assert f'fedveil-home="{home}"' in done.output
-    assert Home.read(home).require == {"scheme": ["veil-dp", "ldp"]}
+    assert Home.read(home).require == {"scheme": OneOf(("veil-dp", "ldp"))}
+
+
+def test_client_says_what_it_accepts_and_on_whose_word(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("max_epsilon = 2.5\n")
+    made = fedveil(
+        *("flower", "client", tmp_path / "home", "--number", 0, "--policy", tmp_path / "policy.toml"),
+        *("--require", "scheme=veil-dp", "--require", "clip={min=0.5, max=2}"),
+    )
+    assert (made.code, made.error) == (0, "")
+    shown = fedveil("flower", "client", tmp_path / "home", "--show")
+    assert (shown.code, shown.error) == (0, "")
+    assert shown.output in made.output
+    lines = [[part.strip() for part in line.split("│")[1:4]] for line in shown.output.splitlines() if "│" in line]
+    found = {one[0]: one[1:] for one in lines}
+    assert found["scheme"] == ["veil-dp", "require in client.toml"]
+    assert found["clip"] == ["0.5 to 2", "require in client.toml"]
+    assert found["threshold"][0] == "at least 0.6"
+    assert found["policy: max_epsilon"] == ["2.5", "the policy file"]
+    assert {*DEFAULTS, "neighbours", "cohort", "model", "simulations"} <= found.keys()
+    assert fedveil("flower", "client", tmp_path / "other").code == ConfigError.exit_code
+    assert not (tmp_path / "other").exists()
 
 
 def test_certificates_and_a_node_key_say_who_gets_what(tmp_path: Path) -> None:

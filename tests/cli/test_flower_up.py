@@ -19,6 +19,7 @@ pytest.importorskip("flwr")
 
 from fedveil.deploy.flower import flwr
 from fedveil.deploy.leash import descendants
+from fedveil.deploy.namespace import entering
 from fedveil.deploy.places import CONNECTION, Places
 from fedveil.engines.flower import courier
 from fedveil.errors import ConfigError, ProtocolError
@@ -26,6 +27,8 @@ from flower_echo import create_echo
 
 FEDVEIL = [sys.executable, "-P", "-m", "fedveil", "flower"]
 ENV = {**os.environ, "COLUMNS": "200", "TERM": "dumb", "OMP_NUM_THREADS": "1"}
+
+AS_ROOT = ["--as-root"] if os.geteuid() == 0 else []
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +48,7 @@ class Up:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     folder = tmp_path_factory.mktemp("up")
     process = subprocess.Popen(
-        [*FEDVEIL, "up", "--nodes", "2", "--folder", str(folder)],
+        [*FEDVEIL, "up", "--nodes", "2", "--folder", str(folder), *AS_ROOT],
         env=ENV,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -72,6 +75,12 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     while left := [pid for pid in {*below, *workers} if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def test_the_first_thing_it_says_is_who_can_run_code_as_whom(up: Up) -> None:
+    first, second = up.said.splitlines()[:2]
+    assert "runs code as" in first
+    assert "network of its own" in second
 
 
 def test_it_says_what_runs_and_what_to_type_elsewhere(up: Up) -> None:
@@ -106,8 +115,10 @@ def test_a_run_that_fails_ends_with_its_words_and_its_exit_code(up: Up, tmp_path
     if named == "folder":
         done = up.run(*arguments)
     else:
-        env = {**ENV, "FLWR_HOME": str(Places.of(up.folder).flwr_home)}
-        command = [*FEDVEIL, "run", *map(str, arguments), "--superlink", CONNECTION]
+        places = Places.of(up.folder)
+        env = {**ENV, "FLWR_HOME": str(places.flwr_home)}
+        inside = entering(places.environment())
+        command = [*inside, *FEDVEIL, "run", *map(str, arguments), "--superlink", CONNECTION]
         done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (ProtocolError.exit_code, "")
     assert done.stderr == "error: 13 brings bad luck\n"
@@ -140,7 +151,9 @@ def test_ctrl_c_stops_watching_and_twice_stops_the_run(up: Up, tmp_path: Path, t
 
 
 def test_a_second_one_in_the_same_folder_is_refused(up: Up) -> None:
-    done = subprocess.run([*FEDVEIL, "up", "--folder", str(up.folder)], env=ENV, capture_output=True, text=True)
+    done = subprocess.run(
+        [*FEDVEIL, "up", *AS_ROOT, "--folder", str(up.folder)], env=ENV, capture_output=True, text=True
+    )
     assert done.returncode == ConfigError.exit_code
     assert "is up in" in done.stderr
 

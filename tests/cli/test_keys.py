@@ -57,5 +57,5 @@ def test_a_run_with_its_roster_goes_through_and_one_with_a_swapped_key_names_who
     swapped.write_text(Roster({**ours, 2: theirs[2]}).to_toml())
     done = run(scheme, tmp_path / "bad", "--roster", swapped, "--identities", keys)
     assert done.code == ProtocolError.exit_code
-    assert "the key presented for client 2 is not signed" in done.error
+    assert "the announcement of client 2 is not signed" in done.error
     assert "\n" not in done.error

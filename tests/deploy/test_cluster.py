@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,10 +100,13 @@ def test_a_second_cluster_in_the_same_folder_is_refused(cluster: Cluster) -> Non
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    port = int(cluster.address.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=f"Port {port} is taken"):
-        Cluster(tmp_path, nodes=1, port=port).start()
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"Port {port} is taken"):
+            Cluster(tmp_path, nodes=1, port=port, shared=True).start()
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=2, tls=True) as made:
+    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=2, tls=True, shared=True) as made:
         yield made
     assert descendants(os.getpid()) == []
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -118,13 +120,15 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
     common = {
         "server.example.org": "127.0.0.1",
         "8000": port,
-        "0.0.0.0": "127.0.0.1",
+        "8443": str(free_port()),
         "/srv/fedveil-server": str(server),
     }
     made = [Machine(server, common)]
     for number in range(3):
         home = tmp_path / f"client-{number}" / "home"
-        said = {"/srv/fedveil": str(home), "--number 0": f"--number {number}", "9094": str(free_port())}
+        # One user stands for all: the blocks that make others, and hand them their files, are read and not run.
+        key = {"/etc/flower-node.key": "/srv/fedveil/node.key"}
+        said = key | {"/srv/fedveil": str(home), "--number 0": f"--number {number}", "9094": str(free_port())}
         made.append(Machine(tmp_path / f"client-{number}", common | said))
         home.mkdir()
     yield made
@@ -139,7 +143,7 @@ def test_from_nothing_to_three_machines_by_the_guide(machines: list[Machine], tm
     server, *clients = machines
     (made,) = blocks("1. The server: certificates")
     server.does(made)
-    superlink, superexec = blocks("2. The server: SuperLink and SuperExec")
+    superlink, superexec, gate = blocks("2. The server: SuperLink, SuperExec and gate")
     server.keeps_running(superlink)
     address = f"127.0.0.1:{server._said['8000']}"
     ca = server.folder / "certificates" / "ca.pem"
@@ -148,22 +152,27 @@ def test_from_nothing_to_three_machines_by_the_guide(machines: list[Machine], tm
         assert time.monotonic() < end, server.logs()
         time.sleep(0.5)
     server.keeps_running(superexec)
-    (a_home,) = blocks("3. Each client: a key and a home")
+    server.keeps_running(gate)
+    (users,) = blocks("3. Each client: two users")
+    a_home, handed = blocks("4. Each client: a key and a home")
+    for text in (users, handed):
+        subprocess.run(["bash", "-n", "-c", text], check=True)
     for one in clients:
         (one.folder / "home" / "data.py").write_text(DATA)
         one.does(a_home)
         (one.folder / "ca.pem").write_bytes(ca.read_bytes())
-    (known,) = blocks("4. The server: let the clients in", "toml")
+    (known,) = blocks("5. The server: let the clients in", "toml")
     (server.folder / ".flwr").mkdir(exist_ok=True)
     (server.folder / ".flwr" / "config.toml").write_text(server._read(known))
-    (register,) = blocks("4. The server: let the clients in")
+    (register,) = blocks("5. The server: let the clients in")
     for number, one in enumerate(clients):
         public = one.folder / "home" / "node.key.pub"
         server.does(register.replace("client-0.pub", str(public)).replace("once per client", f"client {number}"))
-    (a_node,) = blocks("5. Each client: the SuperNode")
+    a_worker, a_node = blocks("6. Each client: the worker and the SuperNode")
     for one in clients:
+        one.keeps_running(a_worker)
         one.keeps_running(a_node)
-    init, run = blocks("6. Train")
+    init, run = blocks("7. Train")
     server.does(init.replace("--rounds 50", "--rounds 2"))
     (server.folder / "app" / "fedveil_data.py").write_text(DATA)
     said = server.does(run)
@@ -174,3 +183,15 @@ def test_from_nothing_to_three_machines_by_the_guide(machines: list[Machine], tm
     assert [json.loads(line)["clients"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [3, 3]
     listed = server.does("flwr supernode list ours")
     assert listed.count("online") == 3, listed
+    # Whoever is not on the server's machine reaches the gate alone, and through it no control interface.
+    context = ssl.create_default_context(cafile=str(ca))
+    for path in (
+        "/v1/control/list-runs",
+        "/v1/fleet/../control/list-runs",
+        "/v1/fleet/%2e%2e/control/list-runs",
+        "/health",
+    ):
+        outside = http.client.HTTPSConnection(f"127.0.0.1:{server._said['8443']}", context=context, timeout=30)
+        outside.request("POST", path, b"", {"content-type": "application/protobuf"})
+        assert outside.getresponse().status == 404, path
+        outside.close()

@@ -25,6 +25,7 @@ from fedveil.secrets import SeededSecrets
 
 KEY = bytes(range(32))
 PAIRED = ("nadp", "veil-secagg", "veil-dp", "mpdp")
+SIZED = ("ldp", "cdp", "mp-cdp")
 
 
 @dataclass
@@ -107,7 +108,7 @@ def test_with_a_roster_whatever_is_swapped_is_caught_at_once_and_its_client_name
     there = village(scheme, pinned=True)
     directory = there.directory(swapped=swap(there.announced[2]))
     for client in (0, 1, 3, 4):
-        with pytest.raises(ProtocolError, match=r"the key presented for client 2 is not signed"):
+        with pytest.raises(ProtocolError, match=r"the announcement of client 2 is not signed"):
             there.send(client, directory)
 
 
@@ -119,7 +120,7 @@ def test_without_a_roster_a_signature_that_does_not_fit_is_caught_before_anythin
     there = village(scheme)
     directory = there.directory(swapped=SWAPPED[swap](there.announced[2]))
     for client in (0, 1, 3, 4):
-        with pytest.raises(ProtocolError, match="the key presented for client 2 is not signed"):
+        with pytest.raises(ProtocolError, match="the announcement of client 2 is not signed"):
             there.train(client, directory)
     honest = village(scheme)
     assert isinstance(honest.train(0, honest.directory()), Reply)
@@ -257,16 +258,37 @@ def test_a_scheme_without_introductions_refuses_to_introduce_itself() -> None:
         role.handle(ClientState(0), Hello("spring"), one.pool.clients[0])
 
 
-@pytest.mark.parametrize("scheme", ["ldp", "cdp", "mp-cdp"])
-def test_where_only_sizes_matter_no_key_is_made_or_sent(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", SIZED)
+def test_where_only_sizes_matter_they_are_signed_and_no_key_is_made_or_sent(scheme: str) -> None:
     there = village(scheme)
     for announced in there.announced.values():
-        assert (announced.identity.numel(), announced.key.numel(), announced.signature.numel()) == (0, 0, 0)
+        assert (announced.identity.numel(), announced.key.numel(), announced.signature.numel()) == (32, 0, 64)
     state = there.send(1, there.directory())
     with pytest.raises(ProtocolError, match="client 1 has no keys"):
         state.ring().pair(2)
     with pytest.raises(ProtocolError, match="shows client 1 another key or sample count"):
         there.send(1, there.directory(altered=more(there.announced[1])))
+
+
+@pytest.mark.parametrize("scheme", SIZED)
+def test_with_a_roster_no_server_changes_a_size(scheme: str) -> None:
+    there = village(scheme, pinned=True)
+    of_the_server = Keyring(2, "spring", identity=bytes([7]) * 32, key=b"").announce(there.announced[2].samples)
+    for swapped in (more(there.announced[2]), of_the_server):
+        for client in (0, 1, 3, 4):
+            with pytest.raises(ProtocolError, match=r"announcement of client 2 is not signed by the key the roster"):
+                there.send(client, there.directory(swapped=swapped))
+    for client in range(5):
+        there.send(client, there.directory())
+
+
+@pytest.mark.parametrize("scheme", [*SIZED, "nadp"])
+def test_a_run_with_a_roster_trains(scheme: str, tmp_path: Path) -> None:
+    create_identities(tmp_path, clients=5)
+    one = job(scheme=scheme, clients=5, loss="square", rounds=1, roster=str(tmp_path / "roster.toml"))
+    (done,) = run_with(one, lambda request, client: False)[0]
+    assert not done.failed
+    assert len(done.gathered.arrived) == 5
 
 
 # --- the state, sealed ------------------------------------------------------------------------------------------
@@ -502,7 +524,7 @@ def test_a_run_with_a_roster_trains_and_a_wrong_private_key_stops_it_naming_the_
     assert [row["clients"] for row in outcome.rows] == [5, 5]
     (tmp_path / "keys" / "client-2.key").write_text((bytes([1]) * 32).hex())
     spoilt = job(**settings)
-    with pytest.raises(ProtocolError, match=r"The run cannot start: .*the key presented for client 2 is not signed"):
+    with pytest.raises(ProtocolError, match=r"The run cannot start: .*the announcement of client 2 is not signed"):
         train_job(spoilt, state=fresh_state(spoilt))
 
 

@@ -10,7 +10,7 @@ import typer
 from fedveil.cli.flower_run import run
 from fedveil.cli.flower_up import up
 from fedveil.cli.settings import located_here, takes_settings
-from fedveil.cli.tables import listed, plainly
+from fedveil.cli.tables import listed, plainly, table
 
 flower = typer.Typer(
     name="flower",
@@ -55,7 +55,7 @@ def init(
 
 def client(
     home: Path = typer.Argument(..., help="The client's folder, on its own machine."),
-    number: int = typer.Option(..., "--number", help="The client's number in the federation, from 0."),
+    number: int | None = typer.Option(None, "--number", help="The client's number in the federation, from 0."),
     data: Path | None = typer.Option(
         None, "--data", help="Python file with client(number). (default: the run's data set, for demonstrations)"
     ),
@@ -69,18 +69,30 @@ def client(
     simulation: bool = typer.Option(
         False, "--simulation", help="Take part in runs with a seed, whose secrets the server can predict."
     ),
+    show: bool = typer.Option(False, "--show", help="Make nothing: say what the client of this home accepts."),
 ) -> None:
-    """Make a client's home: who it is, which data it trains on, and what it agrees to.
+    """Make a client's home: who it is, which data it trains on, and what it agrees to; and say what that is.
+
+    What the proofs of a scheme rest on has bounds of its own, whatever a server proposes: --require replaces them, for
+    one setting each.
 
     [bold]Examples[/bold]
 
       fedveil flower client /srv/fedveil --number 0 --data data.py
 
       fedveil flower client /srv/fedveil --number 0 --roster roster.toml --identity client-0.key
-      --require scheme=veil-secagg --require scheme=veil-dp --require unmask=always
+      --require scheme=veil-secagg --require scheme=veil-dp --require 'clip={min=0.1, max=2}'
+
+      fedveil flower client /srv/fedveil --show
     """
     from fedveil.deploy.homes import create_home, parse_required
+    from fedveil.errors import ConfigError
 
+    if show:
+        _show_terms(home)
+        return
+    if number is None:
+        raise ConfigError("A client needs its number: give --number, or --show for a home that exists.")
     written = create_home(
         home,
         client=number,
@@ -93,7 +105,19 @@ def client(
         simulation=simulation,
     )
     plainly(f"wrote {written}")
+    _show_terms(home)
     plainly(f"next: give the SuperNode --node-config 'fedveil-home=\"{written.parent}\"'")
+
+
+def _show_terms(home: Path) -> None:
+    from fedveil.engines.flower.home import Home
+
+    found = Home.read(home.expanduser().resolve())
+    table(
+        f"What client {found.client} accepts of a run",
+        ("setting", "accepted", "by"),
+        [(one.setting, one.accepted, one.source) for one in found.terms()],
+    )
 
 
 def certificates(
@@ -133,6 +157,22 @@ def node_key(
     public = create_node_key(file)
     plainly(f"wrote {file} and {public}")
     plainly(f"next: hand {public} to whoever runs the SuperLink, for: flwr supernode register {public.name} NAME")
+
+
+def gate(
+    certificates: Path = typer.Option(..., "--certificates", help="Folder made by `fedveil flower certificates`."),
+    superlink: str = typer.Option("127.0.0.1:8000", "--superlink", help="Where the SuperLink listens, under TLS."),
+    host: str = typer.Option("0.0.0.0", "--host", help="Where nodes connect to."),
+    port: int = typer.Option(8443, "--port", help="Its port."),
+) -> None:
+    """Let nodes reach a SuperLink, and nobody else: its control interface asks nobody who they are.
+
+    [bold]Example[/bold]  fedveil flower gate --certificates certificates --superlink 127.0.0.1:8000 --port 8443
+    """
+    from fedveil.deploy.gate import serve
+
+    plainly(f"nodes reach {superlink} at {host}:{port}; everything but /v1/fleet is refused")
+    serve(superlink=superlink, certificates=certificates, host=host, port=port)
 
 
 def worker(
@@ -176,6 +216,7 @@ for name, command in (
     ("client", client),
     ("certificates", certificates),
     ("node-key", node_key),
+    ("gate", gate),
     ("worker", worker),
 ):
     flower.command(name)(command)

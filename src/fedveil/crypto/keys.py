@@ -65,7 +65,7 @@ def check_key_signature(
     """Refuse an agreement key that `identity` did not vouch for, naming the client."""
     if not _signed(identity, signature, _announcement(run=run, client=client, public=public, samples=samples)):
         raise ProtocolError(
-            f"the key presented for client {client} is not signed by the key the roster pins for it: "
+            f"the announcement of client {client} is not signed by the key the roster pins for it: "
             "somebody on the way has replaced it, or the roster is out of date"
         )
 

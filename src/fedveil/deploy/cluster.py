@@ -23,7 +23,8 @@ from fedveil.deploy.flower import (
     supernode_command,
 )
 from fedveil.deploy.homes import CLIENT_FILE, create_home
-from fedveil.deploy.places import CONNECTION, HOST, Places, Remembered, healthy
+from fedveil.deploy.namespace import Network
+from fedveil.deploy.places import CONNECTION, HOST, Places, Remembered
 from fedveil.deploy.processes import Janitor, Leashed, free_port, is_free
 from fedveil.errors import ConfigError
 
@@ -32,12 +33,16 @@ Say = Callable[[str], None]
 _BETWEEN_LOOKS = 0.25
 _BEFORE_ANOTHER_TRY = 3.0
 _SECRET_BYTES = 32
+# In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
+_OWN_PORT, _OWN_NODE_PORTS = 8000, 20_000
 
 
 class Cluster:
     """A SuperLink, its SuperExec and `nodes` SuperNodes, with everything they need in one folder.
 
     What the folder holds is used again by the next start: certificates, keys, homes, the SuperLink's database.
+    Unless it is `shared`, all of it runs in a network of its own: whoever reaches a SuperLink may submit runs, and with
+    them runs code as whoever started it.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Cluster:
         port: int = 0,
         data: str | Path | None = None,
         keys: str | Path | None = None,
+        shared: bool = False,
         deadline: float = 120.0,
         say: Say = lambda text: None,
     ) -> None:
@@ -56,7 +62,7 @@ class Cluster:
         if nodes < 1:
             raise ConfigError(f"A cluster needs at least one node (got {nodes}).")
         self.places = Places.of(folder)
-        self.nodes, self.tls = nodes, tls
+        self.nodes, self.tls, self.shared = nodes, tls, shared
         self._port, self._data, self._keys = port, data, keys
         self._deadline, self._say = deadline, say
         self._open = contextlib.ExitStack()
@@ -86,12 +92,16 @@ class Cluster:
         require_flower()
         try:
             self._open.enter_context(self.places.taken())
-            self._prepare()
+            network = None
+            if not self.shared:
+                network = Network()
+                self._open.callback(network.close)
+            self._prepare(None if network is None else network.pid)
             janitor = Janitor([self.places.home(node) for node in range(self.nodes)], log=self.places.log("janitor"))
             self._open.callback(janitor.finish)
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
-                env = environment(self.places.flwr_home / name)
+                env = environment(self.places.flwr_home / name, network=self._remembered.network)
                 self._processes[name] = Leashed(name, log=self.places.log(name), env=env, held=janitor.held)
             self._say("starting the SuperLink")
             self._start("superlink")
@@ -139,7 +149,7 @@ class Cluster:
                     self._say(f"{process.name} has ended: starting it again (see {process.log})")
                     self._start(process.name)
 
-    def _prepare(self) -> None:
+    def _prepare(self, network: int | None) -> None:
         places = self.places
         before = places.remembered()
         if before is not None and before.tls != self.tls:
@@ -147,12 +157,14 @@ class Cluster:
                 f"The cluster in {places.folder} was made {'with' if before.tls else 'without'} TLS, and its nodes are "
                 f"known that way. Start it {'with' if before.tls else 'without'} --tls, or give another folder."
             )
-        port = self._port or (before.port if before is not None and is_free(before.port) else free_port())
-        if not is_free(port):
+        free = is_free if self.shared else lambda port: True
+        found = before.port if before is not None and free(before.port) else 0
+        port = self._port or found or (free_port() if self.shared else _OWN_PORT)
+        if not free(port):
             raise ConfigError(f"Port {port} is taken: give another one, or none for a free one.")
         # A database that is gone has forgotten its nodes.
         registered = before.registered if before is not None and places.database.exists() else []
-        self._remembered = Remembered(port=port, nodes=self.nodes, tls=self.tls, registered=registered)
+        self._remembered = Remembered(port=port, nodes=self.nodes, tls=self.tls, registered=registered, network=network)
         places.remember(self._remembered)
         if not places.secret.exists():
             write_new(places.secret, secrets.token_bytes(_SECRET_BYTES), private=True)
@@ -195,17 +207,20 @@ class Cluster:
             command = supernode_command(
                 address=self.address,
                 home=places.home(node),
-                port=free_port(),
+                port=free_port() if self.shared else self._own_port(node),
                 key=places.key(node) if self.tls else None,
                 certificates=certificates,
             )
         self._processes[name].start(command)
 
+    def _own_port(self, node: int) -> int:
+        port = _OWN_NODE_PORTS + node
+        return port if port < self._remembered.port else port + 1
+
     def _await_superlink(self) -> None:
-        ca = self.places.certificates.ca if self.tls else None
         superlink = self._processes["superlink"]
         deadline = time.monotonic() + self._deadline
-        while not healthy(self.address, ca=ca):
+        while not self.places.answers(self._remembered):
             if not superlink.alive:
                 raise superlink.failed("ended while it started")
             if time.monotonic() > deadline:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.deploy.certificates import Certificates
+from fedveil.deploy.namespace import VARIABLE, entering
 from fedveil.errors import ConfigError, FedVeilError, missing_extra
 
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -41,14 +42,18 @@ def program(name: str) -> str:
     return str(path)
 
 
-def environment(flwr_home: Path | None = None) -> dict[str, str]:
-    """The environment for Flower's processes; they find each other's commands and the packages of this interpreter."""
+def environment(flwr_home: Path | None = None, *, network: int | None = None) -> dict[str, str]:
+    """The environment for Flower's processes; they find each other's commands and the packages of this interpreter.
+
+    `network` is the process that holds the network they are to run in, where that is not the machine's.
+    """
     scripts = sysconfig.get_path("scripts")
     inherited = {**os.environ, "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])}
     if packages := os.environ.get("PYTHONPATH"):
         inherited["PYTHONPATH"] = os.pathsep.join(os.path.abspath(one) for one in packages.split(os.pathsep) if one)
     own = {"FLWR_HOME": str(flwr_home)} if flwr_home is not None else {}
-    return {**inherited, **_QUIET, **_OWN_PACKAGES, **_PROMPT, **own, "PYTHONUNBUFFERED": "1"}
+    within = {} if network is None else {VARIABLE: str(network)}
+    return {**inherited, **_QUIET, **_OWN_PACKAGES, **_PROMPT, **own, **within, "PYTHONUNBUFFERED": "1"}
 
 
 def superlink_command(
@@ -97,7 +102,7 @@ def connection(name: str, *, address: str, ca: str | Path | None) -> str:
 
 def flwr(*arguments: str, env: Mapping[str, str], timeout: float = 60.0) -> Any:
     """Ask `flwr` something and return the JSON it answers; what it complains about becomes a FlowerError."""
-    command = [program("flwr"), *arguments, "--format", "json"]
+    command = [*entering(env), program("flwr"), *arguments, "--format", "json"]
     try:
         done = subprocess.run(
             command, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout

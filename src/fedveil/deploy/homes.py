@@ -11,7 +11,7 @@ from pathlib import Path
 from fedveil.config import RunConfig, toml_of
 from fedveil.errors import ConfigError, unknown_name
 
-Required = str | int | float | bool
+Required = str | int | float | bool | Mapping[str, float]
 CLIENT_FILE = "client.toml"
 
 
@@ -105,7 +105,8 @@ device = "cpu"
 # The worker ends when nothing came for so many hours; the next message starts it again.
 idle_hours = 24
 
-# What a run's settings must be for this client to take part: a value, or a list of allowed ones.
+# What a run's settings must be for this client to take part: a value, a list of them, or {{ min = …, max = … }}. What
+# proofs rest on has bounds in any case, which this replaces; `fedveil flower client HOME --show` lists all of them.
 {require}
 """
 
@@ -123,6 +124,13 @@ def _inside(folder: Path, path: str | Path, name: str) -> str:
     return str(found.relative_to(folder)) if found.is_relative_to(folder) else str(found)
 
 
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{name} = {_value(one)}' for name, one in value.items())} }}"
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return f"[{', '.join(map(_value, value))}]" if several else toml_of(value)  # type: ignore[call-overload]
+
+
 def _requirements(require: Mapping[str, Required | Sequence[Required]]) -> str:
     if not require:
         return '# [require]\n# scheme = ["veil-secagg", "veil-dp"]\n# unmask = "always"'
@@ -131,7 +139,5 @@ def _requirements(require: Mapping[str, Required | Sequence[Required]]) -> str:
     for name, value in require.items():
         if name.replace("-", "_") not in known:
             raise unknown_name("setting to require:", name, known)
-        several = isinstance(value, Sequence) and not isinstance(value, str)
-        shown = f"[{', '.join(toml_of(one) for one in value)}]" if several else toml_of(value)  # type: ignore[union-attr]
-        lines.append(f"{name.replace('-', '_')} = {shown}")
+        lines.append(f"{name.replace('-', '_')} = {_value(value)}")
     return "\n".join(lines)

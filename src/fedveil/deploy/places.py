@@ -7,6 +7,9 @@ import fcntl
 import json
 import os
 import ssl
+import stat
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from fedveil.deploy.certificates import Certificates
 from fedveil.deploy.flower import environment
+from fedveil.deploy.namespace import entering
 from fedveil.errors import CheckpointError, ConfigError
 
 HOST = "127.0.0.1"
@@ -30,6 +34,8 @@ class Remembered:
     nodes: int
     tls: bool
     registered: list[int] = field(default_factory=list)
+    network: int | None = None
+    """The process that holds the cluster's own network; None: it is in the machine's."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +100,13 @@ class Places:
 
     def environment(self) -> dict[str, str]:
         """The environment in which `flwr` knows this cluster."""
-        return environment(self.flwr_home)
+        known = self.remembered()
+        return environment(self.flwr_home, network=None if known is None else known.network)
 
     def require_up(self, *, clients: int) -> None:
         """Refuse to go on unless a cluster answers here and has one node per client."""
         known = self.remembered()
-        address = known and f"{HOST}:{known.port}"
-        if known is None or not healthy(str(address), ca=self.certificates.ca if known.tls else None):
+        if known is None or not self.answers(known):
             raise ConfigError(
                 f"No cluster is up in {self.folder}. Start one with `fedveil flower up` in another terminal, name its "
                 "folder with --folder, or a SuperLink elsewhere with --superlink."
@@ -111,10 +117,25 @@ class Places:
                 f"--clients {known.nodes}, or start the cluster with --nodes {clients}."
             )
 
+    def answers(self, cluster: Remembered) -> bool:
+        """Whether this cluster's SuperLink answers."""
+        address, ca = f"{HOST}:{cluster.port}", self.certificates.ca if cluster.tls else None
+        if cluster.network is None:
+            return healthy(address, ca=ca)
+        # Asked by a process of its own, as this one is outside and may have threads, which cannot enter.
+        env = environment(network=cluster.network)
+        asking = [*entering(env), sys.executable, "-P", "-m", __name__, address, *([] if ca is None else [str(ca)])]
+        return subprocess.run(asking, env=env, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Hold the folder: a second cluster in it is refused."""
+        """Hold the folder, closed to other users: a second cluster in it is refused, and another user's folder."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = self.folder.stat()
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"{self.folder} belongs to another user (number {found.st_uid}): give another folder.")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            self.folder.chmod(0o700)
         handle = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             try:
@@ -141,3 +162,8 @@ def healthy(address: str, *, ca: Path | None) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    sys.exit(0 if healthy(given[0], ca=Path(given[1]) if given[1:] else None) else 1)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedveil.deploy.flower import FlowerError, program
+from fedveil.deploy.namespace import entering
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
 _SETTLED_AFTER = 60.0
@@ -38,8 +39,9 @@ class Leashed:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
+            leash = [sys.executable, "-P", "-m", "fedveil.deploy.leash"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fedveil.deploy.leash", program(command[0]), *command[1:]],
+                [*entering(self._env), *leash, program(command[0]), *command[1:]],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.deploy.flower import FlowerError, flwr, program
+from fedveil.deploy.namespace import entering
 from fedveil.engines.flower.events import MARK
 
 Event = dict[str, Any]
@@ -98,7 +99,7 @@ class Submission:
     def _follow(self, *arguments: str) -> Iterator[Event]:
         """Events that were not heard before: a log is always told from its beginning."""
         process = subprocess.Popen(
-            [program("flwr"), *arguments],
+            [*entering(self._env), program("flwr"), *arguments],
             env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

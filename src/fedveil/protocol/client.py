@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from fedveil.crypto.roster import Roster
 
 Answer = Reply | FedVeilError
+Promised = Callable[[ClientState], None]
+"""Told the state in which a client has promised to answer a round, with its price, before anything is computed. Whoever
+stores it then loses neither, whatever happens to the computation."""
+
+
+def _unstored(state: ClientState) -> None:
+    pass
 
 
 def own_target(scheme: Scheme) -> Policy:
@@ -73,7 +80,13 @@ class ClientRole:
             )
 
     def handle(
-        self, state: ClientState, request: Request, data: ClientData, private: Request | None = None
+        self,
+        state: ClientState,
+        request: Request,
+        data: ClientData,
+        private: Request | None = None,
+        *,
+        promised: Promised = _unstored,
     ) -> tuple[ClientState, Reply]:
         """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
         with own_errors(state, request):
@@ -81,6 +94,7 @@ class ClientRole:
             if not isinstance(request, Train):
                 return self._answer(state, request, data, private)
             state, context = self._begin(state, request, private)
+        promised(state)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
         with own_errors(state, request):
             return self._protect(state, vector, context)
@@ -91,6 +105,8 @@ class ClientRole:
         request: Request,
         clients: Sequence[ClientData],
         private: Mapping[int, Request] | None = None,
+        *,
+        promised: Promised = _unstored,
     ) -> Iterator[tuple[ClientState, Answer]]:
         """Answer one message for many simulated clients; equal to `handle` for each, in any order.
 
@@ -106,6 +122,7 @@ class ClientRole:
                     self._gate.check(state, request, private_too)
                     if isinstance(request, Train):
                         begun.append(self._begin(state, request, private_too))
+                        promised(begun[-1][0])
                         able.append(data)
                         continue
                     answer = self._answer(state, request, data, private_too)

@@ -22,7 +22,8 @@ Introduction = Literal["none", "sizes", "keys"]
 
 KEY_SIZES: dict[Introduction, dict[str, int]] = {
     "none": {},
-    "sizes": {"identity": 0, "key": 0, "signature": 0},
+    # Sizes alone are signed too: a roster is to vouch for them as it does for keys.
+    "sizes": {"identity": 32, "key": 0, "signature": 64},
     "keys": {"identity": 32, "key": 32, "signature": 64},
 }
 """The bytes of keys and signatures in an introduction."""
@@ -42,12 +43,9 @@ def introduce(
     if isinstance(request, Hello):
         ring = state.keys
         if ring is None or ring.run != request.run:
-            if how == "keys":
-                identity = identity or secrets.stream("identity", state.client).bytes(32)
-                key = secrets.stream("run key", state.client, request.run).bytes(32)
-                ring = Keyring(state.client, request.run, identity=identity, key=key)
-            else:
-                ring = Keyring(state.client, request.run, identity=b"", key=b"")
+            identity = identity or secrets.stream("identity", state.client).bytes(32)
+            key = secrets.stream("run key", state.client, request.run).bytes(32) if how == "keys" else b""
+            ring = Keyring(state.client, request.run, identity=identity, key=key)
         return replace(state, keys=ring), ring.announce(samples)
     state.ring().accept(request, samples=samples, roster=roster)
     return state, Ready(state.client, from_bytes(request.digest))

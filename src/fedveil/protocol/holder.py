@@ -12,7 +12,7 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
-from fedveil.protocol.client import Answer, own_target
+from fedveil.protocol.client import Answer, Promised, own_target
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.dividing import (
     Aggregate,
@@ -103,6 +103,8 @@ class HolderRole:
         request: Request,
         clients: Sequence[ClientData],
         private: Mapping[int, Request] | None = None,
+        *,
+        promised: Promised = lambda state: None,
     ) -> Iterator[tuple[ClientState, Answer]]:
         """Answer one message for many simulated clients; one that would have raised gives its error instead."""
         told = {} if private is None else private
@@ -115,6 +117,7 @@ class HolderRole:
                     self._check_patience(state, request)
                     if isinstance(request, Begin):
                         begun, context = self._begin(state, request, private_too)
+                        promised(begun)
                         ready.setdefault(id(begun.held), []).append((begun, context, data))
                         continue
                     answer = self._answer(state, request, data, private_too)

@@ -12,14 +12,14 @@ from fedveil.protocol.wire import decode, encode
 from fedveil.secrets import Guarded, StoredSecret
 
 if TYPE_CHECKING:
-    from fedveil.crypto.keys import Identity, PairSecret, RunKey
+    from fedveil.crypto.keys import PairSecret, RunKey
     from fedveil.crypto.roster import Roster
 
 
 class Keyring(Guarded):
     """Identity, agreement key and the run's directory; pair secrets are agreed on when first used.
 
-    A ring without keys (both empty) serves uplinks that tie clients together by their sizes alone.
+    A ring without an agreement key serves uplinks that tie clients together by their sizes alone.
     """
 
     def __init__(
@@ -29,21 +29,16 @@ class Keyring(Guarded):
         self.run = run
         self.directory = directory
         self._stored = (identity, key)
-        self._identity: Identity | None = None
-        self._key: RunKey | None = None
         self._pairs: dict[int, PairSecret] = {}
         self._vouched: set[int] = set()
-        if identity:
-            from fedveil.crypto.keys import Identity, RunKey
+        from fedveil.crypto.keys import Identity, RunKey
 
-            self._identity = Identity(StoredSecret(identity))
-            self._key = RunKey(StoredSecret(key))
+        self._identity = Identity(StoredSecret(identity))
+        self._key: RunKey | None = RunKey(StoredSecret(key)) if key else None
 
     def announce(self, samples: int) -> Announce:
-        """What the others need to know, signed if there are keys."""
-        if self._identity is None or self._key is None:
-            return Announce(self.client, samples, *(from_bytes(b"") for _ in range(3)))
-        public = self._key.public
+        """What the others need to know, signed."""
+        public = b"" if self._key is None else self._key.public
         signature = self._identity.sign_key(run=self.run, client=self.client, public=public, samples=samples)
         return Announce(
             self.client, samples, from_bytes(self._identity.public), from_bytes(public), from_bytes(signature)
@@ -84,10 +79,8 @@ class Keyring(Guarded):
         return self.directory
 
     def vouched(self, peer: int) -> tuple[bytes, bytes, int]:
-        """(identity, key, samples) of a peer, whose signature, where there are keys, has been checked."""
+        """(identity, key, samples) of a peer, whose signature has been checked."""
         identity, key, signature, samples = self.known().entry(peer)
-        if self._identity is None:
-            return identity, key, samples
         from fedveil.crypto.keys import check_key_signature
 
         check_key_signature(identity, signature, run=self.run, client=peer, public=key, samples=samples)
@@ -120,8 +113,6 @@ class Keyring(Guarded):
 
     def sign(self, content: bytes, *, purpose: str) -> bytes:
         """Vouch for something in this run."""
-        if self._identity is None:
-            raise ProtocolError(f"client {self.client} has no keys in this run")
         return self._identity.sign(content, purpose=f"{purpose} of {self.run}")
 
     def stored(self) -> dict[str, str]:

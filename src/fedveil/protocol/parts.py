@@ -262,7 +262,7 @@ def introduction_releases(how: Introduction) -> tuple[Release, ...]:
         "samples": "how many samples a client has",
         "identity": "a client's public signing key",
         "key": "a client's public key for this run",
-        "signature": "its signature on key and sample count",
+        "signature": "its signature on key, if any, and sample count",
     }
     named = {"samples": "samples", "identity": "identities", "key": "keys", "signature": "signatures"}
     fields = ("samples", "identity", "key", "signature")

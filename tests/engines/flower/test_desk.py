@@ -22,7 +22,7 @@ from fedveil.config import RunConfig
 from fedveil.engines.flower import refusals
 from fedveil.engines.flower.desk import Desk, code_of
 from fedveil.engines.flower.envelope import PARTS, out_of_array
-from fedveil.engines.flower.home import Home, RequiredError
+from fedveil.engines.flower.home import Home
 from fedveil.engines.flower.memory import DamagedError, Memory
 from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.rollcall import RollCall
@@ -43,6 +43,7 @@ from fedveil.protocol.directory import Hello
 from fedveil.protocol.keeping import UNREADABLE, UnreadableError
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs.identities import create_identities
+from fedveil.runs.terms import RequiredError
 
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
 LINEAGE = "0123456789abcdef" * 2

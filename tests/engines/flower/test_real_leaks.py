@@ -74,7 +74,12 @@ def write_home(home: Path, keys: Path, client: int) -> None:
     for name in ("roster.toml", f"client-{client}.key"):
         (home / name).write_bytes((keys / name).read_bytes())
     create_home(
-        home, client=client, data=home / "data.py", roster=home / "roster.toml", identity=home / f"client-{client}.key"
+        home,
+        client=client,
+        data=home / "data.py",
+        roster=home / "roster.toml",
+        identity=home / f"client-{client}.key",
+        require={"threshold": {"min": 0.5}},
     )
 
 
@@ -112,7 +117,7 @@ def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Pr
     create_identities(folder / "keys", clients=4)
     for client in range(4):
         write_home(folder / "cluster" / "homes" / f"client-{client}", folder / "keys", client)
-    with proxied(client=1) as proxy, Cluster(folder / "cluster", nodes=4) as cluster:
+    with proxied(client=1) as proxy, Cluster(folder / "cluster", nodes=4, shared=True) as cluster:
         yield cluster, proxy
     assert descendants(os.getpid()) == []
 

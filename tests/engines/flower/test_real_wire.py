@@ -45,7 +45,7 @@ def wire(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     over = threading.Event()
     with (
         proxied(client=1) as proxy,
-        Cluster(folder / "cluster", nodes=3, tls=request.param, keys=folder / "keys") as cluster,
+        Cluster(folder / "cluster", nodes=3, tls=request.param, keys=folder / "keys", shared=True) as cluster,
     ):
         watching = threading.Thread(target=cluster.watch, args=(over,))
         watching.start()

@@ -10,8 +10,8 @@ import torch
 
 from fedveil.downlink import assemble
 from fedveil.engines.flower import refusals
-from fedveil.engines.flower.home import Home, RequiredError
-from fedveil.engines.flower.memory import DamagedError, Memory, Remembered
+from fedveil.engines.flower.home import Home
+from fedveil.engines.flower.memory import DamagedError, Memory, Promise, Remembered
 from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.rollcall import RollCall, present
 from fedveil.engines.flower.setup import Setup
@@ -33,9 +33,11 @@ from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs.model_file import save_model
+from fedveil.runs.terms import RequiredError
 
 _LOG = logging.getLogger(__name__)
 _BEHIND = -1
+_MOST_TRIES = 2
 
 
 def code_of(error: FedVeilError) -> str:
@@ -113,23 +115,61 @@ class Desk:
         if known is not None and message and known.message == message:
             _LOG.info("the same message again: it gets the same reply")
             return known.reply
+        tries = 0
+        if known is not None and (begun := known.promise) is not None:
+            tries = begun.tries if message and begun.message == message else 0
+            if not tries:
+                known = replace(known, state=known.promised, promise=None)
+            elif tries < _MOST_TRIES:
+                # A process died over it, and nothing left: it is worked on again, and paid for again.
+                known = replace(known, state=replace(known.state, spent=begun.state.spent), promise=None)
+            else:
+                _LOG.error("work on a message was broken off %d times: it is not begun again", tries)
+                return self._broken_off(setup, known.replied(known.promised, message, b""))
         if known is not None and isinstance(request, Finish) and _long_finished(setup, known, request):
             return self._packed(Finished(self._home.client, request.version))
         side = self._built(setup, known)
         now = self._entered(setup, known, side)
         _check_name(setup, now.state, request)
         told = {} if private is None else {now.state.client: private}
-        state, answer = next(iter(side.role.handle_many([now.state], request, [side.data], told)))
+        begun_with = now
+
+        def promised(state: ClientState) -> None:
+            nonlocal now
+            # First what was spent: a kill in between then counts it twice, and never not at all.
+            self._memory.spend(state.spent - begun_with.state.spent)
+            promise = Promise(state, message, tries + 1)
+            self._memory.promise(setup.lineage, promise)
+            now = replace(begun_with, state=state, promise=promise)
+            self._latest = (setup.lineage, replace(begun_with, promise=promise))
+
+        try:
+            answers = side.role.handle_many([now.state], request, [side.data], told, promised=promised)
+            state, answer = next(iter(answers))
+        except BaseException as reason:
+            if now is begun_with:
+                raise
+            # Whatever it was: the round was promised and paid for, and this message is not worked on again.
+            reply = self._broken_off(setup, now.replied(now.promised, message, b""))
+            if not isinstance(reason, Exception):
+                raise
+            _LOG.exception("work on a %s was broken off", type(request).__name__)
+            return reply
         if isinstance(answer, FedVeilError):
             _LOG.warning("refused a %s: %s", type(request).__name__, answer)
             reply = self._refused(code_of(answer))
         else:
             reply = self._packed(answer)
-        # First what was spent: a kill in between then counts it twice, and never not at all.
         self._memory.spend(state.spent - now.state.spent)
         self._keep(setup, now.replied(state, message, reply))
         if isinstance(request, Finish) and not isinstance(answer, FedVeilError):
             self._write_model(setup, side, state)
+        return reply
+
+    def _broken_off(self, setup: Setup, one: Remembered) -> bytes:
+        """Remember, and give, the reply to a message that this client cannot deal with."""
+        reply = self._refused(refusals.INTERNAL)
+        self._keep(setup, replace(one, reply=reply))
         return reply
 
     def _recalled(self, setup: Setup) -> Remembered | None:

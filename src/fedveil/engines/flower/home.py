@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.crypto.roster import Roster
-from fedveil.errors import ConfigError, FedVeilError, unknown_name
+from fedveil.errors import ConfigError, unknown_name
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.runs.identities import read_identity
 from fedveil.runs.job import read_policy, read_roster
+from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_required, terms_of
 
 _FILE = "client.toml"
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -35,14 +35,6 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-# What a server must not be able to switch on by itself: it would vouch for its own honesty, or leave noise out.
-_WEAKER = {"honest_arrivals": True, "skip_cancelling": True, "unmask": "on-dropout", "accounting": "paper"}
-
-
-class RequiredError(FedVeilError):
-    """A run's settings are not those that the client's owner requires."""
-
-
 @dataclass(frozen=True, eq=False)
 class Home:
     """What a client's folder says."""
@@ -56,7 +48,7 @@ class Home:
     models: tuple[str, ...] = ()
     simulation: bool = False
     device: str = "cpu"
-    require: Mapping[str, Any] = field(default_factory=dict)
+    require: Mapping[str, Accepted] = field(default_factory=dict)
 
     @property
     def state(self) -> Path:
@@ -95,7 +87,7 @@ class Home:
             models=tuple(given.get("models", ())),
             simulation=given.get("simulation", False),
             device=given.get("device", "cpu"),
-            require={name.replace("-", "_"): value for name, value in require.items()},
+            require=read_required({name.replace("-", "_"): value for name, value in require.items()}, where=str(where)),
         )
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
@@ -112,19 +104,7 @@ class Home:
                 "the run is a simulation: its secrets follow from a seed that the server knows, and protect nothing. "
                 f"Leave the seed out, or write simulation = true into {self.path / _FILE}"
             )
-        defaults = schemes.find(config.scheme).options
-        for name, wanted in self.require.items():
-            allowed = wanted if isinstance(wanted, list) else [wanted]
-            value = getattr(config, name)
-            value = defaults.get(name) if value is None else value
-            if value not in allowed:
-                raise RequiredError(f"the run has {name} = {value!r}, and {self.path / _FILE} requires {allowed}")
-        for name, value in _WEAKER.items():
-            if getattr(config, name) == value and name not in self.require and not self.simulation:
-                raise RequiredError(
-                    f"{name} = {value!r} makes this client rely on the server's word, or its noise count for more than "
-                    f"it is: allow it under [require] in {self.path / _FILE} if that is meant"
-                )
+        check_terms(config, self.require, where=str(self.path / _FILE))
         if not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model
@@ -136,6 +116,25 @@ class Home:
             if file.endswith(".py"):
                 model = f"{self.path / file}:{factory}"
         return config.with_changes(model=model, device=self.device)
+
+    def terms(self) -> list[Term]:
+        """Everything that this client accepts, and on whose word."""
+        own = ", ".join(self.models) or "none"
+        simulated = "yes: the server knows their secrets" if self.simulation else "no"
+        lines = [
+            *terms_of(self.require, where=_FILE),
+            Term("model", f"those of `fedveil models`; own architectures: {own}", _FILE),
+            Term("simulations", simulated, _FILE),
+        ]
+        if self.policy is None:
+            what = "what it aims at, in each run anew"
+            return [*lines, Term("ε over all runs", what, "default: limit it in a policy file (max_epsilon)")]
+        limits = [(one.name, getattr(self.policy, one.name)) for one in fields(self.policy)]
+        return [*lines, *(Term(f"policy: {name}", _limit(value), "the policy file") for name, value in limits)]
+
+
+def _limit(value: float | None) -> str:
+    return "no limit" if value is None else f"{value:g}"
 
 
 def _files(path: Path, given: Mapping[str, Any]) -> dict[str, Path]:

@@ -1,0 +1,151 @@
+"""What a client accepts of a run's settings: bounds that hold unless its owner says otherwise, and what the owner says.
+
+A server proposes settings; a client that only pins the scheme must not find that they hollow it out. So what the proofs
+of a scheme rest on has bounds here, and [require] in client.toml, the owner's own file, is all that moves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedveil import schemes
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError, FedVeilError
+from fedveil.protocol.cohort import Cohort
+from fedveil.uplink.graph import default_degree
+
+
+class RequiredError(FedVeilError):
+    """A run's settings are not those that the client's owner requires."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Numbers from `least` to `most`."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def admits(self, value: object) -> bool:
+        """Whether a value is one of them."""
+        return (
+            isinstance(value, (int, float))
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+        )
+
+    def __str__(self) -> str:
+        if self.most is None:
+            return f"at least {self.least:g}"
+        return f"at most {self.most:g}" if self.least is None else f"{self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Any of these values."""
+
+    values: tuple[Any, ...]
+
+    def admits(self, value: object) -> bool:
+        """Whether a value is one of them."""
+        return value in self.values
+
+    def __str__(self) -> str:
+        return " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in self.values)
+
+
+Accepted = Between | OneOf
+
+# By default: why, after what. The scheme's own default is always accepted with the scheme.
+DEFAULTS: Mapping[str, tuple[Accepted, str]] = {
+    "epsilon": (Between(most=10.0), "more proves next to nothing"),
+    "delta": (Between(most=1e-4), "one record in so many may be published outright"),
+    "clip": (Between(1e-3, 1e3), "noise is as large as the clip, and rounding as small"),
+    "threshold": (Between(least=0.6), "a fifth of the neighbours may side with the server"),
+    "value_range": (Between(16.0, 2.0**30), "what is sent is cut off at it, and rounded by it"),
+    "unmask": (OneOf(("always",)), "masks would be opened on the server's word"),
+    "honest_arrivals": (OneOf((False,)), "the server would vouch for itself"),
+    "accounting": (OneOf(("exact",)), "the paper's noise counts for more than it is"),
+    "skip_cancelling": (OneOf((False,)), "noise would be left out"),
+}
+_NEIGHBOURS = "neighbours"
+_MANY_ENOUGH = "all others up to 32 clients, else 4·log₂ of them or more"
+_COHORT = "cohort"
+_FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of what a client accepts."""
+
+    setting: str
+    accepted: str
+    source: str
+
+
+def read_required(given: Mapping[str, Any], *, where: str) -> dict[str, Accepted]:
+    """[require] of client.toml: a value, a list of values, or { min = …, max = … }."""
+    found: dict[str, Accepted] = {}
+    for name, value in given.items():
+        if isinstance(value, dict):
+            known = {"min": "least", "max": "most"}
+            numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in value.values())
+            if not value or not set(value) <= set(known) or not numbers:
+                raise ConfigError(f"{where}, [require]: {name} must be a value, a list, or {{ min = …, max = … }}.")
+            found[name] = Between(**{known[end]: float(one) for end, one in value.items()})
+        else:
+            found[name] = OneOf(tuple(value) if isinstance(value, list) else (value,))
+    return found
+
+
+def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: str) -> None:
+    """Refuse settings that the owner does not agree to, or that nobody has said they agree to."""
+    own = schemes.find(config.scheme).options
+    for name, accepted in required.items():
+        value = getattr(config, name)
+        value = own.get(name) if value is None else value
+        # A range bounds what a scheme has, or leaves to itself; a value asks for it.
+        if not accepted.admits(value) and not (value is None and isinstance(accepted, Between)):
+            raise RequiredError(f"the run has {name} = {value!r}, and {where} requires {accepted}")
+    # Nothing is protected in a simulation, whose owner has agreed to that.
+    if config.simulated_secrets:
+        return
+    for name, (accepted, why) in DEFAULTS.items():
+        value = getattr(config, name)
+        if name in required or name not in own or value is None or value == own[name] or accepted.admits(value):
+            continue
+        raise RequiredError(
+            f"the run has {name} = {value!r}, and this client accepts {accepted} ({why}): allow it under [require] in "
+            f"{where} if that is meant"
+        )
+    if _NEIGHBOURS not in own:
+        return
+    size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
+    # Too few for any scheme of this kind is said by the scheme itself.
+    if _COHORT not in required and size < min(_FEWEST, config.clients):
+        raise RequiredError(
+            f"the run's rounds have {size} clients, and this client accepts {_FEWEST} or more: allow the cohort under "
+            f"[require] in {where} if that is meant"
+        )
+    wanted = config.neighbours
+    if _NEIGHBOURS in required or wanted is None or wanted == own[_NEIGHBOURS] or size < 2:
+        return
+    if wanted < default_degree(size):
+        raise RequiredError(
+            f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is "
+            f"{default_degree(size)} here: allow it under [require] in {where} if that is meant"
+        )
+
+
+def terms_of(required: Mapping[str, Accepted], *, where: str) -> list[Term]:
+    """What settings a client accepts, and on whose word."""
+    mine = {name: Term(name, str(accepted), f"require in {where}") for name, accepted in required.items()}
+    anything = Term("scheme", "any, also those that protect no data", "default: pin it with --require scheme=…")
+    lines = [mine.pop("scheme", anything)]
+    for name, (accepted, why) in DEFAULTS.items():
+        lines.append(mine.pop(name, Term(name, str(accepted), f"default: {why}")))
+    lines.append(mine.pop(_NEIGHBOURS, Term(_NEIGHBOURS, _MANY_ENOUGH, "default: a neighbourhood is what hides it")))
+    few = Term(_COHORT, f"{_FEWEST} clients or more", "default: where a sum hides its parts")
+    return [*lines, mine.pop(_COHORT, few), *mine.values()]
