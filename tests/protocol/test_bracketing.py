@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from federation import held_run, job, trained
+from fedveil.errors import ConfigError
+from fedveil.uplink.fixed_point import RANGES
 
-ATTEMPTS = 25
 VICTIM = 3
 HIDING: dict[str, dict[str, Any]] = {
     "veil-secagg": {"scheme": "veil-secagg", "head_groups": 1},
@@ -17,21 +18,44 @@ HIDING: dict[str, dict[str, Any]] = {
 }
 
 
-def refuses(name: str, value_range: float) -> bool:
-    """What the server sees of one client in a round of its own making."""
+def seen(name: str, value_range: float, factor: float = 10.0) -> tuple[set[int], set[int]]:
+    """What the server sees in a round of its own making: who answered, and who refused."""
     one = job(clients=5, rounds=1, value_range=value_range, **HIDING[name])
     data = one.pool.clients[VICTIM]
     assert data.rows is not None
-    data.x[data.rows] *= 10.0
+    data.x[data.rows] *= factor
     rounds = trained(one)[1] if one.scheme.holder == "server" else held_run(one).rounds
-    return VICTIM in rounds[0].gathered.refused
+    assert not rounds[0].failed
+    return set(rounds[0].gathered.arrived), set(rounds[0].gathered.refused)
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_25_attempts_bracket_a_clients_largest_number(name: str) -> None:
-    low, high = 2.0, 2.0 ** (24 if name == "veil-secagg" else 16)
-    for _ in range(ATTEMPTS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if refuses(name, middle) else (low, middle)
-    assert 4.0 < low < high < 2.0**23
-    assert high / low - 1 < 1e-6
+def test_no_range_makes_a_client_refuse(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Bisection had the largest number to six digits in 25 attempts; now every attempt shows the same."""
+    caplog.set_level("INFO", logger="fedveil")
+    low = 64.0 if name == "veil-secagg" else RANGES[0]
+    high = 2.0 ** (24 if name == "veil-secagg" else 12)
+    for attempt in range(6):
+        value_range = low * (high / low) ** (attempt / 5)
+        assert seen(name, value_range) == (set(range(5)), set())
+    assert any("cut off" in one.message for one in caplog.records)  # its owner can know
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("factor", [1e12, float("nan")])
+def test_numbers_that_run_away_are_not_refused_either(name: str, factor: float) -> None:
+    assert seen(name, 4096.0, factor) == (set(range(5)), set())
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("value_range", [1e-3, 0.5, 2.0**41, float("nan"), float("inf")])
+def test_a_range_beyond_what_a_server_may_set_is_refused_by_everybody(name: str, value_range: float) -> None:
+    with pytest.raises(ConfigError, match="value_range must lie between 1 and 2\\^40"):
+        job(clients=5, rounds=1, value_range=value_range, **HIDING[name])
+
+
+def test_a_range_that_would_cut_off_how_many_samples_there_are_is_refused_by_public_facts() -> None:
+    one = job(clients=5, rounds=1, value_range=32.0, **HIDING["veil-secagg"])  # 60 samples each
+    refused = trained(one)[1][0].gathered.refused
+    assert set(refused) == set(range(5))
+    assert all("60 samples" in reason for reason in refused.values())

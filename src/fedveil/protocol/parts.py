@@ -22,7 +22,7 @@ from fedveil.protocol.directory import Directory
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.state import ClientState
-from fedveil.secrets import SecretSource
+from fedveil.secrets import SecretSource, SecretStream
 from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.graph import graph_seed
 from fedveil.uplink.plan import NoisePlan
@@ -96,6 +96,11 @@ class BoundedWork(LocalWork, Protocol):
         """ "record" or "client": what may change."""
         ...
 
+    @property
+    def largest(self) -> float:
+        """How long a contribution can be, over the client's number of samples."""
+        ...
+
     def sensitivity(self, samples: int) -> float:
         """The largest L2 change of the contribution of a client with `samples` samples."""
         ...
@@ -132,15 +137,19 @@ def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
 
 
 class Central(Protocol):
-    """Noise that the server adds once to the recovered mean gradient."""
+    """Noise that the server adds once: to the sum of uploads, or to the mean gradient that it recovers from it."""
 
     @property
     def plan(self) -> NoisePlan | None:
         """How much noise there is, where a guarantee rests on it."""
         ...
 
-    def scale(self, context: RoundContext, terms: Terms, *, weight: float) -> float:
-        """Its standard deviation where the uploads' weights add up to `weight`."""
+    def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
+        """The sum of uploads as it may be used."""
+        ...
+
+    def on_gradient(self, gradient: Tensor, context: RoundContext, *, stream: SecretStream) -> None:
+        """Noise on the recovered mean gradient, in place."""
         ...
 
 
@@ -217,11 +226,10 @@ class Uplink(Channel, Protocol):
         ...
 
 
-class UploadSum:
-    """Checks uploads against the round and sums them exactly."""
+class Uploads:
+    """Checks uploads against the round; what is done with their payload is a subclass's."""
 
-    def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
-        self._sum = ExactSum(layout.length, device=device)
+    def __init__(self, context: RoundContext) -> None:
         self._context = context
         self._waiting = set(context.cohort)
 
@@ -236,10 +244,24 @@ class UploadSum:
             )
         if reply.client not in self._waiting:
             raise ProtocolError("an upload from a client that was not asked, or a second one")
-        if not reply.payload.is_floating_point():
-            raise ProtocolError(f"an upload holds {reply.payload.dtype} where floating-point numbers belong")
-        self._sum.add(reply.payload)
+        self._fold(reply.payload)
         self._waiting.discard(reply.client)
+
+    def _fold(self, payload: Tensor) -> None:
+        raise NotImplementedError
+
+
+class UploadSum(Uploads):
+    """An exact sum of real numbers."""
+
+    def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
+        super().__init__(context)
+        self._sum = ExactSum(layout.length, device=device)
+
+    def _fold(self, payload: Tensor) -> None:
+        if not payload.is_floating_point():
+            raise ProtocolError(f"an upload holds {payload.dtype} where floating-point numbers belong")
+        self._sum.add(payload)
 
     def total(self) -> Tensor:
         """The sum of what arrived."""

@@ -12,7 +12,6 @@ from fedveil.protocol.hiding import HiddenSum
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.unmasking import MaskedUpload
-from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.vote import Tally
 
 
@@ -60,32 +59,32 @@ class Votes:
 
 
 class DividedSum:
-    """Adds both parts of divided uploads: the noised rest exactly, the hidden part unread."""
+    """Adds both parts of divided uploads: the noised rest modulo 2⁶⁴, the hidden part unread."""
 
-    def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None, device: torch.device) -> None:
+    def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None) -> None:
         self._round = _Round(context)
         self._context = context
-        self._rest = ExactSum(rest, device=device)
+        self._rest = torch.zeros(rest, dtype=torch.int64)
         self._hidden = hidden
-        self._dtype = torch.float32
 
     def add(self, reply: Reply) -> None:
         """Fold an upload in; a refused one leaves both sums as they were."""
         if not isinstance(reply, Divided):
             raise ProtocolError(f"a {type(reply).__name__} arrived where a divided upload belongs")
         self._round.check(reply.client, reply.round, reply.attempt)
-        if not reply.rest.is_floating_point():
-            raise ProtocolError(f"an upload holds {reply.rest.dtype} where floating-point numbers belong")
-        self._rest.check(reply.rest)  # before the other part is added: a refused upload must be in neither sum
+        # Before the other part is added: a refused upload must be in neither sum.
+        if reply.rest.shape != self._rest.shape or reply.rest.dtype != torch.int64:
+            raise ProtocolError(
+                f"an upload has shape {tuple(reply.rest.shape)} and type {reply.rest.dtype} where "
+                f"{tuple(self._rest.shape)} and torch.int64 belong; do server and client use the same model and scheme?"
+            )
         if (self._hidden is None) != (reply.hidden is None):
             raise ProtocolError("an upload lacks its hidden part, or has one where nothing is hidden")
         if self._hidden is not None and reply.hidden is not None:
             if isinstance(reply.hidden, MaskedUpload) and reply.hidden.client != reply.client:
                 raise ProtocolError("an upload carries another client's hidden part")
             self._hidden.add(reply.hidden)
-        self._rest.add(reply.rest)
-        if reply.rest.dtype == torch.float64:
-            self._dtype = torch.float64
+        self._rest += reply.rest.cpu()
         self._round.done(reply.client)
 
     def open(self, gathered: Gathered) -> Ask | None:
@@ -101,7 +100,7 @@ class DividedSum:
             context.attempt,
             torch.tensor(context.cohort, dtype=torch.int64),
             torch.tensor(sorted(contributors), dtype=torch.int64),
-            self._rest.total().to(self._dtype),
+            self._rest.clone(),
             None if self._hidden is None else self._hidden.total(),
         )
 

@@ -6,7 +6,6 @@ SIZES = "every client's number of samples is public"
 KEYS = "pair secrets are unknown to the server: without a roster, it neither swapped keys nor invented clients"
 ROSTER = "pair secrets are unknown to the server: every key is signed by the one that the roster pins"
 CLIP = "honest clients clip and add noise as the protocol says; what others do does not matter"
-GAUSSIAN = "Gaussian samples are real numbers: floating-point side channels are not part of the claim"
 HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
 CRAFTED = (
     "a server that crafts the model it sends can make the sum reveal one client: clients cannot inspect a veiled model"
