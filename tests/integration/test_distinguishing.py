@@ -39,7 +39,7 @@ from fedveil.protocol.parts import RoundContext, planned
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import client_role
-from fedveil.uplink.grid import ROUNDING, integer_noise
+from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.work.messages import Bench, ClientData
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
@@ -314,11 +314,11 @@ def less_noise(monkeypatch: pytest.MonkeyPatch, *, residual: float, pairs: float
         add_shared(words, seed, **rest)
         share[0] = residual
 
-    def drawn(count: int, *, variance: float, **rest: Any) -> NDArray[np.int64]:
-        return integer_noise(count, variance=share[0] ** 2 * variance, **rest)
+    def drawn(words: NDArray[np.uint64], *, variance: float, **rest: Any) -> None:
+        add_noise(words, variance=share[0] ** 2 * variance, **rest)
 
     monkeypatch.setattr(noised_module, "add_shared", shared)
-    monkeypatch.setattr(grid_module, "integer_noise", drawn)
+    monkeypatch.setattr(grid_module, "add_noise", drawn)
 
 
 @pytest.mark.parametrize(

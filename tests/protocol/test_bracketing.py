@@ -48,7 +48,7 @@ def test_numbers_that_run_away_are_not_refused_either(name: str, factor: float) 
 
 
 @pytest.mark.parametrize("name", HIDING)
-@pytest.mark.parametrize("value_range", [1e-3, 0.5, 2.0**41, float("nan"), float("inf")])
+@pytest.mark.parametrize("value_range", [1e-3, 0.5, 2.0**41, 1e30])
 def test_a_range_beyond_what_a_server_may_set_is_refused_by_everybody(name: str, value_range: float) -> None:
     with pytest.raises(ConfigError, match="value_range must lie between 1 and 2\\^40"):
         job(clients=5, rounds=1, value_range=value_range, **HIDING[name])

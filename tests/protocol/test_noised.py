@@ -464,14 +464,13 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Spy:
     fresh: list[bytes] = []
     shared: list[tuple[bytes, float]] = []
 
-    def one(count: int, *, variance: float, step: float, seed: bytes) -> NDArray[np.int64]:
+    def one(words: NDArray[np.uint64], *, variance: float, step: float, seed: bytes) -> None:
         fresh.append(seed)
-        return np.zeros(count, dtype=np.int64)
 
     def two(words: NDArray[np.uint64], seed: bytes, *, client: int, peer: int, variance: float, step: float) -> None:
         shared.append((seed, variance if client < peer else -variance))
 
-    monkeypatch.setattr(grid_module, "integer_noise", one)
+    monkeypatch.setattr(grid_module, "add_noise", one)
     monkeypatch.setattr(noised_module, "add_shared", two)
 
     def taken() -> tuple[list[bytes], list[tuple[bytes, float]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from fedveil.protocol.parts import RoundContext, Terms, planned
 from fedveil.secrets import SecretStream
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.gaussian import add_fresh
-from fedveil.uplink.grid import integer_noise
+from fedveil.uplink.grid import add_noise
 from fedveil.uplink.plan import NoisePlan
 
 
@@ -29,8 +28,7 @@ class PlannedCentral:
         codec = FixedPoint(one.range * 2.0 ** (one.addends - 1).bit_length(), 1)  # the same step, for a whole sum
         words = codec.encode(total)
         variance = float(planned(self.plan, context, terms.work).residual.sum())
-        noise = integer_noise(len(words) - 1, variance=variance, step=codec.step, seed=stream.bytes(32))
-        words[:-1] += noise.view(np.uint64)
+        add_noise(words[:-1], variance=variance, step=codec.step, seed=stream.bytes(32))
         return torch.from_numpy(codec.decode(words)).to(total)
 
     def on_gradient(self, gradient: Tensor, context: RoundContext, *, stream: SecretStream) -> None:

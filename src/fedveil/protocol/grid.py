@@ -12,7 +12,7 @@ from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid import grid_of, integer_noise
+from fedveil.uplink.grid import add_noise, grid_of
 from fedveil.uplink.plan import NoisePlan
 
 _PAIR = "pair noise"
@@ -43,8 +43,7 @@ def add_residual(
     covering = planned(plan, context, terms.work)
     variance = float(covering.residual[covering.members.index(client)])
     seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
-    step = gridded(plan, context, terms).step
-    words += integer_noise(len(words), variance=variance, step=step, seed=seed).view(np.uint64)
+    add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
 
 
 def pair_purpose(graph: str) -> str:
@@ -66,9 +65,7 @@ def add_shared(
     words: NDArray[np.uint64], seed: bytes, *, client: int, peer: int, variance: float, step: float, sign: int = 1
 ) -> None:
     """Add `sign` × what `client` shares with `peer`, in place; −1 × that is in the peer's upload."""
-    noise = integer_noise(len(words), variance=variance, step=step, seed=seed).view(np.uint64)
-    operation = np.add if (client < peer) == (sign > 0) else np.subtract
-    operation(words, noise, out=words)
+    add_noise(words, variance=variance, step=step, seed=seed, subtract=(client < peer) != (sign > 0))
 
 
 def partners(covering: Covering, place: int) -> list[tuple[int, float]]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import Covering
-from fedveil.uplink.discrete import discrete_gaussian
+from fedveil.uplink.discrete import add_discrete_gaussian
 from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
 
 ROUNDING = 2.0**-12
@@ -67,9 +67,9 @@ def check_pairs(covering: Covering) -> None:
         raise ConfigError(f"A client would share noise with more than {MOST_PAIRS} others. Set neighbours.")
 
 
-def integer_noise(count: int, *, variance: float, step: float, seed: bytes) -> NDArray[np.int64]:
-    """`count` whole numbers of steps that count as Gaussian noise of at least `variance`."""
+def add_noise(words: NDArray[np.uint64], *, variance: float, step: float, seed: bytes, subtract: bool = False) -> None:
+    """Words ± whole numbers that count as Gaussian noise of at least `variance`, modulo 2⁶⁴, in place."""
     sigma = math.sqrt(variance / step**2 + _SMOOTHING)
     # Both ends of a pair must draw the same numbers, though linear algebra differs in its last bits between machines.
     unit = 2.0 ** (math.frexp(sigma)[1] - _KEPT_BITS)
-    return discrete_gaussian(count, sigma=math.ceil(sigma / unit) * unit, seed=seed)
+    add_discrete_gaussian(words, sigma=math.ceil(sigma / unit) * unit, seed=seed, subtract=subtract)
