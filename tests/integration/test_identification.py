@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.crypto.stream import add_gaussian
+from fedveil.crypto.stream import WordStream
 from fedveil.engines import ClientPool, LocalEngine
 from fedveil.protocol import ServerRole, noised
 from fedveil.protocol.grid import gridded
@@ -110,9 +110,12 @@ def test_the_game_is_won_where_noise_is_made_in_floating_point(monkeypatch: pyte
 
     def real(words: NDArray[np.uint64], client: int, plan: Any, context: Any, terms: Any, *, secrets: Any) -> None:
         covering = planned(plan, context, terms.work)
-        noise = np.zeros(len(words))
         seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
-        add_gaussian(noise, seed, scale=float(covering.residual[covering.members.index(client)]) ** 0.5)
+        drawn = WordStream(seed).take((len(words) + 1) // 2)
+        radius = np.sqrt(-2 * np.log(((drawn >> np.uint64(24)) + 0.5) / 2.0**40))
+        angle = (drawn & np.uint64(2**24 - 1)) * (2 * np.pi / 2.0**24)
+        noise = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: len(words)]
+        noise *= float(covering.residual[covering.members.index(client)]) ** 0.5
         words += np.rint(noise / gridded(plan, context, terms).step).astype(np.int64).view(np.uint64)
 
     monkeypatch.setattr(noised, "add_residual", real)

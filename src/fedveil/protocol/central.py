@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedveil.downlink.samplers import client_noise, simulated_noise
 from fedveil.protocol.grid import gridded
 from fedveil.protocol.parts import RoundContext, Terms, planned
 from fedveil.secrets import SecretStream
 from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.gaussian import add_fresh
 from fedveil.uplink.grid import add_noise
 from fedveil.uplink.plan import NoisePlan
 
@@ -48,4 +48,9 @@ class AssumedCentral:
 
     def on_gradient(self, gradient: Tensor, context: RoundContext, *, stream: SecretStream) -> None:
         """Gaussian noise of deviation σ / K, in floating point: nothing is proven by it."""
-        add_fresh(gradient, scale=self.sigma / len(context.cohort), stream=stream)
+        kinds, sigma = torch.zeros(len(gradient), dtype=torch.uint8), self.sigma / len(context.cohort)
+        if gradient.device.type != "cpu" and stream.simulation:
+            noise = simulated_noise(kinds, sigma=sigma, stream=stream, like=gradient)
+        else:
+            noise = torch.from_numpy(client_noise(kinds, sigma=sigma, seed=stream.bytes(32)))
+        gradient += noise.to(gradient)
