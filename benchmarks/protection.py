@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.rows import WORK, Bed, Row, head
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
-from fedveil.downlink import Decomposed, HeadNoise, Plain
+from fedveil.downlink import Decomposed, HeadNoise, Plain, Rescaling
 from fedveil.downlink.messages import Downlink
+from fedveil.flat import Layout
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import OsSecrets
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 CLIENTS = 100
 BATCH = 64
 MOST = 1.15
+_NOISE = "residual noise and six pairs' noise"
 CPU = torch.device("cpu")
 
 
@@ -43,31 +45,53 @@ def client_protection(*, repeats: int) -> list[Row]:
     from fedveil.protocol.masked import Masked
 
     bed = Bed.resnet20(BATCH, CPU)
-    decomposed = Decomposed(HeadNoise(groups=1))
+    decomposed, rescaled = Decomposed(HeadNoise(groups=1)), Rescaling(1.5)
     covers: dict[str, tuple[Downlink, Uplink]] = {
         "masks, 6 neighbours": (head(1), Masked(degree=6)),
         "masks, 28 neighbours (the default)": (head(1), Masked()),
         "mpdp's noise, 5-out": (decomposed, AssumedNoise(1.0, "decomposed", neighbours=5)),
     }
-    steps = {"fedavg": Plain(), "veiled": head(1), "decomposed": decomposed}
+    steps = {"fedavg": Plain(), "veiled": head(1), "decomposed": decomposed, "rescaled": rescaled}
     timed = interleaved(
         {
             **{name: bed.client(downlink) for name, downlink in steps.items()},
             **{name: _protecting(bed, *cover) for name, cover in covers.items()},
+            _NOISE: _noising(bed),
         },
         repeats=repeats,
     )
     where = f"ResNet-20, batch {BATCH}, {CLIENTS} clients"
     against = ratio(timed["veiled"], timed["fedavg"])
     rows = [Row(f"veiled step, m = 1 ({where})", "fedavg step", against, note=_milliseconds(timed["veiled"]))]
-    for name, (downlink, _) in covers.items():
-        step = timed["decomposed" if downlink is decomposed else "veiled"]
+    bare = {name: "decomposed" if downlink is decomposed else "veiled" for name, (downlink, _) in covers.items()}
+    for name, which in {**bare, _NOISE: "rescaled"}.items():
+        step = timed[which]
         whole = _sum(step, timed[name])
         rows += [
             Row(f"step + {name}", "the same step bare", ratio(whole, step), MOST, note=_milliseconds(timed[name])),
             Row(f"step + {name}", "fedavg step", ratio(whole, timed["fedavg"])),
         ]
     return rows
+
+
+def _noising(bed: Bed) -> Callable[[], object]:
+    """What `veil-dp` adds to the upload of a client with six partners: its own noise and that of six pairs."""
+    from fedveil.protocol.grid import partners
+    from fedveil.protocol.noised import Noised
+    from fedveil.protocol.parts import planned
+    from fedveil.uplink.plan import NoisePlan, Target
+    from fedveil.work.clipped import ClippedSamples
+
+    states, directory = federation(CLIENTS)
+    # Without batch normalisation, which clipping refuses, the contribution would be as long.
+    layout = Layout((("gradients", (1, bed.blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+    terms = Terms(bed.blueprint, layout, ClippedSamples(WORK.loss, WORK.batches, 1.0))
+    plan = NoisePlan(Target(3.0, 1e-5, 100, 100), "pairs", neighbours=3)
+    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory)
+    covering = planned(plan, context, terms.work)
+    client = next(one for one in context.cohort if len(partners(covering, one)) == 6)
+    uplink, vector = Noised(plan), torch.ones(layout.length)
+    return lambda: uplink.protect(states[client], vector, context, terms, secrets=OsSecrets())
 
 
 def _milliseconds(timed: Timed) -> str:

@@ -87,7 +87,7 @@ class RunConfig:
     cover: str | None = _option("veil-dp: noise, or masks (with integer noise)")
     unmask: str | None = _option("veil-secagg: always, or on-dropout")
     threshold: float | None = _option("veil-secagg: more than this share of a neighbourhood must answer")
-    value_range: float | None = _option("veil-secagg: largest number a client may send")
+    value_range: float | None = _option("veil-secagg: numbers beyond it are cut off")
     secret_sampling: float | None = _option("ldp: chance of each record to be in a round's secret batch")
     share: float | None = _option("paraaegis: share r of the parameters that travels hidden, 0 to 1")
     share_decay: float | None = _option("paraaegis: factor λ on the share per round, above 0 and up to 1")

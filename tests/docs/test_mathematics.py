@@ -16,11 +16,12 @@ from torch import nn
 
 from docs.pages import DOCS
 from downlink.exactness import scramble, trial
-from fedveil.crypto.stream import add_gaussian, add_mask
+from fedveil.crypto.stream import add_mask
 from fedveil.ledger.correlated import Covering, by_peer, charges
 from fedveil.ledger.gaussian import delta_of, epsilon_of, paper_sigma, sigma_of
 from fedveil.uplink.allocation import allocate
 from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import add_noise
 from fedveil.uplink.vote import choice, indices_of, tags, vote_label
 from fedveil.work import Batches, LocalSteps, Schedule, SquareLoss
 from fedveil.work.clipped import ClippedUpdate
@@ -218,11 +219,19 @@ def test_4_the_allocation_has_the_rows_it_should(sizes: list[int]) -> None:
 
 
 def test_4_pair_noise_from_one_seed_cancels_to_the_last_bit() -> None:
-    one, other, seed = np.zeros(101), np.zeros(101), bytes(range(32))
-    add_gaussian(one, seed, scale=3.0)
-    add_gaussian(other, seed, scale=-3.0)
-    assert np.abs(one).max() > 3
+    one, other, seed = np.zeros(101, np.uint64), np.zeros(101, np.uint64), bytes(range(32))
+    add_noise(one, variance=9.0, step=2.0**-20, seed=seed)
+    add_noise(other, variance=9.0, step=2.0**-20, seed=seed, subtract=True)
+    assert np.abs(one.view(np.int64)).max() > 3 * 2**20
     assert not (one + other).any()
+
+
+def test_4_a_whole_number_is_a_real_gaussian_rounded_at_random() -> None:
+    """Σ_z exp(−(z − y)²/8) is 2√(2π) for every y, as far as float64 can tell; 2.01·exp(−8π²) is below 2⁻¹¹²."""
+    for y in np.linspace(0, 1, 17):
+        weights = np.exp(-((np.arange(-60, 61) - y) ** 2) / 8)
+        assert weights.sum() == pytest.approx(2 * math.sqrt(2 * math.pi), rel=1e-15)
+    assert 2.01 * math.exp(-8 * math.pi**2) < 2.0**-112
 
 
 def test_5_masks_cancel_exactly() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedveil.config import RunConfig
@@ -30,14 +31,15 @@ from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
+from fedveil.protocol import grid as grid_module
 from fedveil.protocol import noised as noised_module
 from fedveil.protocol.directory import Announce, Directory, Hello
-from fedveil.protocol.noised import pair_purpose, partners
+from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import client_role
-from fedveil.uplink.gaussian import add_fresh, add_seeded
+from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.work.messages import Bench, ClientData
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
@@ -83,7 +85,7 @@ class Remembered:
     def __init__(self, work: Any) -> None:
         self._work = work
         self._done: dict[tuple[int, int], tuple[Broadcast, ClientData, Tensor]] = {}
-        self.returns, self.unit, self.clip = work.returns, work.unit, work.clip
+        self.returns, self.unit, self.clip, self.largest = work.returns, work.unit, work.clip, work.largest
         self.sensitivity, self.layout = work.sensitivity, work.layout
 
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
@@ -108,6 +110,7 @@ class Seen:
     covering: Covering
     context: RoundContext
     states: Sequence[ClientState]
+    step: float
 
 
 View = Callable[[Seen], tuple[float, float]]
@@ -156,7 +159,7 @@ class Table:
         for state, reply in self.role.handle_many(self.states, train, data):
             assert isinstance(reply, Upload), reply
             self.states[state.client] = state
-            sent[state.client] = reply.payload.double()
+            sent[state.client] = reply.payload
         work = one.scheme.work
         bare = [work.run(self.bench, train.broadcast, own, round=number) for own in (*self.honest, self.canary)]
         shift = (bare[-1] - bare[0])[:-1]
@@ -165,8 +168,9 @@ class Table:
         assert plan is not None
         covering = planned(plan, context, one.scheme.work)
         self.ratios.append(float(shift.norm() / covering.sensitivity[0]))
-        residue = {k: sent[k][:-1] - bare[k][:-1] for k in sent}
-        return Seen(residue, shift, covering, context, tuple(self.states))
+        codec = gridded(plan, context, one.scheme.terms(one.blueprint))
+        residue = {k: sent[k].double()[:-1] * codec.step - bare[k][:-1] for k in sent}
+        return Seen(residue, shift, covering, context, tuple(self.states), codec.step)
 
 
 def sigma_of(covering: Covering, left_out: set[frozenset[int]]) -> np.ndarray:
@@ -181,14 +185,11 @@ def sigma_of(covering: Covering, left_out: set[frozenset[int]]) -> np.ndarray:
 
 def shared_noise(seen: Seen, one: int, other: int, by: int) -> Tensor:
     """What `one` added for the sake of `other`, by the keys of `by`, who is one of them."""
-    peer = one if by == other else other
-    keys = seen.states[by].ring()
-    context = seen.context
-    seed = keys.pair(peer).seed(round=context.round, attempt=context.attempt, purpose=pair_purpose(context))
+    seed = pair_seed(seen.states[by], one if by == other else other, seen.context)
     variance = dict(partners(seen.covering, one))[other]
-    noise = torch.zeros_like(seen.shift)
-    add_seeded(noise, scale=math.sqrt(variance) * (1 if one < other else -1), seed=seed)
-    return noise
+    words = np.zeros(len(seen.shift), dtype=np.uint64)
+    add_shared(words, seed, client=one, peer=other, variance=variance, step=seen.step)
+    return torch.from_numpy(words.view(np.int64)).double() * seen.step
 
 
 def server(seen: Seen, *, colluding: Sequence[int] = (), late: bool = False) -> tuple[float, float]:
@@ -217,9 +218,11 @@ def one_upload(seen: Seen) -> tuple[float, float]:
 
 def another_client(seen: Seen, *, one: Job) -> tuple[float, float]:
     """Client 1 sees the sum and knows its own residual noise."""
-    own = torch.zeros_like(seen.shift)
-    stream = one.secrets.branch("clients").stream("residual", 1, seen.context.round, 0)  # type: ignore[attr-defined]
-    add_fresh(own, scale=math.sqrt(seen.covering.residual[1]), stream=stream)
+    words = np.zeros(len(seen.shift), dtype=np.uint64)
+    secrets, plan = one.secrets.branch("clients"), one.scheme.uplink.plan  # type: ignore[attr-defined]
+    assert plan is not None
+    add_residual(words, 1, plan, seen.context, one.scheme.terms(one.blueprint), secrets=secrets)
+    own = torch.from_numpy(words.view(np.int64)).double() * seen.step
     total = torch.stack(list(seen.residue.values())).sum(0) - own
     variance = float(seen.covering.residual.sum() - seen.covering.residual[1])
     return float(total @ seen.shift) / variance, float(seen.shift @ seen.shift) / variance
@@ -304,14 +307,18 @@ def test_the_same_with_many_games(name: str) -> None:
 
 
 def less_noise(monkeypatch: pytest.MonkeyPatch, *, residual: float, pairs: float) -> None:
-    def fresh(vector: Tensor, *, scale: float, **rest: Any) -> None:
-        add_fresh(vector, scale=residual * scale, **rest)
+    share = [residual]
 
-    def seeded(vector: Tensor, *, scale: float, **rest: Any) -> None:
-        add_seeded(vector, scale=pairs * scale, **rest)
+    def shared(words: NDArray[np.uint64], seed: bytes, **rest: Any) -> None:
+        share[0] = pairs
+        add_shared(words, seed, **rest)
+        share[0] = residual
 
-    monkeypatch.setattr(noised_module, "add_fresh", fresh)
-    monkeypatch.setattr(noised_module, "add_seeded", seeded)
+    def drawn(words: NDArray[np.uint64], *, variance: float, **rest: Any) -> None:
+        add_noise(words, variance=share[0] ** 2 * variance, **rest)
+
+    monkeypatch.setattr(noised_module, "add_shared", shared)
+    monkeypatch.setattr(grid_module, "add_noise", drawn)
 
 
 @pytest.mark.parametrize(
@@ -369,4 +376,4 @@ def test_the_canary_moves_its_clients_upload_by_the_whole_sensitivity_and_no_oth
     table = Table(job_of("veil-dp", 1, cover="noise", spread=4.0))
     bare = [table.play(changed=False) for _ in range(3)]
     assert min(table.ratios) >= 0.99
-    assert all(float(seen.covering.sensitivity[0]) == 2 * CLIP for seen in bare)
+    assert all(float(seen.covering.sensitivity[0]) == 2 * CLIP * (1 + ROUNDING) for seen in bare)

@@ -18,7 +18,7 @@ from torch import Tensor
 from federation import HeldRun, held_run, job
 from fedveil.crypto import ckks
 from fedveil.crypto.stream import add_mask
-from fedveil.errors import ConfigError, NumericError, ProtocolError
+from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.dividing import Divide, Divided
 from fedveil.protocol.encrypted import Ckks
@@ -363,14 +363,17 @@ def test_a_ciphertext_where_masked_words_belong_is_refused() -> None:
 # ---- limits
 
 
-def test_numbers_beyond_the_range_are_not_hidden() -> None:
+def test_numbers_beyond_the_range_are_cut_off() -> None:
     federation = Padded(3, length=4)
-    with pytest.raises(NumericError, match="value_range = 256"):
-        federation.hidden(0, torch.full((4,), 256.5, dtype=torch.float64), federation.context())
-    state = _member(federation.states[0], Group(RUN, bytes(32), KEY.secret_bytes()))
-    for number in (8.5, float("nan")):
-        with pytest.raises(NumericError):
-            Ckks(8.0).hide(state, torch.full((4,), number, dtype=torch.float64), CONTEXT, secrets=federation.secrets)
+    group = Group(RUN, bytes(32), KEY.secret_bytes())
+    state = _member(federation.states[0], group)
+    for number, kept in ((8.5, 8.0), (-1e30, -8.0), (float("nan"), 0.0), (float("inf"), 8.0)):
+        values = torch.full((4,), number, dtype=torch.float64)
+        federation.hidden(0, values, federation.context())
+        _, part = Ckks(8.0).hide(state, values, CONTEXT, secrets=federation.secrets)
+        assert isinstance(part, Ciphertext)
+        found = Ckks(8.0).read(group, part.data, [0], CONTEXT)
+        assert torch.allclose(found, torch.full((4,), kept).double(), atol=1e-4)
 
 
 def test_rounds_that_no_cipher_can_hide_or_hold_are_refused_before_the_run() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from federation import job, same_bits, server_of, trained
 from fedveil.crypto import stream
 from fedveil.engines import LocalEngine
-from fedveil.errors import ConfigError, NumericError
+from fedveil.errors import ConfigError
 from fedveil.protocol import ClientRole, RoundDone, ServerState
 from fedveil.protocol.asking import Ask
 from fedveil.protocol.masked import Masked
@@ -313,26 +313,16 @@ def test_contributions_at_the_edge_of_the_range_add_up_without_overflow() -> Non
         assert torch.equal(total.total(), 9 * edge)
 
 
-@pytest.mark.parametrize("number", [1000.001, -1e30])
-def test_a_number_beyond_the_range_is_refused_by_the_client(number: float) -> None:
-    federation = Federation(3, Masked(value_range=1000.0))
-    vector = torch.zeros(40, dtype=torch.float64)
-    vector[7] = number
-    with pytest.raises(NumericError, match=r"Number 7 .*value_range = 1000.*Raise value_range"):
-        federation.upload(0, vector, federation.context())
-
-
-def test_in_a_run_a_client_beyond_the_range_is_left_out_and_named() -> None:
+def test_in_a_run_a_client_beyond_the_range_is_cut_off_and_takes_part() -> None:
     one = job(scheme="veil-secagg", clients=8, rounds=1, head_groups=1, value_range=1e6, how="iid")
     data = one.pool.clients[3]
     rows = data.rows
     assert rows is not None
     data.x[rows] *= 100.0  # one client's inputs are out of proportion
     _, rounds = trained(one)
-    assert list(rounds[0].gathered.refused) == [3]
-    assert "value_range = 1e+06" in rounds[0].gathered.refused[3]
+    assert not rounds[0].gathered.refused
     assert not rounds[0].failed
-    assert 3 not in rounds[0].gathered.arrived
+    assert 3 in rounds[0].gathered.arrived
 
 
 def test_a_range_that_leaves_no_room_for_fractions_is_refused_before_the_run() -> None:

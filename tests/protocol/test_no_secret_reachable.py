@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,11 +20,11 @@ from fedveil.downlink.decomposed import DecomposedVeil
 from fedveil.downlink.rescaling import ScaledVeil
 from fedveil.engines import LocalEngine
 from fedveil.engines.local import Absent
-from fedveil.protocol import Ask, ClientRole, Gathered, ServerRole, Train
+from fedveil.protocol import Ask, ClientRole, Gathered, ServerRole, Train, masked, noised
+from fedveil.protocol.grid import add_residual, gridded
 from fedveil.runs.job import Job
 from fedveil.runs.training import client_role
 from fedveil.secrets import SecretStream, SeededSecrets
-from fedveil.uplink import discrete, gaussian
 from reach import CLIENT_SIDE, SERVERS_OWN, Secrets, leaks, leaks_in_text
 
 BATCH_NORM = {"depth": 3, "width": 12, "norm": "batch"}
@@ -301,17 +302,15 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
         secrets.add_bytes(f"the {kind} seed of {self._pair} in round {round}", content)
         return content
 
-    def note_residual(vector: torch.Tensor, *, scale: float, seed: bytes) -> None:
-        alone = torch.zeros_like(vector)
-        seeded(alone, scale=scale, seed=seed)
+    def note_residual(words: Any, client: int, plan: Any, context: Any, terms: Any, **named: Any) -> None:
+        alone = np.zeros_like(words)
+        add_residual(alone, client, plan, context, terms, **named)
         # Where a gradient is zero and no pair noise lies over it, the noise itself is what is sent.
-        secrets.add("residual noise", alone if one.scheme.uplink.introduction == "keys" else alone[vector != 0])
-        vector += alone
-
-    def note_integers(count: int, *, sigma: float, seed: bytes) -> Any:
-        noise = integers(count, sigma=sigma, seed=seed)
-        secrets.add("integer noise", [float(value) for value in noise if abs(value) > 1 << 20])
-        return noise
+        noise = (alone if one.scheme.uplink.introduction == "keys" else alone[words != 0]).view(np.int64)
+        step = gridded(plan, context, terms).step
+        for unit in (1.0, step):
+            secrets.add("residual noise", [float(value) * unit for value in noise if abs(value) > 1 << 10])
+        words += alone
 
     def note_vector(self: Any, state: Any, vector: Any, context: Any, terms: Any, **named: Any) -> Any:
         covered = terms.layout.split(vector)["gradients"][0]  # the others travel bare under mpdp, as it declares
@@ -320,11 +319,10 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
         return protect(self, state, vector, context, terms, **named)
 
     begin, expand, protect = PairSecret.__init__, PairSecret.seed, type(one.scheme.uplink).protect
-    seeded, integers = gaussian.add_seeded, discrete.discrete_gaussian
     monkeypatch.setattr(PairSecret, "__init__", note_pair)
     monkeypatch.setattr(PairSecret, "seed", note_seed)
-    monkeypatch.setattr(gaussian, "add_seeded", note_residual)
-    monkeypatch.setattr(discrete, "discrete_gaussian", note_integers)
+    for module in (noised, masked):
+        monkeypatch.setattr(module, "add_residual", note_residual)
     monkeypatch.setattr(type(one.scheme.uplink), "protect", note_vector)
     role = ClientRole(one.scheme, one.blueprint, secrets=TappedSecrets(99, secrets))
     recording, server = Recording(role), server_of(one)
@@ -353,7 +351,7 @@ KEPT = {
     "dp-fedavg": {"a client's residual", "residual noise"},
     "nadp": {"a client's residual", "residual noise", "a client's run key"},
     "veil-dp": {"a client's residual", "residual noise", "a client's identity"},
-    "veil-dp under masks": {"a client's residual", "integer noise", "a client's self mask", "a client's shares"},
+    "veil-dp under masks": {"a client's residual", "residual noise", "a client's self mask", "a client's shares"},
     "veil-secagg": {"a client's self mask", "a client's shares", "a client's run key", "a client's identity"},
     "veil-secagg, sparse": {"a client's self mask"},
     "veil-secagg, on dropout": {"a client's shares"},

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from federation import distance, job, same_bits
@@ -20,16 +21,17 @@ from fedveil.engines import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering
 from fedveil.protocol import Ask, ClientState, Gathered, RoundDone, ServerRole, Train, Upload
+from fedveil.protocol import grid as grid_module
 from fedveil.protocol import noised as noised_module
+from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.noised import Noised, Repair, pair_purpose
+from fedveil.protocol.noised import Noised, Repair
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.runs import session
 from fedveil.runs.job import Job
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import client_role, fresh_state, train_job
-from fedveil.uplink import gaussian
-from fedveil.uplink.gaussian import add_fresh, add_seeded
+from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.work.messages import Bench
 
 UNEVEN: dict[str, Any] = {"loss": None, "how": "size", "ratio": 2.0}
@@ -101,25 +103,32 @@ class Federation:
         data = self.job.pool.clients[client]
         return scheme.work.run(bench, ask.common.broadcast, data, round=ask.common.round).double()
 
+    def codec(self, ask: Ask) -> FixedPoint:
+        """The round's grid."""
+        plan, terms = self.job.scheme.uplink.plan, self.job.scheme.terms(self.job.blueprint)
+        assert plan is not None
+        return gridded(plan, self.context(ask), terms)
+
+    def rounded(self, ask: Ask, client: int) -> Tensor:
+        """A client's contribution before noise, in steps."""
+        return torch.from_numpy(self.codec(ask).encode(self.bare(ask, client)).view(np.int64))
+
     def residual(self, ask: Ask, client: int) -> Tensor:
-        """A client's residual noise, which simulated secrets let us draw again."""
-        covering, context = self.covering(ask), self.context(ask)
-        vector = torch.zeros(self.job.blueprint.size, dtype=self.job.weights.parameters.dtype)
-        if self.job.scheme.uplink.introduction == "keys":
-            vector = vector.double()
-        stream = self.job.secrets.branch("clients").stream("residual", client, context.round, context.attempt)  # type: ignore[attr-defined]
-        add_fresh(vector, scale=math.sqrt(covering.residual[covering.members.index(client)]), stream=stream)
-        return vector.double()
+        """A client's residual noise in steps, which simulated secrets let us draw again."""
+        plan, context = self.job.scheme.uplink.plan, self.context(ask)
+        words = np.zeros(self.job.blueprint.size, dtype=np.uint64)
+        terms, secrets = self.job.scheme.terms(self.job.blueprint), self.job.secrets.branch("clients")  # type: ignore[attr-defined]
+        assert plan is not None
+        add_residual(words, client, plan, context, terms, secrets=secrets)
+        return torch.from_numpy(words.view(np.int64))
 
     def between(self, ask: Ask, one: int, other: int) -> Tensor:
-        """What `one` adds for the sake of `other`."""
-        covering, context, keys = self.covering(ask), self.context(ask), self.states[one].keys
-        assert keys is not None
-        shared = dict(noised_module.partners(covering, covering.members.index(one)))
-        vector = torch.zeros(self.job.blueprint.size, dtype=torch.float64)
-        seed = keys.pair(other).seed(round=context.round, attempt=context.attempt, purpose=pair_purpose(context))
-        add_seeded(vector, scale=math.sqrt(shared[other]) * (1 if one < other else -1), seed=seed)
-        return vector
+        """What `one` adds for the sake of `other`, in steps."""
+        covering, seed = self.covering(ask), pair_seed(self.states[one], other, self.context(ask))
+        variance = dict(partners(covering, covering.members.index(one)))[other]
+        words = np.zeros(self.job.blueprint.size, dtype=np.uint64)
+        add_shared(words, seed, client=one, peer=other, variance=variance, step=self.codec(ask).step)
+        return torch.from_numpy(words.view(np.int64))
 
 
 def payloads(replies: dict[int, Reply]) -> dict[int, Tensor]:
@@ -133,18 +142,19 @@ def total_of(ask: Ask) -> Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("settings", [{}, {"neighbours": 2}], ids=["complete", "sparse"])
-def test_pair_noise_cancels_in_the_sum_to_rounding(dtype: str, settings: dict[str, Any]) -> None:
-    """Relative to the largest pair noise in an upload; residual noise and contributions are all that stays."""
+def test_pair_noise_cancels_in_the_sum_to_the_last_bit(dtype: str, settings: dict[str, Any]) -> None:
+    """To the last bit: residual noise and contributions are all that stays."""
     one = Federation(job(scheme="nadp", dtype=dtype, rounds=1, **UNEVEN, **settings))
     ask = one.until(Train)
     sent = payloads(one.gather(ask))
-    kept = {k: one.bare(ask, k)[:-1] + one.residual(ask, k) for k in ask.to}
-    largest = max(float((sent[k][:-1] - kept[k]).abs().max()) for k in ask.to)
-    stayed = max(float(one.residual(ask, k).abs().max()) for k in ask.to)
+    kept = {k: one.rounded(ask, k)[:-1] + one.residual(ask, k) for k in ask.to}
+    largest = max(int((sent[k][:-1] - kept[k]).abs().max()) for k in ask.to)
+    stayed = max(int(one.residual(ask, k).abs().max()) for k in ask.to)
     assert largest > 5 * stayed
-    left = total_of(ask)[:-1] - torch.stack(list(kept.values())).sum(0)
-    assert float(left.abs().max()) < 1e-9 * largest
-    assert all(one.dtype == torch.float64 for one in sent.values())
+    stays = torch.stack(list(kept.values())).sum(0)
+    assert torch.equal(torch.stack(list(sent.values())).sum(0)[:-1], stays)
+    assert torch.equal(total_of(ask)[:-1], stays.double() * one.codec(ask).step)
+    assert all(one.dtype == torch.int64 for one in sent.values())
 
 
 def test_uploads_carry_the_noise_that_the_plan_promises() -> None:
@@ -158,9 +168,10 @@ def test_uploads_carry_the_noise_that_the_plan_promises() -> None:
     for _ in range(20):
         ask = one.until(Train)
         covering = one.covering(ask)
-        bare = {k: one.bare(ask, k) for k in ask.to}
+        bare = {k: one.rounded(ask, k) for k in ask.to}
+        step = one.codec(ask).step
         sent = payloads(one.gather(ask))
-        noise.append(torch.stack([sent[k] - bare[k] for k in ask.to])[:, :-1])
+        noise.append(torch.stack([(sent[k] - bare[k]).double() * step for k in ask.to])[:, :-1])
         assert isinstance(one.step, RoundDone)
         if one.server.state.round < 20:
             one.step = one.steps.send(None)
@@ -181,11 +192,12 @@ def test_uploads_carry_the_noise_that_the_plan_promises() -> None:
 
 @pytest.mark.parametrize("scheme", ["nadp", "mpdp"])
 def test_leaving_out_what_cancels_trains_the_same_model_but_claims_nothing(scheme: str) -> None:
-    """The same residual noise from the same seed: models agree to 1e-9, float64's rounding of the pair noise."""
+    """The same residual noise from the same seed: models agree to the last bit, MP-DP's to float64's rounding."""
     settings: dict[str, Any] = {"loss": None} if scheme == "nadp" else {"neighbours": 3}
     full, quick = (job(scheme=scheme, rounds=4, skip_cancelling=skip, **settings) for skip in (False, True))
     states = [train_job(one, state=fresh_state(one)) for one in (full, quick)]
-    assert distance(states[1].state.weights.parameters, states[0].state.weights.parameters) < 1e-9
+    trained = [one.state.weights.parameters for one in states]
+    assert same_bits(*trained) if scheme == "nadp" else distance(trained[1], trained[0]) < 1e-9
     assert not same_bits(states[0].state.weights.parameters, full.weights.parameters)
     released = {one.field: one for one in quick.scheme.releases(quick.blueprint)}
     assert "LEFT OUT" in released["upload.gradients"].noise
@@ -213,11 +225,12 @@ def test_tolerated_dropouts_leave_their_pairs_noise_and_divide_by_the_weight_tha
     assert isinstance(done, RoundDone)
     assert not done.failed
     here = [k for k in ask.to if k not in gone]
-    stays = sum(one.bare(ask, k)[:-1] + one.residual(ask, k) for k in here)
+    stays = sum(one.rounded(ask, k)[:-1] + one.residual(ask, k) for k in here)
     left = sum(one.between(ask, k, m) for k in here for m in gone)
     assert isinstance(left, Tensor)
     total = total_of(ask)
-    assert distance(total[:-1] - stays, left) < 1e-12
+    assert torch.equal(total[:-1], (stays + left).double() * one.codec(ask).step)
+    assert int(left.abs().max()) > 0
     weight = sum(len(one.job.pool.clients[k]) for k in here)
     assert float(total[-1]) == weight
     moved = before - one.server.state.weights.parameters
@@ -243,10 +256,10 @@ def test_repair_takes_off_exactly_the_noise_shared_with_the_missing(settings: di
     assert isinstance(done, RoundDone)
     assert not done.failed
     here = [k for k in train.to if k not in gone]
-    stays = sum(one.bare(train, k)[:-1] + one.residual(train, k) for k in here)
+    stays = sum(one.rounded(train, k)[:-1] + one.residual(train, k) for k in here).double() * one.codec(train).step
     assert isinstance(stays, Tensor)
     assert float((with_noise - stays).abs().max()) > 3 * float(stays.abs().max())
-    assert distance(total_of(repair)[:-1], stays) < 1e-10
+    assert torch.equal(total_of(repair)[:-1], stays)
     assert {frozenset(pair) & gone for pair in done.revealed} == {frozenset({1}), frozenset({4})}
     covering = one.covering(train)
     shared = {
@@ -399,7 +412,7 @@ def test_clients_told_of_different_cohorts_share_no_noise(monkeypatch: pytest.Mo
     ask = one.until(Train)
     train = ask.common
     assert isinstance(train, Train)
-    monkeypatch.setattr(noised_module, "add_seeded", lambda vector, *, scale, seed: drawn.append(seed))
+    monkeypatch.setattr(noised_module, "add_shared", lambda words, seed, **named: drawn.append(seed))
     for client, cohort in ((0, [0, 1]), (1, [0, 1, 2, 3])):
         one.reply(replace(ask, common=replace(train, cohort=torch.tensor(cohort))), client)
     assert len(drawn) == 4
@@ -433,8 +446,8 @@ def test_local_noise_needs_no_keys_and_repairs_nothing() -> None:
     sent = payloads(one.gather(ask, {1}))
     assert isinstance(one.step, RoundDone)
     for client, payload in sent.items():
-        assert distance(payload[:-1] - one.bare(ask, client)[:-1], one.residual(ask, client)) < 1e-9
-        assert float(payload[-1]) == len(one.job.pool.clients[client])
+        assert torch.equal(payload[:-1] - one.rounded(ask, client)[:-1], one.residual(ask, client))
+        assert int(payload[-1]) * one.codec(ask).step == len(one.job.pool.clients[client])
     with pytest.raises(ProtocolError, match="Repair, which this scheme has not"):
         one.role.handle(one.states[0], request, one.job.pool.clients[0])
 
@@ -459,14 +472,14 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> Spy:
     fresh: list[bytes] = []
     shared: list[tuple[bytes, float]] = []
 
-    def one(vector: Tensor, *, scale: float, seed: bytes) -> None:
+    def one(words: NDArray[np.uint64], *, variance: float, step: float, seed: bytes) -> None:
         fresh.append(seed)
 
-    def two(vector: Tensor, *, scale: float, seed: bytes) -> None:
-        shared.append((seed, scale))
+    def two(words: NDArray[np.uint64], seed: bytes, *, client: int, peer: int, variance: float, step: float) -> None:
+        shared.append((seed, variance if client < peer else -variance))
 
-    monkeypatch.setattr(gaussian, "add_seeded", one)
-    monkeypatch.setattr(noised_module, "add_seeded", two)
+    monkeypatch.setattr(grid_module, "add_noise", one)
+    monkeypatch.setattr(noised_module, "add_shared", two)
 
     def taken() -> tuple[list[bytes], list[tuple[bytes, float]]]:
         found = (fresh.copy(), shared.copy())
@@ -517,7 +530,8 @@ def test_a_simulated_client_and_one_alone_add_the_same_noise() -> None:
         if isinstance(reply, Upload)
     }
     alone = payloads(one.gather(ask))
-    assert all(distance(together[k], alone[k]) < 1e-12 for k in ask.to)
+    assert all(torch.equal(together[k][-1:], alone[k][-1:]) for k in ask.to)
+    assert all(int((together[k] - alone[k]).abs().max()) <= 1 for k in ask.to)
 
 
 def test_a_run_with_dropouts_ends_with_the_books_in_order() -> None:

@@ -20,6 +20,7 @@ from fedveil.protocol.dividing import Begin, Divide
 from fedveil.protocol.messages import Request
 from fedveil.protocol.unmasking import Unmask
 from fedveil.runs.job import Job
+from fedveil.uplink import grid
 from protocol.relaying import Covered, watch_uploads
 
 pytest.importorskip("tenseal")
@@ -98,8 +99,9 @@ def check_same(ours: HeldRun, theirs: ServerState, their_rounds: list[RoundDone]
 @pytest.fixture
 def without_noise(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings under which dividing an update and putting it together again must change nothing."""
-    monkeypatch.setattr(parallel, "add_fresh", lambda vector, **named: None)
-    return {"clip": 1e6}
+    monkeypatch.setattr(parallel, "add_residual", lambda *noise, **named: None)
+    monkeypatch.setattr(grid, "ROUNDING", 2.0**-44)  # nor rounding
+    return {"clip": 10.0}
 
 
 # ---- the ends of the dial, and the combinations

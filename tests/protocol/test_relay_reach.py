@@ -178,7 +178,7 @@ def test_each_secret_planted_in_the_server_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_without_noise_the_server_would_hold_parts_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search finds what is there: what travels beside the winners is covered by its noise alone."""
-    monkeypatch.setattr(parallel, "add_fresh", lambda vector, **named: None)
+    monkeypatch.setattr(parallel, "add_residual", lambda *noise, **named: None)
     seen = overhear(monkeypatch, **WAYS["a share, pads"], clip=1e6)
     assert any("an uncovered update" in line for line in seen.leaks())
 

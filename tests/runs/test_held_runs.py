@@ -25,6 +25,7 @@ from fedveil.protocol.messages import Request
 from fedveil.runs import session, training
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.training import fresh_state, train_job
+from fedveil.uplink import grid
 
 pytest.importorskip("tenseal")
 
@@ -105,8 +106,9 @@ def test_with_a_vote_and_without_noise_a_resumed_run_ends_in_the_same_model(
     tmp_path: Path, interrupted: Interrupted, small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Winners may differ, by ties that the new group breaks another way; what is put together does not."""
-    monkeypatch.setattr(parallel, "add_fresh", lambda vector, **named: None)
-    settings = {**HELD, **DIVIDED, "clip": 1e6, "dtype": "float64", "epsilon": 1000.0, "accounting": "paper"}
+    monkeypatch.setattr(parallel, "add_residual", lambda *noise, **named: None)
+    monkeypatch.setattr(grid, "ROUNDING", 2.0**-44)
+    settings = {**HELD, **DIVIDED, "clip": 10.0, "dtype": "float64", "epsilon": 1000.0, "accounting": "paper"}
     folder = interrupted(tmp_path / "run", after=3, **settings)
     session.resume(folder, quiet=True)
     session.run(small(**settings), tmp_path / "straight", quiet=True)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.errors import ConfigError, NumericError
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.errors import ConfigError
+from fedveil.uplink.fixed_point import FixedPoint, saturated
 
 RANGES = st.floats(2.0**-40, 2.0**36)
 
@@ -110,19 +110,27 @@ def test_encoding_leaves_its_input_alone() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 16_383, 16_384, 20_000])
-def test_numbers_that_are_none_are_refused_with_their_place(bad: float, place: int) -> None:
-    numbers = np.zeros(20_001, dtype=np.float32)
+def test_numbers_that_are_none_count_as_zero_or_as_the_largest(bad: float, place: int) -> None:
+    numbers = np.full(20_001, 0.25, dtype=np.float32)
     numbers[place] = bad
-    with pytest.raises(NumericError, match=f"Number {place} of an upload is {bad}"):
-        FixedPoint(1.0, 1).encode(numbers)
+    found = FixedPoint(1.0, 1).encode(numbers)
+    numbers[place] = 0.0 if math.isnan(bad) else math.copysign(1.0, bad)
+    assert np.array_equal(found, FixedPoint(1.0, 1).encode(numbers))
 
 
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_numbers_beyond_the_range_are_refused_and_the_setting_is_named(sign: float) -> None:
+def test_numbers_beyond_the_range_are_cut_off_there_and_only_their_owner_is_told(
+    sign: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="fedveil")
     fixed = FixedPoint(3.0, 10)
-    fixed.encode(np.array([3.0 * sign]))
-    with pytest.raises(NumericError, match=r"Number 1 .* beyond value_range = 3\. Raise value_range"):
-        fixed.encode(np.array([0.0, sign * np.nextafter(3.0, 4.0)]))
+    edge = fixed.encode(np.array([0.5, 3.0 * sign]))
+    assert not caplog.records
+    for number in (np.nextafter(3.0, 4.0), 1e300):
+        assert np.array_equal(fixed.encode(np.array([0.5, sign * number])), edge)
+    assert [one.getMessage()[:22] for one in caplog.records] == ["1 of 2 numbers of an u"] * 2
+    cut = saturated(torch.tensor([0.5, 4.0 * sign, math.nan], dtype=torch.float64), 3.0)
+    assert cut.tolist() == [0.5, 3.0 * sign, 0.0]
 
 
 def test_a_range_without_room_for_fractions_is_refused() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.audit.facts import Facts
 from fedveil.audit.record import RecordWriter
-from fedveil.audit.shared import shared_part
+from fedveil.audit.shared import shared_part, unit_of
 from fedveil.audit.views import weights_by_name
 from fedveil.config import numbers_of
 from fedveil.downlink.blueprint import Blueprint, Weights
@@ -144,7 +144,9 @@ class Recorder(Guarded):
         layout = self._terms.layout
         if not self._readable or upload.payload.shape != (layout.length,):
             return
-        sums = layout.split(upload.payload.to(veil.weights.parameters.device))
+        payload = upload.payload if upload.payload.is_floating_point() else upload.payload.double()
+        # Whole numbers have one step, the weight's too: over the weight it cancels.
+        sums = layout.split(payload.to(veil.weights.parameters.device))
         if float(sums["weight"]) > 0:
             recovered = veil.inner.recover(_mean(sums, weight=sums["weight"]))
             self._secret("recovered", recovered, {}, client=upload.client)
@@ -164,7 +166,8 @@ class Recorder(Guarded):
             self._pairs.add(pair)
             tensors = {"upload": part}
             if self._readable:
-                sums = self._terms.layout.split(part.to(veil.weights.parameters.device))
+                unit = unit_of(self._uplink, self._terms, state, round=request.round, attempt=request.attempt)
+                sums = self._terms.layout.split((part.double() * unit).to(veil.weights.parameters.device))
                 tensors["gradient"] = veil.inner.recover(_mean(sums)).gradient
             self._write("shared", {}, tensors, client=state.client, peer=peer)
 

@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.protocol import grid
 from fedveil.protocol.assumed import AssumedNoise
 from fedveil.protocol.masked import Masked, pair_seed
-from fedveil.protocol.noised import Noised, add_pair, partners
-from fedveil.protocol.parts import Channel, RoundContext, Terms, answered
+from fedveil.protocol.noised import Noised
+from fedveil.protocol.parts import Channel, RoundContext, Terms, planned
 from fedveil.protocol.state import ClientState
 
 
@@ -18,8 +19,8 @@ def shared_part(
 ) -> Tensor | None:
     """What the pair (client of `state`, `peer`) put into the client's own upload; −1 × that is in the peer's.
 
-    Computed from the client's real keys, right after it answered (`round` counts from 0). Noise comes as a
-    float64 vector of an upload's length, a mask as int64 words modulo 2⁶⁴; None where they share nothing.
+    Computed from the client's real keys, right after it answered (`round` counts from 0). Noise and masks come as
+    int64 words modulo 2⁶⁴, noise in floating point (MP-DP's) as float64; None where they share nothing.
     """
     if uplink.introduction != "keys" or peer == state.client or peer not in state.seat:
         return None
@@ -33,14 +34,23 @@ def shared_part(
     return None
 
 
+def unit_of(uplink: Channel, terms: Terms, state: ClientState, *, round: int, attempt: int) -> float:
+    """What one of an upload's whole numbers is in the units of a contribution; 1 where they are real numbers."""
+    if not isinstance(uplink, Noised):
+        return 1.0
+    context = RoundContext(round, attempt, state.seat, state.ring().known())
+    return grid.gridded(uplink.plan, context, terms).step
+
+
 def _noise(uplink: Noised, terms: Terms, state: ClientState, peer: int, context: RoundContext) -> Tensor | None:
-    covering = answered(uplink.plan, state, terms.work)
-    variance = dict(partners(covering, covering.members.index(state.client))).get(peer)
+    covering, client = planned(uplink.plan, context, terms.work), state.client
+    variance = dict(grid.partners(covering, covering.members.index(client))).get(peer)
     if variance is None:
         return None
-    found = torch.zeros(terms.layout.length, dtype=torch.float64)
-    add_pair(found[:-1], state, peer, variance, context)
-    return found
+    words = np.zeros(terms.layout.length, dtype=np.uint64)
+    step, seed = grid.gridded(uplink.plan, context, terms).step, grid.pair_seed(state, peer, context)
+    grid.add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=step)
+    return torch.from_numpy(words.view(np.int64))
 
 
 def _assumed_noise(

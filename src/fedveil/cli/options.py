@@ -149,7 +149,7 @@ Threshold = Annotated[
     float | None, _flag(_MASKS, "More than this share of a neighbourhood must answer. (default: 2/3)")
 ]
 ValueRange = Annotated[
-    float | None, _flag(_MASKS, "Largest number a client may send. (default: 2^24; for a hidden share 256)")
+    float | None, _flag(_MASKS, "Numbers beyond it are cut off, 1 to 2^40. (default: 2^24; for a hidden share 256)")
 ]
 
 Share = Annotated[

@@ -1,4 +1,4 @@
-"""Keyed streams: mask words and Gaussian noise that both ends of a pair can make again.
+"""Keyed streams: words for masks and noise that both ends of a pair can make again.
 
 AES-128 in counter mode over zeros, written straight into the array it is for. The 32-byte seed
 gives the key (first half) and the first counter block (second half).
@@ -19,10 +19,6 @@ Blocks = Callable[[NDArray[np.int64], int], Words]
 
 _BLOCK = 16
 _CHUNK = 1 << 14
-_LOG_BITS = 40
-_ANGLE_BITS = 64 - _LOG_BITS
-
-
 _ZEROS = memoryview(bytes(8 * _CHUNK))
 
 
@@ -63,29 +59,3 @@ def add_mask(total: Words, seed: bytes, *, subtract: bool = False) -> None:
     for start in range(0, len(total), _CHUNK):
         part = total[start : start + _CHUNK]
         operation(part, stream.take(len(part)), out=part)
-
-
-def add_gaussian(total: NDArray[np.float32] | NDArray[np.float64], seed: bytes, *, scale: float) -> None:
-    """total + scale × standard normal numbers of the seed, in place (Box–Muller).
-
-    Each word gives two numbers: 40 bits for the radius, so that tails reach 7.5 σ, and 24 for the
-    angle. They are computed in the type of `total`.
-    """
-    stream = WordStream(seed)
-    for start in range(0, len(total), 2 * _CHUNK):
-        part = total[start : start + 2 * _CHUNK]
-        half = (len(part) + 1) // 2
-        words = stream.take(half)
-        radius = (words >> np.uint64(_ANGLE_BITS)).astype(total.dtype)
-        angle = (words & np.uint64((1 << _ANGLE_BITS) - 1)).astype(total.dtype)
-        np.add(radius, 0.5, out=radius)
-        np.multiply(radius, 2.0**-_LOG_BITS, out=radius)
-        np.log(radius, out=radius)
-        np.multiply(radius, -2.0 * scale**2, out=radius)
-        np.maximum(radius, 0.0, out=radius)  # rounding may lift the uniform to 1
-        np.sqrt(radius, out=radius)
-        if scale < 0:
-            np.negative(radius, out=radius)
-        np.multiply(angle, 2.0 * np.pi * 2.0**-_ANGLE_BITS, out=angle)
-        part[:half] += radius * np.cos(angle)
-        part[half:] += (radius * np.sin(angle))[: len(part) - half]

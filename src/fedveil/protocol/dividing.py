@@ -12,7 +12,7 @@ from fedveil.protocol.hiding import Ciphertext
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.protocol.wire import message
-from fedveil.shapes import Shape, clients, octets, reals, words
+from fedveil.shapes import Shape, clients, octets, words
 from fedveil.uplink.vote import TAG_BYTES
 
 
@@ -30,7 +30,7 @@ class Aggregate:
     attempt: int
     asked: Annotated[Tensor, clients("asked")]
     contributors: Annotated[Tensor, clients("contributors")]
-    rest: Annotated[Tensor, reals("rest")]
+    rest: Annotated[Tensor, words("rest")]
     hidden: Annotated[Tensor | None, Shape((torch.int64, torch.uint8), ("hidden",))]
 
     released_as = "aggregate"
@@ -81,7 +81,7 @@ class Divided(Reply):
 
     round: int
     attempt: int
-    rest: Annotated[Tensor, reals("rest")]
+    rest: Annotated[Tensor, words("rest")]
     hidden: Ciphertext | MaskedUpload | None
 
 

@@ -18,6 +18,7 @@ from fedveil.protocol.hiding import Ciphertext, Hidden
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
+from fedveil.uplink.fixed_point import check_value_range, saturated
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Ckks:
     """
 
     value_range: float
+
+    def __post_init__(self) -> None:
+        check_value_range(self.value_range)
 
     @property
     def name(self) -> str:
@@ -61,9 +65,9 @@ class Ckks:
     def hide(
         self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
     ) -> tuple[ClientState, Hidden]:
-        """Encrypt."""
+        """Encrypt; what is beyond the range is cut off."""
         key = ckks.SecretKey.from_bytes(state.membership().opening)
-        return state, Ciphertext(from_bytes(ckks.encrypt(values, key.public)))
+        return state, Ciphertext(from_bytes(ckks.encrypt(saturated(values, self.value_range), key.public)))
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> EncryptedSum:
         """A sum of ciphertexts."""

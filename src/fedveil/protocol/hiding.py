@@ -62,7 +62,10 @@ class HiddenSum(Protocol):
 
 
 class Cipher(OpeningKeys, Protocol):
-    """Hides numbers of up to ± `value_range` from the server, which can add them; clients read the sum."""
+    """Hides numbers of up to ± `value_range` from the server, which can add them; clients read the sum.
+
+    What is beyond the range is cut off, and nobody is told: a refusal would let the server measure it.
+    """
 
     @property
     def name(self) -> str:

@@ -2,13 +2,13 @@
 
 Everything a client sends is one fixed-point vector modulo 2⁶⁴ under masks shared with its neighbours,
 which cancel in the sum, and a mask of its own, which its neighbours can help to take off
-(Bonawitz et al. 2017; the sparse graph is that of Bell et al. 2020).
+(Bonawitz et al. 2017; the sparse graph is that of Bell et al. 2020). Numbers beyond the range are cut off and
+nobody is told: the range is the server's, and a refusal would let it measure a client's largest number.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -24,11 +24,12 @@ from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
 from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.grid import add_residual, gridded
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.keyring import Keyring
 from fedveil.protocol.masked_releases import masked_releases
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.parts import RoundContext, Summing, Terms, planned
+from fedveil.protocol.parts import RoundContext, Summing, Terms
 from fedveil.protocol.shares import LOCK, SHARE_BYTES, Item, Label, Quorum, deal, lock_shares, open_bundle
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.unmasking import (
@@ -46,18 +47,14 @@ from fedveil.protocol.unmasking import (
     unpacked,
 )
 from fedveil.secrets import SecretSource
-from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.fixed_point import FixedPoint, check_value_range
 from fedveil.uplink.graph import Graph, default_degree, ring
-from fedveil.uplink.plan import ROUNDING, NoisePlan
-from fedveil.work.messages import LocalWork
+from fedveil.uplink.plan import NoisePlan
 
 Unmasking = Literal["always", "on-dropout"]
 UNMASKING = ("always", "on-dropout")
 _MASK = "mask"
 _REVELATION = "revelation"
-_NOISE_TAIL = 12.0
-_FINEST = 1024.0
-"""In steps, the least σ at which sums of integer Gaussians count as Gaussian: they differ by e^(−2π²σ²)."""
 
 
 @lru_cache(maxsize=8)
@@ -81,7 +78,7 @@ def pair_seed(state: ClientState, peer: int, *, round: int, attempt: int) -> byt
 
 @dataclass(frozen=True)
 class Masked:
-    """Masks modulo 2⁶⁴; with `noise`, integer Gaussian noise under them.
+    """Masks modulo 2⁶⁴; with `noise`, integer Gaussian noise under them, on the grid that the noise asks for.
 
     `unmask = "always"`: a mask of one's own and a second phase every round. `"on-dropout"`: no such mask,
     and a second phase only when somebody is missing, which trusts the server to be honest about arrivals.
@@ -100,6 +97,7 @@ class Masked:
     def __post_init__(self) -> None:
         if self.unmask not in UNMASKING:
             raise unknown_name("unmask mode", self.unmask, UNMASKING)
+        check_value_range(self.value_range)
         if self.degree is not None and (self.degree < 2 or self.degree % 2):
             raise ConfigError(f"neighbours must be an even number, at least 2, under masks (got {self.degree}).")
 
@@ -141,13 +139,17 @@ class Masked:
         # By what the client remembers: its directory may have grown since it uploaded.
         return self._graph_of(state.seat, bytes.fromhex(state.graph))
 
-    def codec(self, context: RoundContext, work: LocalWork) -> FixedPoint:
-        """Fixed point for this cohort; noise has its share of the range."""
-        room = self.value_range
+    def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
+        """Fixed point for this cohort: by the range, or by what noise asks for."""
         if self.noise is not None:
-            covering = planned(self.noise, context, work)
-            room += _NOISE_TAIL * math.sqrt(float(covering.residual.max()))
-        return FixedPoint(room, len(context.cohort))
+            return gridded(self.noise, context, terms)
+        most = max(context.samples())
+        if most > self.value_range:
+            raise ConfigError(
+                f"A client with {most} samples sends that number too, which is more than value_range = "
+                f"{self.value_range:g}. Raise value_range."
+            )
+        return FixedPoint(self.value_range, len(context.cohort))
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
         """Refuse a server that showed other clients another survivor list in the round before."""
@@ -191,11 +193,9 @@ class Masked:
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
         """Encode, add integer noise, mask, and deal shares of this round's secrets."""
-        codec = self.codec(context, terms.work)
-        self._check_range(state.client, context, terms)
-        words = codec.encode(vector)
-        if self.noise is not None:
-            words += self._integer_noise(state.client, len(words), codec, context, terms.work, secrets)
+        words = self.codec(context, terms).encode(vector)
+        if self.noise is not None:  # the weight is public
+            add_residual(words[:-1], state.client, self.noise, context, terms, secrets=secrets)
         return self.cover(state, words, context, secrets=secrets)
 
     def cover(
@@ -227,43 +227,6 @@ class Masked:
         bundles = deal(graph, keys, secrets=dealt, quorum=self.quorum, stream=stream, label=label)
         payload = torch.from_numpy(words.view(np.int64))
         return state, MaskedUpload(client, context.round, context.attempt, payload, *packed(bundles))
-
-    def _check_range(self, client: int, context: RoundContext, terms: Terms) -> None:
-        """Refuse by public facts what might not fit: under a DP claim, a refusal by the data would tell about it."""
-        if self.noise is None or context.directory is None:
-            return
-        largest = getattr(terms.work, "clip", 0.0) * context.directory.samples_of([client])[0]
-        if largest > self.value_range:
-            raise ConfigError(
-                f"Client {client} may send numbers of up to clip × samples = {largest:g}, more than value_range = "
-                f"{self.value_range:g}. Raise value_range, or lower clip."
-            )
-
-    def _integer_noise(
-        self,
-        client: int,
-        count: int,
-        codec: FixedPoint,
-        context: RoundContext,
-        work: LocalWork,
-        secrets: SecretSource,
-    ) -> NDArray[np.uint64]:
-        from fedveil.uplink.discrete import discrete_gaussian
-
-        assert self.noise is not None
-        covering = planned(self.noise, context, work)
-        place = covering.members.index(client)
-        sigma = math.sqrt(float(covering.residual[place])) / codec.step
-        rounded = codec.step * math.sqrt(count)
-        if rounded > ROUNDING * float(covering.sensitivity[place]) or sigma < _FINEST:
-            raise ConfigError(
-                f"The fixed-point step of {codec.step:.2g} is too coarse for noise of {sigma * codec.step:.2g}: lower "
-                "value_range, or the number of clients a round."
-            )
-        seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
-        noise = np.zeros(count, dtype=np.int64)
-        noise[:-1] = discrete_gaussian(count - 1, sigma=sigma, seed=seed)  # the weight is public
-        return noise.view(np.uint64)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Sign the survivor list, then reveal one kind of share per neighbour; once per round and attempt."""
@@ -337,7 +300,7 @@ class Masked:
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴."""
-        return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms.work))
+        return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
 
     def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
         """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""

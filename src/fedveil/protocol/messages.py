@@ -6,11 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.protocol.wire import message
-from fedveil.shapes import clients, reals
+from fedveil.shapes import REALS, Shape, clients
 
 message(PublicHead)
 message(Broadcast)
@@ -71,4 +72,4 @@ class Upload(Reply):
 
     round: int
     attempt: int
-    payload: Annotated[Tensor, reals("contribution")]
+    payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",))]

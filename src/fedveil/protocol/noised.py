@@ -1,12 +1,17 @@
-"""The noised uplink: residual noise that stays in the sum, and pair noise that annihilates there."""
+"""The noised uplink: residual noise that stays in the sum, and pair noise that annihilates there.
+
+An upload is one vector of whole numbers modulo 2⁶⁴: the contribution rounded to the round's grid, and integer noise.
+What a pair shares is the same integers with opposite signs, so that it cancels to the last bit.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,21 +19,21 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.flat import Layout
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Protection, Release
-from fedveil.protocol.asking import Ask, Gathered
+from fedveil.protocol.asking import Ask, Gathered, Inbox
 from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_purpose, pair_seed, partners
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum, planned
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, planned
 from fedveil.protocol.state import ClientState
 from fedveil.protocol.wire import message
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
-from fedveil.uplink.gaussian import add_fresh, add_seeded
+from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.plan import NoisePlan
 
 Dropouts = Literal["tolerate", "repair"]
 DROPOUTS = ("tolerate", "repair")
-_PAIR = "pair noise"
 
 
 @message
@@ -57,7 +62,7 @@ class Noised:
     """Gaussian noise by a plan. `repair_limit` is the largest share of a cohort a client helps to repair for.
 
     Without `cancelling`, pair noise is left out altogether: for simulations of accuracy only, where it
-    would cancel to rounding anyway; such an upload is not covered, and its release says so.
+    would cancel anyway; such an upload is not covered, and its release says so.
     """
 
     plan: NoisePlan
@@ -106,18 +111,16 @@ class Noised:
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
-        """Residual noise from fresh randomness, pair noise from shared seeds; the weight is public and stays."""
-        client = state.client
-        covering = planned(self.plan, context, terms.work)
-        place = covering.members.index(client)
-        # Pair noise is far larger than what it hides: in float64 it cancels to 1e-16 of its size.
-        payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
-        noised = payload[:-1]
-        own = secrets.stream("residual", client, context.round, context.attempt)
-        add_fresh(noised, scale=math.sqrt(float(covering.residual[place])), stream=own)
+        """Round, add residual noise from fresh randomness and pair noise from shared seeds; the weight is public."""
+        client, codec = state.client, gridded(self.plan, context, terms)
+        words = codec.encode(vector)
+        add_residual(words[:-1], client, self.plan, context, terms, secrets=secrets)
         if self._paired:
-            for peer, variance in partners(covering, place):
-                add_pair(noised, state, peer, variance, context)
+            covering = planned(self.plan, context, terms.work)
+            for peer, variance in partners(covering, covering.members.index(client)):
+                seed = pair_seed(state, peer, context)
+                add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=codec.step)
+        payload = torch.from_numpy(words.view(np.int64))
         upload = Upload(client, context.round, context.attempt, payload)
         return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
 
@@ -136,7 +139,7 @@ class Noised:
                 f"{len(state.seat)} a round"
             )
         keys = state.ring()
-        purpose = f"{_PAIR} {state.graph}"
+        purpose = pair_purpose(state.graph)
         seeds = [keys.pair(p).seed(round=request.round, attempt=request.attempt, purpose=purpose) for p in missing]
         reply = Repaired(
             state.client,
@@ -155,8 +158,9 @@ class Noised:
         return tuple((one, other) for one in state.seat if one not in gone for other in sorted(gone))
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
-        """An exact sum from which left-over pair noise can be taken."""
-        return NoisedSum(planned(self.plan, context, terms.work), terms.layout, context, device=device)
+        """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""
+        codec = gridded(self.plan, context, terms)
+        return NoisedSum(planned(self.plan, context, terms.work), codec, terms.layout, context)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """With `repair`, ask the survivors for the noise they shared with whoever is missing, once."""
@@ -188,12 +192,12 @@ class Noised:
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Gradients under noise; what repairs a round is declared too."""
         covered = {
-            "local": "Gaussian",
-            "pairs": "Gaussian, and Gaussian shared by pairs that cancels in the sum",
-            "sum": "Gaussian",
+            "local": "integer Gaussian",
+            "pairs": "integer Gaussian, and the same shared by pairs, which cancels in the sum",
+            "sum": "integer Gaussian",
         }[self.plan.layout]
         if not self.cancelling:
-            covered = "Gaussian; pair noise LEFT OUT to simulate accuracy: not covered"
+            covered = "integer Gaussian; pair noise LEFT OUT to simulate accuracy: not covered"
         protection: Protection = "noised" if self.cancelling else "open"
         known = [name for name in layout.names if name in UPLOAD_FIELDS and name != "weight"]
         fields = (
@@ -226,46 +230,23 @@ class Noised:
         )
 
 
-def pair_purpose(context: RoundContext) -> str:
-    """What a round's pair noise is drawn for: this cohort and no other.
+class NoisedSum(Inbox[Any]):
+    """A sum of whole numbers modulo 2⁶⁴; noise that vanished clients have left behind is taken off by their seeds."""
 
-    Clients that were told of different cohorts would add noise of different size. Did they draw it from one
-    seed, it could be cancelled in part; so they draw unlike numbers, and each keeps all of its cover.
-    """
-    return f"{_PAIR} {context.graph_seed().hex()}"
-
-
-def add_pair(target: Tensor, state: ClientState, peer: int, variance: float, context: RoundContext) -> None:
-    """Add what a client shares with `peer` to its own upload, in place; −1 × that is in the peer's."""
-    purpose = pair_purpose(context)
-    seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
-    add_seeded(target, scale=_signed(state.client, peer) * math.sqrt(variance), seed=seed)
-
-
-def partners(covering: Covering, place: int) -> list[tuple[int, float]]:
-    """(client, variance) of everybody who shares noise with the member at `place`."""
-    here = (covering.first == place) | (covering.second == place)
-    others = covering.first[here] + covering.second[here] - place
-    return [
-        (covering.members[int(other)], float(variance))
-        for other, variance in zip(others, covering.pairs[here], strict=True)
-        if variance > 0
-    ]
-
-
-def _signed(client: int, peer: int) -> float:
-    """+1 on the side of the smaller number, −1 on the other."""
-    return 1.0 if client < peer else -1.0
-
-
-class NoisedSum(UploadSum):
-    """An exact sum; noise that vanished clients have left behind is taken off by revealed seeds."""
-
-    def __init__(self, covering: Covering, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
-        super().__init__(layout, context, device=device)
+    def __init__(self, covering: Covering, codec: FixedPoint, layout: Layout, context: RoundContext) -> None:
+        self._context = context
         self._covering = covering
+        self._codec = codec
+        self._words = np.zeros(layout.length, dtype=np.uint64)
         self._arrived: frozenset[int] = frozenset()
         self._repairers: set[int] = set()
+        self.expect(
+            Upload,
+            context.cohort,
+            which=context.which,
+            sizes={"contribution": layout.length},
+            types={"payload": (torch.int64,)},
+        )
 
     @property
     def closed(self) -> bool:
@@ -300,16 +281,19 @@ class NoisedSum(UploadSum):
 
     def _fold(self, reply: Upload | Repaired) -> None:
         if isinstance(reply, Upload):
-            super()._fold(reply)
+            self._words += reply.payload.cpu().numpy().view(np.uint64)
             return
         vanished = reply.vanished.tolist()
         if set(vanished) != set(self._context.cohort) - self._arrived:
             raise ProtocolError("a repair for others than those that are missing")
         variances = dict(partners(self._covering, self._covering.members.index(reply.client)))
-        left = torch.zeros(self._sum.length, dtype=torch.float64)
+        words = self._words[:-1]
         for peer, seed in zip(vanished, reply.seeds, strict=True):
             if peer in variances:
-                scale = -_signed(reply.client, peer) * math.sqrt(variances[peer])
-                add_seeded(left[:-1], scale=scale, seed=to_bytes(seed))
-        self._sum.add(left)
+                left = {"variance": variances[peer], "step": self._codec.step}
+                add_shared(words, to_bytes(seed), client=reply.client, peer=peer, sign=-1, **left)
         self._repairers.add(reply.client)
+
+    def total(self) -> Tensor:
+        """The sum of what arrived, in the units of contributions."""
+        return torch.from_numpy(self._codec.decode(self._words))

@@ -3,12 +3,12 @@
     u = local update;   W = winners of the vote, |W| = ⌈r_t·d⌉
     hidden:  Σ n_k·u_k[W] / Σ n_k      rest:  n_k·u_k[W̄]·min(1, θ/‖u_k[W̄]‖) + noise
 
-Nobody but the clients can put the two together again.
+The rest travels as whole numbers of the round's grid, which the server adds modulo 2⁶⁴. Nobody but the clients can
+put the two together again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.errors import ConfigError, NumericError, ProtocolError, unknown_name
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
 from fedveil.protocol.dividing import Divided
+from fedveil.protocol.grid import add_residual, gridded
 from fedveil.protocol.group import Group
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.hiding import Cipher, Pads
 from fedveil.protocol.parallel_releases import parallel_releases
-from fedveil.protocol.parts import RoundContext, Terms, planned
+from fedveil.protocol.parts import RoundContext, Terms
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
-from fedveil.uplink.gaussian import add_fresh
 from fedveil.uplink.plan import NoisePlan
 from fedveil.uplink.ratio import Ratio
 from fedveil.uplink.vote import (
@@ -52,8 +52,7 @@ VOTES = ("tags", "histogram")
 class Parallel:
     """`ratio` of the coordinates hidden by `cipher`, the others under `noise`; `throughout`, noise lies on all of them.
 
-    `ballots` are the pads under which a vote by histogram travels. Clients that promise differential
-    privacy do not refuse numbers beyond the cipher's range, which would tell about them, but cut them off.
+    `ballots` are the pads under which a vote by histogram travels.
     """
 
     ratio: Ratio
@@ -157,43 +156,30 @@ class Parallel:
         pending = state.pending
         assert pending is not None
         assert pending.winners is not None
-        contribution = pending.contribution
-        if self.throughout:
-            contribution = self._noised(contribution.clone(), state, context, terms, secrets)
+        contribution, unit = pending.contribution, 1.0
+        if self.noise is not None and self.throughout:
+            contribution = self._noised(contribution, state, context, terms, secrets)
+            unit = gridded(self.noise, context, terms).step
         rest, hidden = divided(contribution, pending.winners, terms.blueprint.size)
-        if not self.throughout and self.noise is not None:
+        if self.noise is not None and not self.throughout:
             rest = self._noised(rest, state, context, terms, secrets)
         part = None
         if self.cipher is not None:
-            values = self._in_range(hidden.to(torch.float64).cpu() / sum(context.samples()))
+            values = hidden.to(torch.float64).cpu() * (unit / sum(context.samples()))
             state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, story=story)
-        return state, Divided(state.client, context.round, context.attempt, rest, part)
+        # Without noise everything is hidden, and the rest is empty.
+        return state, Divided(state.client, context.round, context.attempt, rest.to(torch.int64), part)
 
     def _noised(
         self, part: Tensor, state: ClientState, context: RoundContext, terms: Terms, secrets: SecretSource
     ) -> Tensor:
-        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in place."""
+        """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps."""
         assert self.noise is not None
-        covering = planned(self.noise, context, terms.work)
-        place = covering.members.index(state.client)
         samples = context.samples()[context.cohort.index(state.client)]
-        part *= clip_factors(part.norm(), samples * terms.work.clip)  # type: ignore[attr-defined]
-        own = secrets.stream("residual", state.client, context.round, context.attempt)
-        add_fresh(part, scale=math.sqrt(float(covering.residual[place])), stream=own)
-        return part
-
-    def _in_range(self, values: Tensor) -> Tensor:
-        assert self.cipher is not None
-        limit = self.cipher.value_range
-        if self.noise is not None:
-            return values.clamp_(-limit, limit)
-        if len(values) and not float(values.abs().max()) <= limit:
-            # How far beyond is nobody else's business.
-            raise NumericError(
-                f"A client's update has numbers beyond value_range = {limit:g}: training has diverged. Lower the "
-                "learning rate, or raise value_range."
-            )
-        return values
+        clipped = part * clip_factors(part.norm(), samples * terms.work.clip)  # type: ignore[attr-defined]
+        words = gridded(self.noise, context, terms).encode(clipped)
+        add_residual(words, state.client, self.noise, context, terms, secrets=secrets)
+        return torch.from_numpy(words.view(np.int64))
 
     # --- the sums, client side
 
@@ -210,12 +196,12 @@ class Parallel:
     ) -> Tensor:
         """(Σ of contributions) / Σ n_k, put together from both sums, in float64."""
         size, length = terms.blueprint.size, terms.layout.length - 1
-        if rest.dim() != 1 or len(rest) != size - len(winners):
+        if tuple(rest.shape) != (size - len(winners),) or rest.dtype != torch.int64:
             raise ProtocolError(
-                f"a sum under noise has shape {tuple(rest.shape)} where ({size - len(winners)},) belongs"
+                f"a sum under noise has shape {tuple(rest.shape)} and type {rest.dtype} where "
+                f"({size - len(winners)},) and torch.int64 belong"
             )
-        if not bool(torch.isfinite(rest).all()):
-            raise ProtocolError("a sum under noise holds NaN or infinity")
+        unit = 0.0 if self.noise is None else gridded(self.noise, context, terms).step
         device = terms.blueprint.trainable.device
         whole = torch.zeros(length, dtype=torch.float64, device=device)
         opened = torch.empty(0, dtype=torch.float64)
@@ -225,7 +211,7 @@ class Parallel:
             opened = self.cipher.read(group, hidden, contributors, context.stage(1)) * float(sum(context.samples()))
         if len(opened) != len(winners) + length - size:
             raise ProtocolError(f"a hidden sum has {len(opened)} numbers where {len(winners) + length - size} belong")
-        put_together(whole, winners, size, rest=rest, hidden=opened)
+        put_together(whole, winners, size, rest=rest.double() * unit, hidden=opened)
         assert context.directory is not None
         return whole / float(sum(context.directory.samples_of(contributors)))
 

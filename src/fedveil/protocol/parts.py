@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from fedveil.protocol.directory import Directory
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.state import ClientState
-from fedveil.secrets import SecretSource
+from fedveil.secrets import SecretSource, SecretStream
+from fedveil.shapes import REALS
 from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.graph import graph_seed
 from fedveil.uplink.plan import NoisePlan
@@ -109,6 +110,11 @@ class BoundedWork(LocalWork, Protocol):
         """ "record" or "client": what may change."""
         ...
 
+    @property
+    def largest(self) -> float:
+        """How long a contribution can be, over the client's number of samples."""
+        ...
+
     def sensitivity(self, samples: int) -> float:
         """The largest L2 change of the contribution of a client with `samples` samples."""
         ...
@@ -145,15 +151,19 @@ def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
 
 
 class Central(Protocol):
-    """Noise that the server adds once to the recovered mean gradient."""
+    """Noise that the server adds once: to the sum of uploads, or to the mean gradient that it recovers from it."""
 
     @property
     def plan(self) -> NoisePlan | None:
         """How much noise there is, where a guarantee rests on it."""
         ...
 
-    def scale(self, context: RoundContext, terms: Terms, *, weight: float) -> float:
-        """Its standard deviation where the uploads' weights add up to `weight`."""
+    def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
+        """The sum of uploads as it may be used."""
+        ...
+
+    def on_gradient(self, gradient: Tensor, context: RoundContext, *, stream: SecretStream) -> None:
+        """Noise on the recovered mean gradient, in place."""
         ...
 
 
@@ -230,15 +240,15 @@ class Uplink(Channel, Protocol):
         ...
 
 
-class UploadSum(Inbox[Any]):
-    """Sums uploads exactly."""
+class UploadSum(Inbox[Upload]):
+    """An exact sum of real numbers."""
 
     def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
         self._sum = ExactSum(layout.length, device=device)
-        self._context = context
-        self.expect(Upload, context.cohort, which=context.which, sizes={"contribution": layout.length})
+        sizes = {"contribution": layout.length}
+        self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types={"payload": REALS})
 
-    def _fold(self, reply: Any) -> None:
+    def _fold(self, reply: Upload) -> None:
         self._sum.add(reply.payload)
 
     def total(self) -> Tensor:

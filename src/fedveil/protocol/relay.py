@@ -73,7 +73,6 @@ class RelayRole(Conductor):
         self._uplink = parallel(scheme)
         self._size = blueprint.size
         self._length = self._terms.layout.length - 1
-        self._device = blueprint.trainable.device
         self._group = Gathering(clients=cohort.size, keys=opening_keys(self._uplink))
         self._version = 0
         self._latest: Aggregate | None = None
@@ -168,7 +167,7 @@ class RelayRole(Conductor):
         if uplink.cipher is not None:
             length = count + self._length - self._size
             hidden = uplink.cipher.accumulator(length, context.stage(1), public=self._group.public)
-        total = DividedSum(context, rest=self._size - count, hidden=hidden, device=self._device)
+        total = DividedSum(context, rest=self._size - count, hidden=hidden)
         gathered = yield self._declared_only(
             Ask(context.cohort, request, total, each=loans if request is begin else {})
         )

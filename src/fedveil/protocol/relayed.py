@@ -13,7 +13,6 @@ from fedveil.protocol.dividing import Aggregate, Divided, Finished, Lent, Vote
 from fedveil.protocol.hiding import HiddenSum
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.unmasking import MaskedUpload
-from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.vote import Tally
 
 
@@ -33,26 +32,22 @@ class Votes(Inbox[Vote]):
 
 
 class DividedSum(Inbox[Divided]):
-    """Adds both parts of divided uploads: the noised rest exactly, the hidden part unread."""
+    """Adds both parts of divided uploads: the noised rest modulo 2⁶⁴, the hidden part unread."""
 
-    def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None, device: torch.device) -> None:
+    def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None) -> None:
         self._context = context
-        self._rest = ExactSum(rest, device=device)
+        self._rest = torch.zeros(rest, dtype=torch.int64)
         self._hidden = hidden
-        self._dtype = torch.float32
         self.expect(Divided, context.cohort, which=context.which, sizes={"rest": rest})
 
     def _fold(self, reply: Divided) -> None:
-        self._rest.check(reply.rest)  # before the other part is added: a refused upload must be in neither sum
         if (self._hidden is None) != (reply.hidden is None):
             raise ProtocolError("an upload lacks its hidden part, or has one where nothing is hidden")
         if self._hidden is not None and reply.hidden is not None:
             if isinstance(reply.hidden, MaskedUpload) and reply.hidden.client != reply.client:
                 raise ProtocolError("an upload carries another client's hidden part")
             self._hidden.add(reply.hidden)
-        self._rest.add(reply.rest)
-        if reply.rest.dtype == torch.float64:
-            self._dtype = torch.float64
+        self._rest += reply.rest.cpu()
 
     def open(self, gathered: Gathered) -> Ask | None:
         """The next phase before clients can read the hidden sum."""
@@ -67,7 +62,7 @@ class DividedSum(Inbox[Divided]):
             context.attempt,
             torch.tensor(context.cohort, dtype=torch.int64),
             torch.tensor(sorted(contributors), dtype=torch.int64),
-            self._rest.total().to(self._dtype),
+            self._rest.clone(),
             None if self._hidden is None else self._hidden.total(),
         )
 

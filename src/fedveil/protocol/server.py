@@ -21,7 +21,6 @@ from fedveil.protocol.moving import Mover
 from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
 from fedveil.secrets import SecretSource
-from fedveil.uplink.gaussian import add_fresh
 
 
 @dataclass(eq=False)
@@ -145,18 +144,19 @@ class ServerRole(Conductor):
             )
 
     def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
-        sums = dict(self._terms.layout.split(total.total().to(self.state.weights.parameters.device)))
+        found, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
+        stream = self._secrets.stream("central noise", context.round, context.attempt)
+        if central is not None:
+            found = central.on_sum(found, context, self._terms, stream=stream)
+        sums = dict(self._terms.layout.split(found))
         if context.directory is not None:
             # Whoever has announced its size is held to it: what an upload says is not asked.
             sums["weight"] = torch.full_like(sums["weight"], float(sum(context.directory.samples_of(arrived))))
-        weight = float(sums["weight"])
-        if not weight > 0:
+        if not float(sums["weight"]) > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")
         recovered = veil.recover(_mean(sums))
-        if self._scheme.central is not None:
-            scale = self._scheme.central.scale(context, self._terms, weight=weight)
-            stream = self._secrets.stream("central noise", context.round, context.attempt)
-            add_fresh(recovered.gradient, scale=scale, stream=stream)
+        if central is not None:
+            central.on_gradient(recovered.gradient, context, stream=stream)
         return recovered
 
     def _move(self, recovered: Recovered, *, round: int) -> None:

@@ -17,6 +17,7 @@ from fedveil.schemes.noised import CLIP, DELTA, EPSILON, clipped_work, pairwise,
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.schemes.veiled import lossless
 from fedveil.uplink.plan import Accounting, NoisePlan
+from fedveil.work.gradients import Gradients
 
 COVERS = ("noise", "masks")
 
@@ -68,6 +69,7 @@ def veil_secagg(
     return replace(
         veiled,
         name="veil-secagg",
+        work=Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False),
         uplink=Masked(value_range, unmask, Quorum(threshold), neighbours),
         remarks=Remarks(
             assumptions=(
@@ -110,7 +112,6 @@ def veil_dp(
     neighbours: int | None = None,
     unmask: Unmasking = "always",
     threshold: float = 2 / 3,
-    value_range: float = 2.0**24,
 ) -> Scheme:
     """Rescaling without head noise, so that any loss works and one tensor is enough."""
     if cover not in COVERS:
@@ -125,7 +126,7 @@ def veil_dp(
             neighbours=neighbours,
             quorum=threshold,
         )
-        uplink = Masked(value_range, unmask, Quorum(threshold), neighbours, plan)
+        uplink = Masked(unmask=unmask, quorum=Quorum(threshold), degree=neighbours, noise=plan)
     else:
         uplink = pairwise(
             setting,
@@ -149,7 +150,7 @@ def veil_dp(
                 remarks.SIZES,
                 remarks.KEYS,
                 *remarks.shared_noise(collusion, accounting),
-                *(masked_assumptions(threshold, unmask) if cover == "masks" else (remarks.GAUSSIAN,)),
+                *(masked_assumptions(threshold, unmask) if cover == "masks" else ()),
                 *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
             ),
             unprotected=(

@@ -67,11 +67,7 @@ def ldp(
         work=clipped_work(setting, clip, local_steps, local_epochs, secret_sampling),
         uplink=Noised(plan),
         remarks=Remarks(
-            assumptions=(
-                remarks.OWN_NOISE,
-                remarks.GAUSSIAN,
-                *(() if secret_sampling is None else (remarks.SECRET_BATCH,)),
-            ),
+            assumptions=(remarks.OWN_NOISE, *(() if secret_sampling is None else (remarks.SECRET_BATCH,))),
             unprotected=(remarks.MODEL_OPEN,),
             paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
         ),
@@ -106,7 +102,6 @@ def cdp(
             assumptions=(
                 remarks.SIZES,
                 "the server is trusted: it clips nothing away and adds the noise",
-                remarks.GAUSSIAN,
             ),
             unprotected=(remarks.MODEL_OPEN, "clients' gradients: the server sees every one"),
             paper="σ = 2C·√(2T·ln(1/δ))/(ε·|D|)",
@@ -157,7 +152,7 @@ def nadp(
         honest_arrivals=honest_arrivals,
         remarks=Remarks(
             assumptions=(
-                *(remarks.SIZES, remarks.KEYS, *remarks.shared_noise(collusion, accounting), remarks.GAUSSIAN),
+                *(remarks.SIZES, remarks.KEYS, *remarks.shared_noise(collusion, accounting)),
                 *((remarks.REPAIRS,) if dropouts == "repair" else ()),
             ),
             unprotected=(remarks.MODEL_OPEN,),

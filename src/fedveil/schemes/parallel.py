@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fedveil.downlink.plain import Kept, Plain
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.ledger.remarks import Remarks
@@ -80,9 +82,7 @@ def dp_fedavg(
         downlink=Plain(),
         work=ClippedUpdate(_local(setting, local_steps, local_epochs), clip),
         uplink=Noised(_plan(setting, epsilon, delta, accounting)),
-        remarks=Remarks(
-            assumptions=(remarks.OWN_NOISE, remarks.GAUSSIAN), unprotected=(remarks.MODEL_OPEN,), paper=_PAPER
-        ),
+        remarks=Remarks(assumptions=(remarks.OWN_NOISE,), unprotected=(remarks.MODEL_OPEN,), paper=_PAPER),
     )
 
 
@@ -111,7 +111,7 @@ def ckks_fedavg(
     return Scheme(
         name="ckks-fedavg",
         downlink=Kept(),
-        work=_local(setting, local_steps, local_epochs),
+        work=replace(_local(setting, local_steps, local_epochs), refuses=False),
         uplink=Parallel(Ratio(1.0), hiding),
         holder="clients",
         remarks=Remarks(
@@ -151,7 +151,7 @@ def serial(
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, epsilon, delta, accounting), throughout=True),
         holder="clients",
         remarks=Remarks(
-            assumptions=(remarks.KEYS, remarks.OWN_NOISE, remarks.GAUSSIAN, *assumed, remarks.START),
+            assumptions=(remarks.KEYS, remarks.OWN_NOISE, *assumed, remarks.START),
             unprotected=(remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
             paper=_PAPER,
         ),
@@ -199,13 +199,13 @@ def paraaegis(
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(Masked(1.0, unmask, Quorum(threshold), neighbours)) if votes and vote == "histogram" else None
     local = _local(setting, local_steps, local_epochs)
-    noised = (remarks.OWN_NOISE, remarks.GAUSSIAN, *(_given(votes, tags=ballots is None) if share > 0 else ()))
+    noised = (remarks.OWN_NOISE, *(_given(votes, tags=ballots is None) if share > 0 else ()))
     if ballots is not None:
         assumed = tuple(dict.fromkeys((*assumed, remarks.GROUP, *masked_assumptions(threshold, unmask))))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),
-        work=local if everything else DividedUpdate(local, clip, reports=share > 0),
+        work=replace(local, refuses=False) if everything else DividedUpdate(local, clip, reports=share > 0),
         uplink=Parallel(
             ratio,
             hiding if share > 0 else None,

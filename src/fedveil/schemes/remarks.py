@@ -9,7 +9,6 @@ OWN_NOISE = (
     "a client that clips and adds its noise is covered against the server whatever others do; the clients' line also "
     "counts on the noise of all others but one"
 )
-GAUSSIAN = "Gaussian samples are real numbers: floating-point side channels are not part of the claim"
 EQUAL_SHARES = "noise is shared equally: no claim of a size makes anybody's smaller"
 SHARES_BY_SIZE = (
     "noise is shared by the sizes that clients claim, as the paper has it: one that claims much and adds none takes it "

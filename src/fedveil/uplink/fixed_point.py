@@ -1,24 +1,30 @@
-"""Real numbers as integers modulo 2⁶⁴, so that masks hide them completely and cancel exactly."""
+"""Real numbers as integers modulo 2⁶⁴, so that masks hide them completely, and noise and masks cancel exactly."""
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.errors import ConfigError, NumericError
+from fedveil.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 Reals = NDArray[np.float32] | NDArray[np.float64]
 
 FEWEST_FRACTION_BITS = 8
 """Below this, rounding would be visible in a trained model."""
 
+SUM_BITS = 62
+RANGES = (1.0, 2.0**40)
+"""What value_range may be. A server sets it: neither may it cut off every number there is, nor round them all away."""
+
 _SMALLEST_RANGE = 2.0**-64
-_SUM_BITS = 62
 _CHUNK = 1 << 14
 
 
@@ -50,7 +56,7 @@ class FixedPoint:
         """f, the number of bits after the point; more than 52 for small ranges."""
         mantissa, exponent = math.frexp(self.range)
         whole_bits = exponent - 1 if mantissa == 0.5 else exponent
-        return _SUM_BITS - whole_bits - (self.addends - 1).bit_length()
+        return SUM_BITS - whole_bits - (self.addends - 1).bit_length()
 
     @property
     def step(self) -> float:
@@ -58,22 +64,29 @@ class FixedPoint:
         return 2.0**-self.fraction_bits
 
     def encode(self, vector: Tensor | Reals) -> NDArray[np.uint64]:
-        """The nearest multiples of the step, negative ones as 2⁶⁴ − |·|; refuses what is out of range."""
+        """The nearest multiples of the step, negative ones as 2⁶⁴ − |·|.
+
+        What is beyond ± range is cut off there, and what is no number counts as 0: a client that refused instead
+        would tell how large its numbers are.
+        """
         numbers = _as_array(vector)
         if numbers.ndim != 1:
             raise ValueError(f"a flat vector is encoded, not one of shape {numbers.shape}")
         encoded = np.empty(len(numbers), dtype=np.int64)
         scratch = np.empty(min(_CHUNK, len(numbers)))
         scale = 2.0**self.fraction_bits
+        beyond = 0
         for start in range(0, len(numbers), _CHUNK):
             part = numbers[start : start + _CHUNK]
             if not (part.min() >= -self.range and part.max() <= self.range):  # also catches NaN
-                self._refuse(part, start)
+                beyond += int(np.count_nonzero(~(np.abs(part) <= self.range)))
+                part = np.nan_to_num(part.astype(np.float64), nan=0.0).clip(-self.range, self.range)
             scaled = scratch[: len(part)]
             # In float64, scaling by a power of two is exact, and so is rint beyond 2⁵².
             np.multiply(part, scale, out=scaled, dtype=np.float64)
             np.rint(scaled, out=scaled)
             np.copyto(encoded[start : start + _CHUNK], scaled, casting="unsafe")
+        _note(beyond, len(numbers), self.range)
         return encoded.view(np.uint64)
 
     def decode(self, total: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -88,15 +101,26 @@ class FixedPoint:
         limit = addends * math.ceil(self.range / self.step)
         return not len(signed) or (-limit <= int(signed.min()) and int(signed.max()) <= limit)
 
-    def _refuse(self, part: Reals, start: int) -> NoReturn:
-        place = int(np.argmin(np.abs(part) <= self.range))
-        number = float(part[place])
-        if not math.isfinite(number):
-            raise NumericError(f"Number {start + place} of an upload is {number}: training has diverged.")
-        raise NumericError(
-            f"Number {start + place} of an upload is {number:g}, beyond value_range = {self.range:g}. "
-            "Raise value_range, or lower the learning rate if training has diverged."
-        )
+
+def saturated(values: Tensor, limit: float) -> Tensor:
+    """A vector cut off at ± `limit`; what is no number counts as 0."""
+    kept = torch.nan_to_num(values, nan=0.0).clamp(-limit, limit)
+    _note(int((kept != values).sum()), len(values), limit)
+    return kept
+
+
+def _note(beyond: int, count: int, limit: float) -> None:
+    """Tell whoever runs the client, and nobody else."""
+    if beyond:
+        _LOG.info("%d of %d numbers of an upload were no numbers or beyond ± %g: cut off", beyond, count, limit)
+
+
+def check_value_range(value: float) -> None:
+    """Refuse a range outside what a server may set."""
+    low, high = RANGES
+    if not low <= value <= high:
+        what = "Lower" if value > high else "Raise"
+        raise ConfigError(f"value_range must lie between {low:g} and 2^40, not {value:g}. {what} value_range.")
 
 
 def _as_array(vector: Tensor | Reals) -> Reals:

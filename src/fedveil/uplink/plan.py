@@ -1,8 +1,9 @@
 """How much noise: the smallest that meets a target, or what a paper's formula says.
 
 Everything is in the units of a contribution, the n_k-weighted sum a client uploads. There one record
-moves client i's upload by at most S_i (2·C for clipped full batches), the residual noise has variance
-x_i·s² with Σ x_i = 1, and pair noise x_ij·λ²·s². Only s depends on the privacy target.
+moves client i's upload by at most S_i (2·C for clipped full batches, and a little more for rounding to the
+grid), the residual noise has variance x_i·s² with Σ x_i = 1, and pair noise x_ij·λ²·s². Only s depends on the
+privacy target.
 
 Under exact accounting all of k clients have equal shares, x_i = x_ij = 1/k: a share by size would be one by claim,
 and whoever claims much and adds nothing would take the noise of all others away. A paper's shares are its own.
@@ -26,15 +27,13 @@ from fedveil.ledger.gaussian import mu_of, paper_sigma
 from fedveil.ledger.sampled import sampled_noise
 from fedveil.uplink.allocation import allocate
 from fedveil.uplink.graph import complete, covering_graph, default_degree
+from fedveil.uplink.grid import ROUNDING, check_pairs
 
 Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
 ACCOUNTING = ("exact", "paper")
 
 COMPLETE_STRENGTH = 10.0
-ROUNDING = 2.0**-20
-"""By how much rounding to fixed point may lengthen the largest change of a contribution, relatively."""
-
 SPARSE_STRENGTH = math.sqrt(1000.0)
 """Pair over residual standard deviation on a sparse graph, where fewer pairs have to carry the cover."""
 
@@ -176,7 +175,7 @@ def _covering(
     plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
 ) -> Covering:
     count = len(members)
-    reach = np.asarray(sensitivity, dtype=np.float64)
+    reach = np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
     nobody = np.empty(0, dtype=np.int64)
     if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
         if plan.accounting == "paper":
@@ -191,12 +190,11 @@ def _covering(
     by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
     residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
     if plan.layout == "sum":
-        if plan.quorum is not None:
-            reach = reach * (1.0 + ROUNDING)
         unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
         unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
-    scale = plan.paper_scale(float(reach.max())) ** 2
+        check_pairs(unit)
+    scale = plan.paper_scale(max(sensitivity)) ** 2
     if plan.accounting == "exact":
         colluders = plan.colluders(count)
         worst = worst_of(unit, colluders)

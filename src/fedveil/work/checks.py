@@ -23,3 +23,12 @@ def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, cho
         f"(batch of {len(chosen)} samples: local numbers {first}{more}). Lower the learning rate (the "
         "square loss often wants 0.01 or less) or check the client's data. Checkpoints written so far are untouched."
     )
+
+
+def reported(vector: Tensor, values: Tensor) -> Tensor:
+    """A contribution that is sent hidden, whatever it holds: a refusal would tell about it, and the uplink cuts it off.
+
+    `values` is the part of it that reports losses: one that is no number is a large one, for 0 would look like success.
+    """
+    values.nan_to_num_(nan=LARGEST, posinf=LARGEST)
+    return vector

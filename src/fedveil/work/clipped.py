@@ -97,6 +97,11 @@ class ClippedSamples:
         if self.sampling is not None and not 0 < self.sampling <= 1:
             raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
 
+    @property
+    def largest(self) -> float:
+        """C, and C/q where all records may be drawn: how long a contribution can be, over n_k."""
+        return self.clip / (self.sampling or 1.0)
+
     def sensitivity(self, samples: int) -> float:
         """2·C·n_k/b: how far replacing one record can move the contribution of a client with n_k records."""
         if self.sampling is not None:
@@ -256,6 +261,11 @@ class BoundedUpdate:
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+
+    @property
+    def largest(self) -> float:
+        """θ: how long what is clipped of a contribution can be, over n_k."""
+        return self.clip
 
     def sensitivity(self, samples: int) -> float:
         """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""

@@ -15,7 +15,7 @@ from fedveil.errors import ConfigError, NumericError
 from fedveil.flat import Layout, flatten
 from fedveil.work.batches import Batches
 from fedveil.work.captured import CapturedDescent
-from fedveil.work.checks import check_finite
+from fedveil.work.checks import check_finite, reported
 from fedveil.work.dropout import has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss
 from fedveil.work.messages import Bench, ClientData, one_by_one
@@ -27,13 +27,17 @@ Descent = Callable[[Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted."""
+    """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
+
+    Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
+    """
 
     loss: Loss
     batches: Batches
     schedule: Schedule
     steps: int | None = None
     epochs: int | None = None
+    refuses: bool = True
 
     returns = "update"
 
@@ -78,6 +82,8 @@ class LocalSteps:
         moved = broadcast.parameters - flatten([one.detach() for one in parameters])
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
+        if not self.refuses:
+            return reported(vector, bench.layout.split(vector)["values"])
         check_finite(vector, value, client=data.client, round=round, chosen=chosen)
         return vector
 

@@ -20,24 +20,23 @@ from torch import Tensor
 
 from fedveil.errors import ConfigError, DataError
 from fedveil.ledger.correlated import Covering
-from fedveil.uplink.gaussian import add_seeded
+from fedveil.protocol.grid import add_shared
 
 
-def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, length: int) -> Tensor:
-    """The Gaussian noise that a colluder put into its own upload for the victim's sake, from this round's pair seed.
+def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, step: float, length: int) -> Tensor:
+    """The noise that a colluder put into its own upload for the victim's sake, in steps, from this round's pair seed.
 
     The smaller number adds, the larger subtracts; the last entry (the weight) carries none.
     """
-    found = torch.zeros(length, dtype=torch.float64)
-    sign = 1.0 if colluder < victim else -1.0
-    add_seeded(found[:-1], scale=sign * math.sqrt(variance), seed=seed)
-    return found
+    words = np.zeros(length, dtype=np.uint64)
+    add_shared(words[:-1], seed, client=colluder, peer=victim, variance=variance, step=step)
+    return torch.from_numpy(words.view(np.int64))
 
 
 def without_shared(upload: Tensor, shared: Iterable[Tensor]) -> Tensor:
     """The victim's upload plus what each colluder put into its own for the victim's sake: the pair's part cancels.
 
-    Noise is float64; masks are int64 words, which cancel modulo 2⁶⁴.
+    Noise and masks are int64 words, which cancel modulo 2⁶⁴; noise in floating point is float64.
     """
     words = not upload.is_floating_point()
     left = upload.clone() if words else upload.double()

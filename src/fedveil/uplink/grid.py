@@ -1,0 +1,75 @@
+"""The grid under a claim: contribution, noise and masks are whole numbers of one step, in one vector modulo 2⁶⁴.
+
+Noise in floating point has gaps that depend on what it is added to, and those tell one record from another. So what
+is under a claim is first rounded to multiples of a step, and noise is an integer Gaussian on that grid. The step
+follows from public facts: everybody computes the same. What is proven of it, in steps:
+
+- Rounding moves each number by half a step, so that two neighbours' vectors of d numbers are at most S + √d apart.
+  The step is so small that this is at most S·(1 + ROUNDING), which is what the plan counts on.
+- An integer Gaussian of variance σ² on a whole number is, within a factor e^(±2⁻¹¹⁰) at every point, a real Gaussian
+  of variance σ² − 4 rounded at random without a further look at the data. Integers are therefore drawn with
+  σ² = V + 4 for a planned variance V, and all that is known of real Gaussians of variance V holds.
+- The same is true of pair noise, which in uploads is a whole multiple of what a pair has drawn, as long as every σ
+  has at least FINEST steps and nobody shares noise with more than MOST_PAIRS others.
+
+docs/decisions/0013 has the proof.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.errors import ConfigError
+from fedveil.ledger.correlated import Covering
+from fedveil.uplink.discrete import add_discrete_gaussian
+from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
+
+ROUNDING = 2.0**-12
+"""By how much rounding to the grid may lengthen the largest change of a contribution, relatively."""
+
+FINEST = 1024.0
+"""The least standard deviation of noise, in steps."""
+
+MOST_PAIRS = 1 << 16
+
+_SMOOTHING = 4.0
+_TAIL = 14.0
+_KEPT_BITS = 16
+
+
+def grid_of(covering: Covering, *, length: int, largest: float) -> FixedPoint:
+    """The grid of a round's uploads of `length` numbers, none beyond ± `largest`; refuses what 64 bits do not hold."""
+    size = len(covering.members)
+    variances = np.concatenate([covering.residual, covering.pairs])
+    noise, reach = variances[variances > 0], covering.sensitivity[covering.sensitivity > 0]
+    # Where one record may be left out altogether, a client's reach is half of what it is where one is replaced.
+    fine = ROUNDING * float(reach.min(initial=math.inf)) / 2 / (1 + ROUNDING) / math.sqrt(length)
+    fine = min(fine, math.sqrt(float(noise.min(initial=math.inf))) / FINEST, 2.0**-FEWEST_FRACTION_BITS)
+    bits = 1 - math.frexp(fine)[1]
+    room = 2.0 ** (SUM_BITS - bits - (size - 1).bit_length())
+    spread = _TAIL * math.sqrt(float(variances.sum()))
+    if not (largest <= room and spread <= room * size):
+        raise ConfigError(
+            f"Numbers of up to {largest:g} and noise of {spread / _TAIL:.2g}, in steps of 2^-{bits} as a claim about "
+            f"{float(reach.min()):.2g} needs them, do not fit 64 bits for {size} clients. Raise clip, or lower the "
+            "number of clients a round."
+        )
+    return FixedPoint(room, size)
+
+
+def check_pairs(covering: Covering) -> None:
+    """Refuse rounds in which somebody shares noise with more clients than the proof is for."""
+    ends = np.concatenate([covering.first, covering.second])
+    if len(ends) and int(np.bincount(ends).max()) > MOST_PAIRS:
+        raise ConfigError(f"A client would share noise with more than {MOST_PAIRS} others. Set neighbours.")
+
+
+def add_noise(words: NDArray[np.uint64], *, variance: float, step: float, seed: bytes, subtract: bool = False) -> None:
+    """Words ± whole numbers that count as Gaussian noise of at least `variance`, modulo 2⁶⁴, in place."""
+    sigma = math.sqrt(variance / step**2 + _SMOOTHING)
+    # Both ends of a pair must draw the same numbers, though linear algebra differs in its last bits between machines.
+    unit = 2.0 ** (math.frexp(sigma)[1] - _KEPT_BITS)
+    add_discrete_gaussian(words, sigma=math.ceil(sigma / unit) * unit, seed=seed, subtract=subtract)
