@@ -6,11 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
+import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.protocol.wire import message
-from fedveil.shapes import clients, reals
+from fedveil.shapes import REALS, Shape, clients
 
 message(PublicHead)
 message(Broadcast)
@@ -67,8 +68,8 @@ class Train(Request):
 @message
 @dataclass(frozen=True, eq=False)
 class Upload(Reply):
-    """Client → server: one flat vector, in the layout both sides know."""
+    """Client → server: one flat vector, in the layout both sides know; of which numbers, the uplink says."""
 
     round: int
     attempt: int
-    payload: Annotated[Tensor, reals("contribution")]
+    payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",))]

@@ -23,6 +23,7 @@ from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
+from fedveil.shapes import REALS
 from fedveil.uplink.accumulate import ExactSum
 from fedveil.uplink.graph import graph_seed
 from fedveil.uplink.plan import NoisePlan
@@ -228,7 +229,8 @@ class UploadSum(Inbox[Any]):
     def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
         self._sum = ExactSum(layout.length, device=device)
         self._context = context
-        self.expect(Upload, context.cohort, which=context.which, sizes={"contribution": layout.length})
+        sizes, types = {"contribution": layout.length}, {"payload": REALS}
+        self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types=types)
 
     def _fold(self, reply: Any) -> None:
         self._sum.add(reply.payload)
