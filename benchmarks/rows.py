@@ -229,12 +229,22 @@ def streams(*, repeats: int) -> list[Row]:
     import numpy as np
 
     from fedveil.crypto.stream import add_gaussian, add_mask
+    from fedveil.uplink.discrete import add_discrete_gaussian
 
     count = 1_000_000
-    words, noise = np.zeros(count, np.uint64), np.zeros(count, np.float32)
+    words, noise, plain = np.zeros(count, np.uint64), np.zeros(count, np.float32), np.zeros(count)
     seed = bytes(range(32))
+    generator = np.random.default_rng(0)
     timed = interleaved(
-        {"mask": lambda: add_mask(words, seed), "noise": lambda: add_gaussian(noise, seed, scale=1.0)}, repeats=repeats
+        {
+            "mask": lambda: add_mask(words, seed),
+            "noise": lambda: add_gaussian(noise, seed, scale=1.0),
+            "2^10": lambda: add_discrete_gaussian(words, sigma=2.0**10, seed=seed),
+            "2^24": lambda: add_discrete_gaussian(words, sigma=2.0**24, seed=seed),
+            "2^40": lambda: add_discrete_gaussian(words, sigma=2.0**40, seed=seed),
+            "numpy": lambda: generator.standard_normal(out=plain),
+        },
+        repeats=repeats,
     )
 
     def per_number(one: Timed) -> Ratio:
@@ -244,4 +254,9 @@ def streams(*, repeats: int) -> list[Row]:
     return [
         Row("mask stream, one 64-bit word", "nanoseconds", per_number(timed["mask"]), 3.0),
         Row("noise stream, one float32 Gaussian", "nanoseconds", per_number(timed["noise"]), 12.0),
+        *(
+            Row(f"exact integer Gaussian, σ = {sigma} steps", "nanoseconds", per_number(timed[sigma]), 30.0)
+            for sigma in ("2^10", "2^24", "2^40")
+        ),
+        Row("numpy's float64 standard_normal, for comparison", "nanoseconds", per_number(timed["numpy"])),
     ]

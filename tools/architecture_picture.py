@@ -36,7 +36,6 @@ _WORDS = {
     "models": "networks by name",
     "protocol": "roles, rounds, messages",
     "report": "a run as one page",
-    "reproduce": "the papers' tables",
     "runs": "folders, checkpoints",
     "schemes": "parts put together",
     "secrets": "secret randomness",

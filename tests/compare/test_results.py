@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from fedveil.compare.plan import planned
-from fedveil.compare.progress import Standing
-from fedveil.compare.results import read_results, results_of, write_results
+from fedveil.compare.results import Standing, read_results, results_of, write_results
 from fedveil.errors import CheckpointError
 
 

@@ -5,7 +5,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
-from fedveil.crypto.stream import WordStream, add_gaussian, add_mask
+from fedveil.crypto.stream import WordStream, add_gaussian, add_mask, block_function
 
 SEED = bytes(range(32))
 # NIST SP 800-38A, F.5.1 (CTR-AES128): key, first counter block, plain text, cipher text
@@ -23,6 +23,20 @@ CIPHERED = bytes.fromhex(
 def test_the_stream_is_the_known_answer_of_nist() -> None:
     words = WordStream(KEY + COUNTER).take(8)
     assert bytes(a ^ b for a, b in zip(words.tobytes(), PLAIN, strict=True)) == CIPHERED
+
+
+def test_blocks_are_the_known_answer_of_nist() -> None:
+    """NIST SP 800-38A, F.1.1 (ECB-AES128): the same key, and the first 16 bytes of the same plain text."""
+    place, purpose = np.frombuffer(PLAIN[:8], dtype="<i8"), int.from_bytes(PLAIN[8:16], "little")
+    assert block_function(KEY)(place, purpose).tobytes() == bytes.fromhex("3ad77bb40d7a3660a89ecaf32466ef97")
+
+
+def test_blocks_depend_on_place_and_purpose_only() -> None:
+    blocks, places = block_function(KEY), np.arange(100)
+    whole = blocks(places, 0)
+    assert np.array_equal(blocks(places[::-7], 0), whole[::-7])
+    assert not np.isin(blocks(places, 1), whole).any()
+    assert blocks(places[:0], 0).shape == (0, 2)
 
 
 def test_reading_in_pieces_reads_the_same_words() -> None:

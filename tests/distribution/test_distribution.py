@@ -42,7 +42,7 @@ SUBSET = (
     "tests/test_secrets.py",
     "tests/uplink/test_exact_sum.py",
     "tests/schemes",
-    "tests/reproduce/test_page.py",
+    "tests/papers/test_page.py",
     "tests/distribution/test_citation.py",
     "tests/test_readme.py::test_the_two_commands_are_targets_of_the_makefile",
 )

@@ -25,7 +25,7 @@ from fedveil.downlink import (
     draw,
 )
 from fedveil.downlink.blueprint import load_epsilon, load_parameters, load_statistics
-from fedveil.downlink.transitional import load_multipliers
+from fedveil.downlink.decomposed import load_multipliers
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, Loss, SquareLoss
 from fedveil.work.dropout import seeded_dropout

@@ -32,8 +32,8 @@ from fedveil.downlink import (
     draw,
     noise_kinds,
 )
+from fedveil.downlink.decomposed import has_multipliers, transitional
 from fedveil.downlink.messages import Broadcast
-from fedveil.downlink.transitional import has_multipliers, transitional
 from fedveil.downlink.verify import verify
 from fedveil.errors import TraceError
 from fedveil.ledger.releases import check_declared

@@ -11,13 +11,10 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
-from fedveil.report.command import command_for
-from fedveil.report.curves import curves
-from fedveil.report.front import front
-from fedveil.report.groups import Group, grouped
-from fedveil.report.ledger_words import claim, entry
-from fedveil.report.sources import Run, gather
-from fedveil.report.trade_offs import trade_offs
+from fedveil.report.figures import curves, front, trade_offs
+from fedveil.report.sources import Group, Run, gather, grouped
+from fedveil.report.view import command_for
+from fedveil.report.words import claim, entry
 from report.material import ROUNDS, SCHEMES, SEEDS
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedveil import models
 from fedveil.downlink import Blueprint, Broadcast, HeadNoise, Plain, Rescaling, draw
-from fedveil.downlink.transitional import transitional
+from fedveil.downlink.decomposed import transitional
 from fedveil.errors import ConfigError
 from fedveil.secrets import SeededSecrets
 from fedveil.work import (

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import importlib
 import json as json_module
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fedveil.cli.tables import aside, plainly, table
 
 if TYPE_CHECKING:
-    from fedveil.reproduce import Outcome, Report, Tick
+    from papers import Outcome, Report, Tick
 
 RESULTS = Path("docs/results")
+_CHECKOUT = Path(__file__).parents[3]
+
+
+def _papers(folder: Path | None) -> Any:
+    """The package that holds the papers' tables: of the checkout that FedVeil runs from, or where `folder` says.
+
+    It is code, so it is never looked for in the working folder.
+    """
+    from fedveil.errors import ConfigError
+
+    found = _CHECKOUT / "papers" if folder is None else folder.resolve()
+    if not (found / "__init__.py").is_file():
+        raise ConfigError(
+            f"The papers' tables are not part of an installed FedVeil, and {found} does not hold them: get a checkout "
+            "of FedVeil and give --papers CHECKOUT/papers, or run the command of a checkout (make setup)."
+        )
+    sys.path.insert(0, str(found.parent))
+    return importlib.import_module("papers")
 
 
 def reproduce(
@@ -33,6 +52,9 @@ def reproduce(
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for figures; cells found there are not run again."),
     page: Path | None = typer.Option(None, help="Write the page of all stored results here and stop."),
     results: Path = typer.Option(RESULTS, "--from", help="With --page and --list: the folder of stored results."),
+    papers: Path | None = typer.Option(
+        None, help="The folder papers/ of a checkout, whose code is run. (default: of the checkout FedVeil runs from)"
+    ),
     json: bool = typer.Option(False, "--json", help="As data: the list, or the verdict."),
 ) -> None:
     """Run a paper's table or figure again, beside its printed numbers, with a verdict.
@@ -55,24 +77,23 @@ def reproduce(
       fedveil reproduce --page docs/reproduction.md --from docs/results
     """
     from fedveil.errors import ConfigError
-    from fedveil.reproduce import ALL, entries, reproduce_all
-    from fedveil.reproduce import reproduce as run
 
+    tables = _papers(papers)
     if page is not None:
-        _write_page(page, results)
+        _write_page(tables, page, results)
         return
     if list_entries or (json and name is None):
-        _show_entries(json, results)
+        _show_entries(tables, json, results)
         return
     if name is None:
-        known = ", ".join(entry.name for entry in entries())
+        known = ", ".join(entry.name for entry in tables.entries())
         raise ConfigError(f"Name what to run again: {known}. `fedveil reproduce --list` says what each is.")
     patterns = [one.strip() for one in (only or "").split(",") if one.strip()]
-    if name == ALL:
+    if name == tables.ALL:
         if patterns:
             raise ConfigError("--only names cells of one entry: name the entry instead of all.")
         with _bar() as tick:
-            outcomes = reproduce_all(
+            outcomes = tables.reproduce_all(
                 out=out, device=device, data=data, quick=quick, full=full, seeds=seeds, say=aside, tick=tick, done=_told
             )
         _show_all(outcomes, out, json=json)
@@ -80,7 +101,7 @@ def reproduce(
             raise typer.Exit(1)
         return
     with _bar() as tick:
-        report = run(
+        report = tables.reproduce(
             name,
             out=out,
             device=device,
@@ -98,27 +119,26 @@ def reproduce(
         _show(report)
 
 
-def _write_page(path: Path, results: Path) -> None:
+def _write_page(tables: Any, path: Path, results: Path) -> None:
     from fedveil.errors import DataError
-    from fedveil.reproduce import page
     from fedveil.runs.files import write_atomically
 
     if not any(results.glob("*.json")):
         raise DataError(f"{results} holds no stored results: name the folder with --from.")
-    text = page(results)
+    text = tables.page(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text)
     plainly(f"{path}: written from {results}")
 
 
-def _show_entries(json: bool, results: Path) -> None:
-    from fedveil.reproduce import entries, stored_result
-
+def _show_entries(tables: Any, json: bool, results: Path) -> None:
     fields = ("name", "paper", "what", "takes_quick", "takes", "needs")
     rows = []
-    for entry in entries():
+    for entry in tables.entries():
         forms = [
-            word for word, quick in (("full", False), ("quick", True)) if stored_result(results, entry, quick=quick)
+            word
+            for word, quick in (("full", False), ("quick", True))
+            if tables.stored_result(results, entry, quick=quick)
         ]
         rows.append({**{one: str(getattr(entry, one)) for one in fields}, "stored": ", ".join(forms)})
     if json:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from fedveil.compare.comparing import DEFAULT_SCHEMES, Comparison, compare
-from fedveil.compare.progress import Event, Standing
+from fedveil.compare.results import Event, Standing
 
 __all__ = ["DEFAULT_SCHEMES", "Comparison", "Event", "Standing", "compare"]

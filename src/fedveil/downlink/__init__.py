@@ -1,13 +1,12 @@
 """The way down: how a model travels to clients, and how the server undoes what it hid."""
 
 from fedveil.downlink.blueprint import Blueprint, Weights, assemble, draw
-from fedveil.downlink.decomposed import Decomposed
+from fedveil.downlink.decomposed import Decomposed, noise_kinds
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered, Veil
 from fedveil.downlink.plain import Plain
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
 from fedveil.downlink.samplers import client_noise
 from fedveil.downlink.table import ScaleTable, trace
-from fedveil.downlink.transitional import noise_kinds
 
 __all__ = [
     "Blueprint",

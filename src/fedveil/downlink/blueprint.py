@@ -7,6 +7,7 @@ every value zeroed, and fills it from what is broadcast.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from fedveil.downlink.norms import VectorBatchNorm, VectorNorm, batch_norms, with_vector_norms
 from fedveil.downlink.table import ScaleTable, trace
 from fedveil.flat import Layout, flatten
+from fedveil.secrets import SecretStream
 
 
 class TappedLinear(nn.Linear):
@@ -221,3 +223,12 @@ def flat_views(blueprint: Blueprint, flat: Tensor, names: Sequence[str]) -> list
     """Views of named parameters inside a flat vector."""
     parts = blueprint.parameters.split(flat)
     return [parts[name] for name in names]
+
+
+LOWEST, HIGHEST = 1e-6, 1e-4
+
+
+def draw_secret_epsilon(weights: Weights, stream: SecretStream) -> None:
+    """Give every normalisation group its own ε, log-uniform on [1e-6, 1e-4]; once per model."""
+    logs = math.log(LOWEST) + stream.uniform(weights.epsilon.numel()) * math.log(HIGHEST / LOWEST)
+    weights.epsilon.copy_(torch.exp(logs))

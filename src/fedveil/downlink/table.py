@@ -15,8 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.classes import PINNED, Classes
-from fedveil.downlink.edges import Pin, Tracing
+from fedveil.downlink.edges import PINNED, Classes, Pin, Tracing
 from fedveil.downlink.walk import walk
 from fedveil.flat import flatten
 

@@ -19,10 +19,9 @@ from fedveil.downlink.blueprint import (
     load_parameters,
     load_statistics,
 )
-from fedveil.downlink.decomposed import Decomposed
+from fedveil.downlink.decomposed import Decomposed, load_multipliers
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.downlink.transitional import load_multipliers
 from fedveil.errors import TraceError
 from fedveil.secrets import OsSecrets
 

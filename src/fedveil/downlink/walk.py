@@ -1,16 +1,20 @@
-"""Walking a network once: torch.fx where it can, torch.export where fx cannot."""
+"""Running a network's nodes on an example batch, one by one, and asking the rules about the scales."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from fedveil.downlink.capture import (
     CaptureError,
+    CustomFunction,
     captured_by_export,
     captured_by_fx,
     check_replay,
@@ -18,9 +22,280 @@ from fedveil.downlink.capture import (
     own_randomness,
     seeded,
 )
-from fedveil.downlink.edges import Edge, ParameterRef, Tracing
-from fedveil.downlink.walker import NORM_KINDS, Walker, leaves, values
+from fedveil.downlink.edges import Edge, ParameterRef, Pin, Tracing, broadcast
+from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
 from fedveil.errors import TraceError
+
+_SHAPE_QUESTIONS = frozenset(
+    "size dim numel getattr shape ndim is_floating_point sym_size stride _assert_tensor_metadata".split()
+)
+# These read a tensor's shape and type, not its values.
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+_UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+
+NORM_KINDS: dict[type[nn.Module], str] = {
+    nn.BatchNorm1d: "batch",
+    nn.BatchNorm2d: "batch",
+    nn.BatchNorm3d: "batch",
+    nn.GroupNorm: "group",
+    nn.LayerNorm: "layer",
+    nn.InstanceNorm1d: "instance",
+    nn.InstanceNorm2d: "instance",
+    nn.InstanceNorm3d: "instance",
+}
+
+_SAME_NAME: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Dropout: "dropout",
+    nn.Dropout1d: "dropout",
+    nn.Dropout2d: "dropout",
+    nn.Dropout3d: "dropout",
+    nn.Identity: "identity",
+    nn.Upsample: "upsample",
+    nn.UpsamplingNearest2d: "upsample",
+    nn.UpsamplingBilinear2d: "upsample",
+    **{
+        getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d"
+        for kind, name in (
+            ("Max", "max"),
+            ("Avg", "avg"),
+            ("AdaptiveMax", "adaptive_max"),
+            ("AdaptiveAvg", "adaptive_avg"),
+        )
+        for dims in (1, 2, 3)
+    },
+}
+_MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
+_ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+_OTHER_PADS = {
+    getattr(nn, f"{kind}Pad{dims}d"): mode
+    for kind, mode in (("Reflection", "reflect"), ("Replication", "replicate"), ("Circular", "circular"))
+    for dims in (1, 2, 3)
+}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def operation_name(target: object) -> str | None:
+    """The plain name of a function, method or ATen operator of torch; None for anything foreign."""
+    if isinstance(target, str):
+        name = target
+    elif isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if namespace != "aten":
+            return None
+    else:
+        name = getattr(target, "__name__", "")
+        if target is getattr:
+            return "getattr"
+        homes = (torch, F, operator, torch.Tensor)
+        if not any(getattr(home, name, None) is target for home in homes):
+            return None
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _in_place(target: object) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.endswith("_")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, (Edge, ParameterRef))
+
+
+def values(tree: Any) -> Any:
+    """The example values in a tree of arguments."""
+    return pytree.tree_map(lambda one: one.value if _is_leaf(one) else one, tree, is_leaf=_is_leaf)
+
+
+def leaves(tree: object, kind: type[Any]) -> list[Any]:
+    """Every leaf of one kind in a tree of arguments."""
+    return [one for one in pytree.tree_leaves(tree, is_leaf=_is_leaf) if isinstance(one, kind)]
+
+
+class Walker:
+    """Runs every node on an example batch and asks the rules what happens to the scales."""
+
+    def __init__(self, model: nn.Module, tracing: Tracing) -> None:
+        self.model = model
+        self.tracing = tracing
+
+    def reference(self, owner: nn.Module, attribute: str) -> ParameterRef | Edge | None:
+        """A module's parameter or buffer as an operand; None for anything else."""
+        value = getattr(owner, attribute, None)
+        if isinstance(value, nn.Parameter):
+            return ParameterRef(self.tracing.names[id(value)], value.detach())
+        return self.tracing.constant(value, fixed=True) if isinstance(value, Tensor) else None
+
+    def function(self, target: Any, args: Any, kwargs: Any, *, method: bool = False) -> Any:
+        """Evaluate a call and the ids of its result."""
+        given, named = values(args), values(kwargs)
+        out = getattr(given[0], str(target))(*given[1:], **named) if method else target(*given, **named)
+        name = operation_name(target)
+        edges, parameters = leaves((args, kwargs), Edge), leaves((args, kwargs), ParameterRef)
+        label = name or str(getattr(target, "__name__", target))
+        if isinstance(target, CustomFunction):
+            self.tracing.opaque.append(label)
+        if not leaves(out, Tensor):
+            if (edges or parameters) and name not in _SHAPE_QUESTIONS:
+                self._pin(edges, parameters, label, "its result leaves the network's arithmetic")
+            return out
+        if name in _SHAPE_ONLY or not (edges or parameters):
+            return pytree.tree_map_only(Tensor, self.tracing.constant, out)
+        if name == "getitem" and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+
+        def ids() -> Any:
+            if name is None:
+                raise NoRuleError("there is no rule for it")
+            made = self._function_ids(name, target, args, kwargs, out, method=method)
+            if _in_place(target) and not self._same(made, args[0]):
+                raise NoRuleError("it changes an activation's scale in place")
+            return made
+
+        return self._judge(ids, edges, parameters, label, out)
+
+    def _judge(
+        self,
+        rule: Callable[[], Any],
+        edges: list[Edge],
+        parameters: list[ParameterRef],
+        label: str,
+        out: Any,
+    ) -> Any:
+        """Apply a rule; where it does not fit, pin. Freedom that the rule took away is written down."""
+        tracing, lost, pins = self.tracing, self.tracing.classes.lost, len(self.tracing.pins)
+        try:
+            ids = rule()
+            if not all(pytree.tree_leaves(pytree.tree_map(_fits, out, ids))):
+                raise NoRuleError("its result is not laid out as expected")
+        except NoRuleError as reason:
+            return self._pin_all(edges, parameters, label, str(reason), out)
+        except _UNFIT:
+            return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
+        if tracing.classes.lost > lost and len(tracing.pins) == pins:
+            tracing.pins.append(Pin(label, tracing.inside or tracing.where, "it ties channels to others of scale 1"))
+        return pytree.tree_map(Edge, out, ids)
+
+    def _function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
+        if name in REARRANGEMENTS:
+            moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
+            return rearrangement(self.tracing, out, moved, args, kwargs, name=name)
+        if name in _NORM_POSITIONS:
+            return self._functional_norm(name, target, args, kwargs, out)
+        if name in RULES:
+            return RULES[name](self.tracing, out, *args, **kwargs)
+        raise NoRuleError("there is no rule for it")
+
+    def _same(self, ids: Any, first: object) -> bool:
+        if not isinstance(first, Edge) or not isinstance(ids, Tensor):
+            return False
+        left, right = broadcast(self.tracing.classes.find(ids), self.tracing.classes.find(first.ids))
+        return bool((left == right).all())
+
+    def _pin(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str) -> None:
+        self.tracing.pin(edges, name, reason)
+        for parameter in parameters:
+            self.tracing.pin_parameter(parameter, name, reason)
+
+    def _pin_all(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str, out: Any) -> Any:
+        self._pin(edges, parameters, name, reason)
+        return pytree.tree_map_only(Tensor, self.tracing.constant, out)
+
+    def module(self, path: str, args: Any, kwargs: Any) -> Any:
+        """A leaf module: the same rules, with the module's own parameters and settings."""
+        module = self.model.get_submodule(path)
+        out = module(*values(args), **values(kwargs))
+        parameters = [ParameterRef(self.tracing.names[id(one)], one.detach()) for one in module.parameters()]
+        return self._judge(
+            lambda: self._module_ids(module, path, args, kwargs, out),
+            leaves((args, kwargs), Edge),
+            parameters,
+            type(module).__name__,
+            out,
+        )
+
+    def _module_ids(self, module: nn.Module, path: str, args: Any, kwargs: Any, out: Any) -> Any:
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NoRuleError("it has hooks, which may do anything")
+        if kwargs or len(args) != 1:
+            raise NoRuleError("it is called with further arguments")
+        kind, tracing, first = type(module), self.tracing, args[0]
+        weight, bias = self.reference(module, "weight"), self.reference(module, "bias")
+        if kind is nn.Linear:
+            return RULES["linear"](tracing, out, first, weight, bias)
+        if kind in _CONVOLUTIONS:
+            assert isinstance(module, _CONVOLUTIONS)
+            return RULES["conv2d"](tracing, out, first, weight, bias, groups=module.groups)
+        if kind in _TRANSPOSED:
+            assert isinstance(module, _TRANSPOSED)
+            return RULES["conv_transpose2d"](tracing, out, first, weight, bias, groups=module.groups)
+        if isinstance(module, nn.Embedding) and kind is nn.Embedding:
+            return RULES["embedding"](tracing, out, first, weight, max_norm=module.max_norm)
+        if kind is nn.PReLU:
+            return RULES["prelu"](tracing, out, first, weight)
+        if kind in NORM_KINDS:
+            return self._norm(module, path, out, first)
+        if kind in _SAME_NAME:
+            return RULES[_SAME_NAME[kind]](tracing, out, first)
+        if kind in _MOVES:
+            return rearrangement(tracing, out, module, args, {})
+        if isinstance(module, _ZERO_PADS):
+            return RULES["pad"](tracing, out, first, module.padding)
+        if kind in _OTHER_PADS:
+            return RULES["pad"](tracing, out, first, module.padding, mode=_OTHER_PADS[kind])
+        raise NoRuleError("there is no rule for it")
+
+    def _norm(self, module: nn.Module, path: str, out: Tensor, first: object) -> Any:
+        kind = NORM_KINDS[type(module)]
+        if kind == "instance" and getattr(module, "track_running_stats", False):
+            raise NoRuleError("an instance norm with running statistics changes meaning in evaluation")
+        groups = module.num_groups if isinstance(module, nn.GroupNorm) else 1
+        return normalisation(
+            self.tracing,
+            out,
+            first,
+            name=self.tracing.norms[path],
+            kind=kind,
+            groups=groups,
+            weight=self.reference(module, "weight"),
+            bias=self.reference(module, "bias"),
+        )
+
+    def _functional_norm(self, name: str, target: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """A normalisation outside its module has a fixed ε, so that its in edge is pinned."""
+        kind = name.removesuffix("_norm")
+        exported = isinstance(target, torch._ops.OpOverload)
+        inside = self.tracing.inside
+        if exported and inside in self.tracing.norms:
+            module = self.model.get_submodule(inside)
+            if NORM_KINDS[type(module)] == kind:
+                return self._norm(module, inside, out, args[0])
+        first = args[0] if args else kwargs["input"]
+        position = _NORM_POSITIONS[name][exported]
+        weight, bias = (
+            kwargs.get(which, args[place] if len(args) > place else None)
+            for which, place in (("weight", position), ("bias", position + 1))
+        )
+        self.tracing.pin([first], name, "a functional normalisation has a fixed ε")
+        return affine(self.tracing, out, weight, bias, kind=kind)
+
+
+# Where F.* and ATen put the affine weight; the bias follows it.
+_NORM_POSITIONS = {"batch_norm": (3, 1), "instance_norm": (3, 1), "group_norm": (2, 2), "layer_norm": (2, 2)}
+
+
+def _fits(value: object, ids: object) -> bool:
+    """Whether ids have the value's rank and broadcast to its shape."""
+    if not isinstance(value, Tensor) or not isinstance(ids, Tensor):
+        return value is ids
+    return ids.dim() == value.dim() and all(i in (1, v) for i, v in zip(ids.shape, value.shape, strict=True))
+
 
 __all__ = ["NORM_KINDS", "norm_paths", "walk"]
 

@@ -1,21 +1,70 @@
-"""Everything the page shows, as plain values: the template only lays it out."""
+"""The command line that starts a run again, from its settings."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedveil.config import RunConfig, parse_model_options
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
-from fedveil.report.audit_words import AuditView, audit_view
-from fedveil.report.command import command_for
-from fedveil.report.curves import curves
-from fedveil.report.figures import DASHES, SYMBOLS, Figure, Worth, worth_of
-from fedveil.report.groups import Group, grouped
-from fedveil.report.ledger_words import Claim, Entry, claim, entry
-from fedveil.report.sources import Audited, Failure, Material, Run
-from fedveil.report.trade_offs import trade_offs
-from fedveil.report.values import DASH, duration, number, percent, plain, size, spread
+from fedveil.report.figures import DASHES, SYMBOLS, Figure, Worth, curves, trade_offs, worth_of
+from fedveil.report.sources import (
+    DASH,
+    Audited,
+    Failure,
+    Group,
+    Material,
+    Run,
+    duration,
+    grouped,
+    number,
+    percent,
+    plain,
+    size,
+    spread,
+)
+from fedveil.report.words import AuditView, Claim, Entry, audit_view, claim, entry
+
+_ALWAYS = ("scheme", "dataset", "model", "clients", "rounds")
+_IN_PYTHON = "python"
+
+
+def command_for(settings: Mapping[str, Any], *, out: str) -> str:
+    """`fedveil run …` with every setting that is not the default; "" for a run that was started from Python."""
+    if settings.get("dataset") == _IN_PYTHON:
+        return ""
+    words = ["fedveil", "run"]
+    for one in dataclasses.fields(RunConfig):
+        if one.name == "model_options" or one.name not in settings:
+            continue
+        value = settings[one.name]
+        if one.name in _ALWAYS or value != one.default:
+            words += _flag(one.name, value)
+    options = settings.get("model_options")
+    if isinstance(options, Mapping):
+        for key, value in options.items():
+            words += ["-o", f"{key}={_option(value)}"]
+    return shlex.join([*words, "--out", out])
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    dashed = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{dashed}" if value else f"--no-{dashed}"]
+    return [f"--{dashed}", str(value)]
+
+
+def _option(value: Any) -> str:
+    """A model option as it is typed: bare where that reads back as the same."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    bare = str(value)
+    return bare if parse_model_options([f"k={bare}"])["k"] == value else json.dumps(value, ensure_ascii=False)
+
 
 Pairs = tuple[tuple[str, str], ...]
 

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from fedveil.downlink import Blueprint, noise_kinds
-from fedveil.downlink.decomposed import Decomposed
+from fedveil.downlink.decomposed import Decomposed, transitional
 from fedveil.downlink.rescaling import scale_table
 from fedveil.downlink.samplers import BOUNDED, secret_uniforms
-from fedveil.downlink.transitional import transitional
 from fedveil.ledger.bounded import delta_floor, delta_floor_even
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol import Scheme

@@ -16,8 +16,8 @@ from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
 from fedveil.data.embedded import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
+from fedveil.downlink.blueprint import draw_secret_epsilon
 from fedveil.downlink.decomposed import Decomposed
-from fedveil.downlink.epsilon import draw_secret_epsilon
 from fedveil.downlink.report import Coverage, coverage, require_coverage
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.verify import verify

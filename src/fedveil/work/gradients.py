@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.decomposed import has_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.downlink.transitional import has_multipliers
 from fedveil.errors import NumericError
 from fedveil.flat import Layout
 from fedveil.work.batches import Batches

@@ -12,9 +12,9 @@ from fedveil.downlink.blueprint import (
     load_parameters,
     load_statistics,
 )
+from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.downlink.norms import batch_norms
-from fedveil.downlink.transitional import load_multipliers
 from fedveil.flat import Layout, flatten
 from fedveil.work.losses import Loss, SquareLoss
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedveil.crypto import ckks
-from fedveil.crypto.ckks import frame, processes
+from fedveil.crypto.ckks import processes, vectors
 from fedveil.errors import ConfigError, ProtocolError
 
 LENGTH = 40 * 2048 + 5
@@ -123,11 +123,11 @@ def test_a_worker_killed_at_work_loses_nothing(
 def test_a_ciphertext_that_a_worker_refuses_is_refused_and_the_worker_goes_on(key: ckks.SecretKey) -> None:
     pid = started(key)
     sealed = ckks.encrypt(drawn(), key.public)
-    summary, parts = frame.unpack(sealed, key_id=key.key_id, length=None, slots=2048)
+    summary, parts = vectors.unpack(sealed, key_id=key.key_id, length=None, slots=2048)
     # The first ten go to the worker, which waits; this process begins behind them.
     damaged = [*parts[:5], bytes(parts[5][:9000]) + bytes(90) + bytes(parts[5][9090:]), *parts[6:]]
     with pytest.raises(ProtocolError, match="was refused"):
-        ckks.decrypt(frame.pack(summary, damaged), key)
+        ckks.decrypt(vectors.pack(summary, damaged), key)
     assert processes._idle[-1].pid == pid
     assert np.abs(ckks.decrypt(sealed, key) - drawn()).max() <= 1e-6
 

@@ -1,10 +1,9 @@
 """CKKS for sums: the public key encrypts vectors and adds them, the secret key reads the sum."""
 
-from fedveil.crypto.ckks.frame import Summary
 from fedveil.crypto.ckks.keys import PublicKey, SecretKey, generate, require
 from fedveil.crypto.ckks.parameters import PRECISION, ROUNDED, Parameters, choose
 from fedveil.crypto.ckks.processes import set_workers, workers
-from fedveil.crypto.ckks.vectors import Adder, decrypt, encrypt, summary
+from fedveil.crypto.ckks.vectors import Adder, Summary, decrypt, encrypt, summary
 
 __all__ = [
     "PRECISION",

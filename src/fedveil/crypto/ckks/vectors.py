@@ -1,8 +1,18 @@
-"""Encrypting vectors, adding ciphertexts as they arrive, reading the sum."""
+"""How an encrypted vector travels: a header, the sizes of its ciphertexts, the ciphertexts.
+
+    magic 5 · checksum 4 · key id 8 · vector length 8 · addends 4 · number of ciphertexts 4 · sizes 4 each · ciphertexts
+
+The checksum (CRC-32 of everything behind it) finds damage, not malice: whoever can write a ciphertext can
+encrypt another one.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,12 +20,108 @@ from torch import Tensor
 
 from fedveil.crypto.ckks import chunks
 from fedveil.crypto.ckks.chunks import Values, Vector
-from fedveil.crypto.ckks.frame import Summary, pack, read_summary, unpack
 from fedveil.crypto.ckks.keys import PublicKey, SecretKey
 from fedveil.crypto.ckks.parameters import ROUNDED
-from fedveil.crypto.ckks.processes import spread
-from fedveil.crypto.ckks.tasks import decrypting, encrypting
+from fedveil.crypto.ckks.processes import Task, spread
+from fedveil.crypto.ckks.worker import DECRYPT, ENCRYPT, LEVEL, Part
 from fedveil.errors import NumericError, ProtocolError
+
+_MAGIC = b"FVCV\x01"
+_CHECKSUM = struct.Struct("<I")
+_HEADER = struct.Struct("<8sQII")
+_BODY = len(_MAGIC) + _CHECKSUM.size
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What an encrypted vector says about itself."""
+
+    key_id: bytes
+    length: int
+    addends: int
+
+
+def pack(summary: Summary, chunks: Sequence[bytes | bytearray | memoryview]) -> bytes:
+    """The bytes of an encrypted vector."""
+    header = _HEADER.pack(summary.key_id, summary.length, summary.addends, len(chunks))
+    sizes = struct.pack(f"<{len(chunks)}I", *map(len, chunks))
+    checksum = zlib.crc32(sizes, zlib.crc32(header))
+    for chunk in chunks:
+        checksum = zlib.crc32(chunk, checksum)
+    return b"".join((_MAGIC, _CHECKSUM.pack(checksum), header, sizes, *chunks))
+
+
+def read_summary(content: bytes) -> Summary:
+    """The header alone; nothing behind it is looked at."""
+    return _header(content)[0]
+
+
+def unpack(content: bytes, *, key_id: bytes, length: int | None, slots: int) -> tuple[Summary, list[memoryview]]:
+    """The header and the ciphertexts of a vector under this key and of this length (None: of any)."""
+    summary, count = _header(content)
+    if summary.key_id != key_id:
+        raise ProtocolError(
+            f"an encrypted vector belongs to the key {summary.key_id.hex()}, where {key_id.hex()} is used"
+        )
+    if length is not None and summary.length != length:
+        raise ProtocolError(f"an encrypted vector holds {summary.length} values, where {length} are expected")
+    if summary.addends < 1:
+        raise ProtocolError("an encrypted vector says that it is a sum of nothing")
+    if count != -(-summary.length // slots):
+        raise ProtocolError(f"an encrypted vector of {summary.length} values has {count} ciphertexts")
+    start = _BODY + _HEADER.size + 4 * count
+    sizes = struct.unpack_from(f"<{count}I", content, _BODY + _HEADER.size) if len(content) >= start else ()
+    end = start + sum(sizes)
+    if len(content) < end:
+        raise ProtocolError(f"an encrypted vector is cut short: {len(content)} bytes of at least {end}")
+    if len(content) > end:
+        raise ProtocolError(f"an encrypted vector has {len(content) - end} bytes too many")
+    whole = memoryview(content)
+    if zlib.crc32(whole[_BODY:]) != _CHECKSUM.unpack_from(content, len(_MAGIC))[0]:
+        raise ProtocolError("an encrypted vector was damaged on its way: its checksum is wrong")
+    parts = []
+    for size in sizes:
+        parts.append(whole[start : start + size])
+        start += size
+    return summary, parts
+
+
+def _header(content: bytes) -> tuple[Summary, int]:
+    if content[: len(_MAGIC)] != _MAGIC[: len(content)]:
+        raise ProtocolError("these bytes are not a CKKS-encrypted vector")
+    if len(content) < _BODY + _HEADER.size:
+        raise ProtocolError(f"an encrypted vector is cut short: {len(content)} bytes are less than its header")
+    key_id, length, addends, count = _HEADER.unpack_from(content, _BODY)
+    return Summary(key_id, length, addends), count
+
+
+def encrypting(values: Values, key: PublicKey) -> Task[Part]:
+    """Serialised ciphertexts of N/2 values each, the last one of fewer."""
+    slots = key.parameters.slots
+
+    def here(index: int) -> Part:
+        return chunks.encrypt(key.material.context, values[index * slots : (index + 1) * slots]).serialize()
+
+    def request(job: range) -> list[Part]:
+        return [ENCRYPT, struct.pack("<I", slots), values[job.start * slots : job.stop * slots].tobytes()]
+
+    return Task(-(-len(values) // slots), key.material, here, request, lambda parts: parts)
+
+
+def decrypting(parts: Sequence[memoryview], sizes: Sequence[int], key: SecretKey) -> Task[Values]:
+    """The values of each ciphertext, with their noise."""
+    level = key.public.level
+    head = LEVEL.pack(level.scale, *level.parms)
+
+    def here(index: int) -> Values:
+        return chunks.decrypt(key.material.context, bytes(parts[index]), size=sizes[index], level=level)
+
+    def request(job: range) -> list[Part]:
+        chosen = slice(job.start, job.stop)
+        return [DECRYPT, head, struct.pack(f"<{len(job)}I", *sizes[chosen]), *parts[chosen]]
+
+    return Task(len(parts), key.material, here, request, lambda found: [np.frombuffer(one) for one in found])
+
 
 Reals = NDArray[np.float32] | NDArray[np.float64]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedveil.config import RunConfig
 from fedveil.downlink import Blueprint
-from fedveil.downlink.epsilon import draw_secret_epsilon
+from fedveil.downlink.blueprint import draw_secret_epsilon
 from fedveil.engines.flower.home import Home
 from fedveil.engines.flower.setup import Setup
 from fedveil.engines.flower.sources import own_data

@@ -1,0 +1,203 @@
+"""Where cells are trained: data sets are read and placed once, and every cell trains on them."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedveil import data
+from fedveil.config import RunConfig
+from fedveil.data import Dataset, Split
+from fedveil.data.embedded import EMBEDDED
+from fedveil.engines import ClientPool
+from fedveil.errors import ConfigError, DataError, NumericError
+from fedveil.ledger.account import SERVER
+from fedveil.ledger.gaussian import epsilon_of
+from fedveil.protocol import ServerState
+from fedveil.runs.evaluate import score_weights
+from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
+from fedveil.runs.privacy import Books
+from fedveil.runs.training import fresh_state, train_job
+from papers.cells import Cell, Figures, Report, Results
+
+DATA_VARIABLE = "FEDVEIL_DATA"
+Adapt = Callable[[Job], Job]
+OnRound = Callable[[int, int], None]
+"""Told (rounds done, rounds in all)."""
+
+_READING: dict[str, dict[str, str | int]] = {"imdb": {"target": "label", "text": "text", "vocabulary": 2000}}
+
+
+class Stage:
+    """A device and the data sets that were placed on it."""
+
+    def __init__(self, *, device: str = "cpu", folder: str | Path | None = None) -> None:
+        self.device = device
+        given = folder if folder is not None else os.environ.get(DATA_VARIABLE)
+        self._root = None if given is None else Path(given).expanduser()
+        self._splits: dict[tuple[str, int | None], Split] = {}
+        device_of(RunConfig(device=device))
+
+    def describe(self) -> str:
+        """The device in words."""
+        if self.device.startswith("cuda"):
+            return torch.cuda.get_device_name(torch.device(self.device))
+        return f"cpu, {torch.get_num_threads()} threads"
+
+    def split(self, name: str, *, samples: int | None = None) -> Split:
+        """A data set on the device; `samples` keeps that many of its training part, drawn once and for all."""
+        if (name, samples) not in self._splits:
+            if samples is not None:
+                whole = self.split(name)
+                order = torch.randperm(len(whole.train), generator=torch.Generator().manual_seed(0))
+                made = replace(whole, train=whole.train.subset(order[:samples]))
+            else:
+                loaded = self._read(name)
+                made = Split(loaded.train.to(device=self.device), loaded.test.to(device=self.device))
+            self._splits[name, samples] = made
+        return self._splits[name, samples]
+
+    def _read(self, name: str) -> Split:
+        if name in EMBEDDED:
+            return data.load(name)
+        place = self.place(name)
+        return data.load(place, **_READING.get(name, {}))  # type: ignore[arg-type]
+
+    def place(self, name: str) -> Path:
+        """The folder of a data set."""
+        if self._root is None:
+            raise DataError(
+                f"This needs the data set {name!r}: give --data, or set {DATA_VARIABLE}, to the folder that holds it."
+            )
+        for place in (self._root / name, *([self._root] if self._root.name == name else [])):
+            if place.is_dir():
+                return place
+        raise DataError(f"No data set {name!r} under {self._root}: it would be the folder {self._root / name}.")
+
+    def job(self, cell: Cell, *, seed: int) -> Job:
+        """A cell's run, ready to start; equal seeds give equal data, batches and first weights to all schemes."""
+        config = RunConfig.from_mapping(
+            {"evaluate_every": 0, "checkpoint_every": 0, **cell.settings, "seed": seed, "device": self.device},
+            where=f"cell {cell.name}",
+        )
+        split = self.split(config.dataset, samples=cell.samples)
+        train = split.train
+        facts = ModelFacts.of(config, train)
+        model = facts.build(seed=seed)
+        if cell.tiers is None:
+            parts = dealt(config, train)
+        else:
+            parts = tiered(train, clients=config.clients, tiers=cell.tiers, ratio=config.ratio, seed=seed)
+        placed = train if dtype_of(config) is torch.float32 else train.to(dtype=dtype_of(config))
+        return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)
+
+    def train(
+        self, cell: Cell, *, seed: int, on_round: OnRound = lambda done, total: None, adapt: Adapt = lambda job: job
+    ) -> Figures:
+        """Train a cell to its end and judge it; a run that diverges is judged by its last finite model."""
+        judged = adapt(self.job(cell, seed=seed))
+        job = replace(judged, test=None)  # judged once, below
+        state, total = fresh_state(job), job.config.rounds
+        figures: Figures = {"device": self.describe(), "torch": torch.__version__, "parameters": job.blueprint.size}
+        try:
+            outcome = train_job(job, state=state, on_round=lambda row, now: on_round(now.round, total))
+        except NumericError as reason:
+            figures["stopped"] = f"diverged in round {state.round}: {reason}"
+        else:
+            figures["seconds"] = round(outcome.seconds, 2)
+            figures |= spent_figures(job, outcome.books)
+            if outcome.stopped:
+                figures["stopped"] = outcome.stopped
+        assert judged.test is not None
+        figures["rounds"] = state.round
+        figures["accuracy"] = accuracy_of(cell, job, state, judged.test)
+        del judged, job, state
+        self.tidy()
+        return figures
+
+    def tidy(self) -> None:
+        """Give back a GPU's memory that nobody uses any more."""
+        if self.device.startswith("cuda"):
+            # Captured steps hold memory of their own, and sit in circles that only the collector breaks.
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+def tiered(train: Dataset, *, clients: int, tiers: int, ratio: float, seed: int) -> list[Tensor]:
+    """Rows of clients in `tiers` sizes, growing geometrically up to `ratio`, with equally many clients of each.
+
+    The same distribution as partition "size", in fewer sizes: clients of one size are computed together.
+    A tier's rows that its clients cannot share evenly are left out.
+    """
+    if clients % tiers:
+        raise ConfigError(f"{clients} clients cannot be dealt evenly to {tiers} sizes.")
+    each = clients // tiers
+    order = torch.Generator().manual_seed(seed)
+    parts = []
+    for rows in data.partition(train, clients=tiers, how="size", ratio=ratio, seed=seed):
+        mixed = rows[torch.randperm(len(rows), generator=order)]
+        parts += list(mixed[: len(mixed) // each * each].reshape(each, -1))
+    return parts
+
+
+def accuracy_of(cell: Cell, job: Job, state: ServerState, test: Dataset) -> float:
+    """The present model's test accuracy in percent."""
+    scores = score_weights(job.blueprint, state.weights, test, job.loss)
+    if scores.accuracy is None:
+        raise ConfigError(f"{cell.name}: only classes have an accuracy.")
+    return round(100.0 * scores.accuracy, 3)
+
+
+def spent_figures(job: Job, books: Books) -> Figures:
+    """ε of the whole run against the server, and the noise on the first round's mean gradient."""
+    if books.account is None or books.first is None or job.scheme.plan is None:
+        return {}
+    first = books.first
+    weight = sum(len(job.pool.clients[member]) for member in first.members)
+    figures: Figures = {"noise": math.sqrt(float(first.residual.sum())) / weight}
+    if SERVER in books.account.spent:
+        figures["epsilon"] = round(books.account.epsilon(SERVER, job.scheme.plan.target.delta), 4)
+    return figures
+
+
+def composed(epsilon: float, *, delta: float, rounds: int, sigma: Callable[[float, float], float]) -> float:
+    """ε of `rounds` rounds, each with noise σ(ε, δ) for a sensitivity of 1: exactly, by μ = √T/σ."""
+    return epsilon_of(math.sqrt(rounds) / sigma(epsilon, delta), delta)
+
+
+Work = Callable[[Stage, Cell, int, OnRound], Figures]
+Pictures = Callable[[Results, bool], Sequence[tuple[str, Tensor]]]
+"""Rows of a contact sheet with their names, from the cells that are there; told whether the quick form is meant."""
+
+
+def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    """The usual work of a cell: train it."""
+    return stage.train(cell, seed=seed, on_round=on_round)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant.
+
+    `takes` and `takes_quick` say how long the two forms take.
+    """
+
+    name: str
+    paper: str
+    what: str
+    takes: str
+    needs: str
+    cells: Callable[[bool], tuple[Cell, ...]]
+    report: Callable[[Results, bool], Report]
+    work: Work = train
+    random: bool = True
+    has_quick: bool = True
+    pictures: Pictures | None = None
+    takes_quick: str = ""

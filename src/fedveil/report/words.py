@@ -1,0 +1,283 @@
+"""The ledger in words that need no training in mathematics."""
+
+from __future__ import annotations
+
+import base64
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedveil.errors import CheckpointError
+from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
+from fedveil.report.sources import DASH, Audited, plain
+from fedveil.trials.pictures import ROWS
+from fedveil.trials.trial import NOT_TRIED, Finding
+from fedveil.trials.words import CAVEAT, SHORT
+
+_WHO = {
+    SERVER: "The server that runs the training",
+    COLLUSION: "The server with clients on its side",
+    CLIENTS: "The other clients",
+    OUTSIDER: "Somebody who reads every message",
+}
+SHORT_WHO = {
+    SERVER: "the server",
+    COLLUSION: "the server with clients",
+    CLIENTS: "other clients",
+    OUTSIDER: "outsiders",
+}
+_TONE = {"differential privacy": "good", "conditional": "fair", "estimate": "fair", "none": "bad"}
+_VERDICT = {
+    "differential privacy": "Proven",
+    "conditional": "Proven under a condition",
+    "estimate": "Estimated, not proven",
+    "aggregate only": "Only sums are seen",
+    "ciphertexts only": "Only ciphertexts are seen",
+    "none": "Nothing is proven",
+}
+_PROTECTED = {
+    "aggregate only": "What each single client sends",
+    "ciphertexts only": "Everything that clients send",
+    "none": "Nothing",
+}
+_LEFT = {
+    "differential privacy": "What many records share is not hidden, and several records together less than one.",
+    "conditional": "What follows from the hidden part is outside this figure.",
+    "estimate": "The figure may be too low.",
+    "aggregate only": "The sums are open, and so is whatever follows from them: there is no (ε, δ).",
+    "ciphertexts only": "Who takes part, when, and how much is sent.",
+    "none": "Clients' data may leak to this party without any limit that we could name.",
+}
+_USELESS = 1e6
+_OF_OUTSIDERS = "who reads every message: "
+_FIELDS = {
+    "upload.gradients": "what each client's data change in the model (gradients)",
+    "upload.values": "the loss on each client's data",
+    "upload.statistics": "averages inside the network over each client's data",
+    "upload.weight": "the numbers of samples",
+    "vote.tags": "votes for the parameters that changed most",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One party's line, ready to be read."""
+
+    who: str
+    short: str
+    protected: str
+    tone: str
+    verdict: str
+    figure: str
+    meaning: str
+    relation: str
+    assumptions: tuple[str, ...]
+    sees: str
+    left: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The paper's claim beside what holds."""
+
+    formula: str
+    claimed: str
+    holds: str
+    noise: str
+
+
+def entry(line: Line) -> Entry:
+    """A line in words."""
+    worst = "" if line.worst_client is None else f" Client {line.worst_client} is worst off, and the figure is its."
+    unit = line.unit or _PROTECTED.get(line.verdict, line.verdict)
+    return Entry(
+        who=_WHO.get(line.adversary, line.adversary),
+        short=SHORT_WHO.get(line.adversary, line.adversary),
+        protected=_sentence(unit),
+        tone=_TONE.get(line.verdict, "fair"),
+        verdict=_VERDICT.get(line.verdict, line.verdict),
+        figure=" ".join(line.result.split()) if line.epsilon is not None else "no (ε, δ)",
+        meaning=_meaning(line),
+        relation=_sentence(line.relation),
+        assumptions=tuple(map(_sentence, line.assumptions)),
+        sees=f"{_sentence(_seen(line.why))}.{worst}",
+        left=_LEFT.get(line.verdict, ""),
+    )
+
+
+def _seen(why: str) -> str:
+    """What a party sees, without the protocol's names for it."""
+    for field, words in _FIELDS.items():
+        why = why.replace(field, words)
+    return why.removeprefix(_OF_OUTSIDERS)
+
+
+def _meaning(line: Line) -> str:
+    """ε as a factor between chances."""
+    if line.epsilon is None or line.delta is None:
+        return ""
+    factor = math.exp(line.epsilon) if line.epsilon < 700 else math.inf
+    if factor > _USELESS:
+        return "A factor beyond a million: in practice no limit at all."
+    what = "all of a client's data" if line.unit.startswith("all data") else "one record"
+    return (
+        f"Replacing {what} makes nothing this party sees more than {plain(factor)} times as likely, apart from "
+        f"a chance of {line.delta:g}."
+    )
+
+
+def claim(ledger: Ledger) -> Claim | None:
+    """The paper's own figure beside what this run's account says."""
+    paper = ledger.paper
+    if paper is None:
+        return None
+    line = next((one for one in ledger.lines if one.adversary == SERVER), None)
+    known = next((one for one in (line, *ledger.lines) if one is not None and one.epsilon is not None), line)
+    return Claim(
+        formula=paper.formula,
+        claimed="no ε" if paper.claimed_epsilon is None else f"ε = {plain(paper.claimed_epsilon)}",
+        holds="nothing is proven" if known is None else _holds(known),
+        noise=_noise(paper),
+    )
+
+
+def _holds(line: Line) -> str:
+    what = entry(line)
+    figure = what.verdict.lower() if line.epsilon is None else what.figure
+    return f"{figure}, against {what.short}"
+
+
+def _noise(paper: PaperFigure) -> str:
+    if paper.noise_by_paper is None or paper.noise_used is None or paper.saving is None:
+        return ""
+    beside = f"{100 * abs(paper.saving):.1f} % {'less' if paper.saving > 0 else 'more'}"
+    if paper.noise_used >= 10 * paper.noise_by_paper:
+        beside = f"{paper.noise_used / paper.noise_by_paper:,.0f} times as much"
+    return f"σ = {plain(paper.noise_by_paper)} by the paper, σ = {plain(paper.noise_used)} used here ({beside})"
+
+
+def _sentence(text: str) -> str:
+    """A capital letter in front; names in code keep theirs."""
+    return f"{text[0].upper()}{text[1:]}" if text else ""
+
+
+_TRIAL_TONE = {"as if unprotected": "bad", "in part": "fair", "nothing": "good"}
+_PNG = b"\x89PNG\r\n\x1a\n"
+_ORIGINALS = "data"
+_READING = {
+    "Original": "The more a picture looks like the original above it, the more was got.",
+    "Got from this run": "There is no original: the clearer each shows a class, the more was got.",
+}
+_LABELS = {ROWS[0]: "Original", ROWS[1]: "Got from this run", ROWS[2]: "Got without protection"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack's figures."""
+
+    attack: str
+    adaptive: bool
+    gets: str
+    chance: str
+    unprotected: str
+    verdict: str
+    tone: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Who is after what, from what."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A picture with the names of its rows."""
+
+    title: str
+    source: str
+    rows: tuple[str, ...]
+    alternative: str
+    reading: str
+
+
+@dataclass(frozen=True)
+class AuditView:
+    """An audit as the page shows it."""
+
+    quick: bool
+    sentences: tuple[str, ...]
+    tables: tuple[Table, ...]
+    sheets: tuple[Sheet, ...]
+    caveat: str = CAVEAT
+
+
+def audit_view(audit: Audited) -> AuditView:
+    """Everything an audit found; its pictures become part of the page."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for one in audit.findings:
+        if one.attack != NOT_TRIED:
+            groups.setdefault((one.adversary, one.asset, one.seen), []).append(one)
+    return AuditView(
+        quick=audit.quick,
+        sentences=audit.sentences,
+        tables=tuple(
+            Table(f"{_capital(who)}, after {asset}, from {seen}", tuple(map(_row, found)))
+            for (who, asset, seen), found in groups.items()
+        ),
+        sheets=tuple(_sheet(one, audit.folder / "pictures") for one in audit.findings if one.pictures),
+    )
+
+
+def _row(one: Finding) -> Row:
+    return Row(
+        attack=one.attack,
+        adaptive=one.adaptive,
+        gets=_figure(one),
+        chance=one.shown.get("chance", DASH),
+        unprotected=one.shown.get("unprotected", DASH),
+        verdict=SHORT[one.verdict],
+        tone=_TRIAL_TONE.get(one.verdict, "mute"),
+        reason=one.reason,
+    )
+
+
+def _figure(one: Finding) -> str:
+    value = one.shown.get("value", DASH)
+    if one.low is None or one.high is None or value == DASH:
+        return value
+    return f"{value} [{100 * one.low:.0f}–{100 * one.high:.0f}]"
+
+
+def _sheet(one: Finding, folder: Path) -> Sheet:
+    rows = tuple(_LABELS[name] for name in (ROWS if one.asset == _ORIGINALS else ROWS[1:]))
+    file = folder / Path(one.pictures).name  # never a path of the file's choosing
+    try:
+        raw = file.read_bytes()
+    except OSError as reason:
+        raise CheckpointError(f"A picture of the audit is missing: {file}. Audit the run anew.") from reason
+    if not raw.startswith(_PNG):
+        raise CheckpointError(f"{file} is not a PNG picture. Audit the run anew.")
+    shown = one.shown
+    figures = (
+        f"{one.figure}: {shown.get('value', DASH)}; by chance {shown.get('chance', DASH)}, without protection "
+        f"{shown.get('unprotected', DASH)}: {SHORT[one.verdict]}."
+    )
+    return Sheet(
+        title=f"{_capital(one.adversary)}, {one.attack}{' *' * one.adaptive}, on {one.seen}",
+        source=f"data:image/png;base64,{base64.b64encode(raw).decode()}",
+        rows=rows,
+        alternative=(
+            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_capital(one.adversary)} used "
+            f"the attack {one.attack} on {one.seen}. {_capital(figures)}"
+        ),
+        reading=f"{_capital(figures)} {_READING[rows[0]]}",
+    )
+
+
+def _capital(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"

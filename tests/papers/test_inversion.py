@@ -1,0 +1,178 @@
+"""Table IV of accuracy-lossless perturbation: who learns which classes, and the verdict on made-up figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from papers import inversion, reproduce
+from papers.attacking import REFERENCES, Tried
+from papers.cells import Cell, Check, Figures
+from papers.inversion import (
+    ADAPTIVE,
+    ALL,
+    AS_IS,
+    ATTACK,
+    CONTROL,
+    ENTRY,
+    FEDAVG,
+    LOSSLESS,
+    OTHERS,
+    PRIORS,
+    knowing,
+    private_classes,
+    public_pictures,
+    report,
+    sheet_rows,
+)
+from papers.stage import Stage
+
+PRIVATE = private_classes(10)
+
+
+def short_cell(label: str) -> Cell:
+    """A cell that trains for a few rounds."""
+    cell = next(one for one in ENTRY.cells(True) if one.name == f"digits/{label}")
+    rounds = 1 if label == CONTROL else 40
+    return Cell(cell.name, {**cell.settings, "rounds": rounds, "record_rounds": str(rounds)})
+
+
+def test_the_model_learns_half_of_the_classes_and_the_paper_like_prior_the_other() -> None:
+    stage = Stage()
+    job = knowing(stage.job(short_cell(FEDAVG), seed=1), PRIVATE)
+    sizes = {len(one) for one in job.pool.clients}
+    assert len(sizes) == 1
+    for one in job.pool.clients:
+        assert set(one.take(torch.arange(len(one)))[1].tolist()) <= set(PRIVATE)
+    assert job.test is not None
+    assert set(job.test.y.tolist()) == set(PRIVATE)
+    split = stage.split("digits")
+    public = public_pictures(split.train, split.test, PRIVATE)
+    taken = {one.numpy().tobytes() for one in split.train.x[torch.isin(split.train.y, torch.tensor(PRIVATE))]}
+    assert not any(one.numpy().tobytes() in taken for one in public[OTHERS])
+    assert len(public[OTHERS]) == int((split.train.y >= 5).sum())
+    more = len(public[ALL]) - len(public[OTHERS])
+    assert more == int((split.test.y < 5).sum()) // 2
+
+
+class Alike:
+    """A judge that sees pixels; it recognises nothing."""
+
+    accuracy = 1.0
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(torch.full((len(x),), 9), 10).float()
+
+
+@pytest.mark.parametrize("label", [FEDAVG, LOSSLESS])
+def test_a_cell_scores_what_attacks_give_back(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attack is stood in for by one that returns the private pictures it was never given: a perfect one."""
+    stage = Stage()
+    split = stage.split("digits")
+    rows = torch.cat([(split.train.y == one).nonzero().flatten()[:3] for one in PRIVATE])
+    asked: list[dict[str, Any]] = []
+
+    def perfect(name: str, views: list[Any], settings: list[dict[str, Any]]) -> Tried:
+        assert name == ATTACK
+        assert set(views[0].known) == {"public.x"}
+        asked.extend(settings)
+        return Tried(({"inputs": split.train.x[rows], "labels": split.train.y[rows]},))
+
+    monkeypatch.setattr(inversion, "tried", perfect)
+    monkeypatch.setattr(inversion, "judge_of", lambda *_, **__: (Alike(), 1.0))
+    figures = ENTRY.work(stage, short_cell(label), 1, lambda *_: None)
+    ways = [one["adaptive"] for one in asked]
+    assert sorted(ways) == ([False, False] if label == FEDAVG else [False, False, True, True])
+    assert asked[0]["classes"] == list(PRIVATE)
+    accuracy = figures["accuracy"]
+    assert isinstance(accuracy, float)
+    assert accuracy > 80
+    for prior in PRIORS:
+        assert figures[f"{prior} {AS_IS} judge asr"] == 0.0
+        rate = figures[f"{prior} {AS_IS} own asr"]
+        assert isinstance(rate, float)
+        assert rate > 0.7
+        nearest = figures[f"{prior} {AS_IS} judge knn"]
+        assert isinstance(nearest, float)
+        assert nearest < 1.0  # all but those that even dealing left out
+        assert figures[f"{prior} {AS_IS} judge pictures made"] == len(rows)
+
+
+def made_up(changes: dict[tuple[str, str], float] | None = None) -> dict[str, dict[int, Figures]]:
+    """Figures as they should come out; `changes` gives other success rates by cell and way."""
+    rates = {(FEDAVG, AS_IS): 0.6, (LOSSLESS, AS_IS): 0.08, (LOSSLESS, ADAPTIVE): 0.58, (CONTROL, AS_IS): 0.05}
+    rates |= changes or {}
+    results: dict[str, dict[int, Figures]] = {
+        REFERENCES: {1: {f"{ATTACK} reference": 0.9, f"{ATTACK} asked": 0.5}},
+    }
+    for (label, way), rate in rates.items():
+        figures = results.setdefault(
+            f"digits/{label}", {1: {"outputs": 10, "accuracy": 90.0, "shape": [1.0, 2.0, 2.0]}}
+        )[1]
+        far = 3.0 if (label, way) == (LOSSLESS, AS_IS) else 1.0
+        for prior in PRIORS:
+            for by in ("judge", "own"):
+                start = f"{prior} {way} {by}"
+                figures |= {f"{start} asr": rate, f"{start} low": rate - 0.04, f"{start} high": rate + 0.04}
+                figures |= {f"{start} knn": far, f"{start} centroid": far}
+            figures[f"{prior} {way} pictures"] = "00ff00ff"
+    return results
+
+
+def found(results: dict[str, dict[int, Figures]], words: str) -> Check:
+    return next(one for one in report(results, True).checks if words in one.claim)
+
+
+def test_the_verdict_on_figures_as_expected() -> None:
+    results = made_up()
+    assert found(results, "class inversion of FedAvg").held is True
+    assert found(results, "(the paper's claim)").held is True
+    assert found(results, "takes the head noise off").held is False
+    farther = found(results, "farther")
+    assert farther.held is True
+    assert "× 3.00" in farther.seen
+    rows = report(results, True).rows
+    assert len(rows) == 2 * 4 + 1
+    assert rows[2][-1] == "as if unprotected"
+    assert rows[1][-1] == "nothing"
+
+
+def test_other_figures_turn_the_verdict() -> None:
+    assert found(made_up({(LOSSLESS, AS_IS): 0.5}), "(the paper's claim)").held is False
+    assert found(made_up({(LOSSLESS, ADAPTIVE): 0.1}), "takes the head noise off").held is True
+    assert found(made_up({(CONTROL, AS_IS): 0.58}), "class inversion of FedAvg").held is False
+
+
+def test_nothing_follows_where_the_attack_gets_nothing_from_an_open_model() -> None:
+    results = made_up({(FEDAVG, AS_IS): 0.1})
+    assert found(results, "class inversion of FedAvg").held is False
+    for words in ("(the paper's claim)", "farther"):
+        assert found(results, words).held is None
+    assert found(results, "takes the head noise off").held is False  # what surely leaks, leaks
+    unproven = made_up()
+    unproven[REFERENCES][1][f"{ATTACK} reference"] = 0.2
+    assert found(unproven, "(the paper's claim)").held is None
+    assert report(unproven, True).rows[0][-1] == "attack not effective here"
+    assert all(check.held is None for check in report({}, False).checks)
+
+
+def test_the_sheet_has_a_row_for_every_attack() -> None:
+    results = made_up()
+    assert len(sheet_rows(results, True)) == 8
+    assert len(sheet_rows({}, True)) < 2
+
+
+@pytest.mark.slow
+def test_on_digits_the_noise_hides_classes_only_until_it_is_taken_off(tmp_path: Path) -> None:
+    found = reproduce("lossless-table4", out=tmp_path, quick=True)
+    held = {one.claim.split(": ", 1)[1]: one.held for one in found.checks if "all classes" in one.claim}
+    assert held["class inversion of FedAvg's model shows its classes"] is True
+    assert held["lossless leaves guessing (the paper's claim)"] is True
+    assert held["lossless leaves guessing to who takes the head noise off"] is False

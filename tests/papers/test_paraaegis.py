@@ -1,0 +1,307 @@
+"""ParaAegis's tables: made-up figures lead to the rows, claims and reasons they should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedveil.errors import ConfigError
+from papers import Cell, find, nadp
+from papers.cells import Figures, Report, Store
+from papers.paraaegis import (
+    BENCHES,
+    BY_LABEL,
+    QUICK,
+    ROWS,
+    SAME_NOISE,
+    gather,
+    growing,
+    protection,
+    seconds,
+    training_of,
+)
+
+BENCH = BENCHES[0]
+TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
+Made = dict[str, dict[int, Figures]]
+
+
+def run(accuracy: float, *, rounds: int = 50, **figures: float) -> dict[int, Figures]:
+    return {1: {"accuracy": accuracy, "rounds": rounds, "parameters": 10_000, **figures}}
+
+
+def papers_own(partition: str = "iid") -> Made:
+    """The paper's figures as if they were ours: protection is what a row takes longer than FedAvg."""
+    place = nadp.PARAAEGIS_PARTITIONS.index(partition)
+    plain = nadp.PARAAEGIS_TABLE1["fedavg"][1][place]
+    found: Made = {BENCH.pace: {1: {"round_seconds": plain / 50}}}
+    for row in ROWS:
+        accuracy, time, _ = nadp.PARAAEGIS_TABLE1.get(row.label, nadp.PARAAEGIS_TABLE1["fedavg"])
+        noisy = {"epsilon": 20_000.4, "noise": 0.02} if row.noisy else {}
+        found[BENCH.cell(partition, row.label)] = run(accuracy[place], **noisy)
+        found[BENCH.cost(row.label)] = {1: {"protection": (time[place] - plain) / 50}}
+    return found
+
+
+def report(figures: Made) -> Report:
+    return TABLE1.report(figures, False)
+
+
+def shown(figures: Made, row: str, partition: str = "IID") -> dict[str, str]:
+    found = report(figures)
+    line = next(one for one in found.rows if one[:2] == (f"{BENCH.name} {partition}", BY_LABEL[row].title))
+    return dict(zip(found.columns, line, strict=True))
+
+
+def held(figures: Made) -> dict[str, bool | None]:
+    return {one.claim.partition(": ")[2]: one.held for one in report(figures).checks}
+
+
+def seen(figures: Made, claim: str) -> str:
+    return next(one.seen for one in report(figures).checks if claim in one.claim)
+
+
+def test_the_papers_printed_ratios_are_those_of_its_accuracies_and_seconds() -> None:
+    for accuracies, times, ratios in nadp.PARAAEGIS_TABLE1.values():
+        for accuracy, time, ratio in zip(accuracies, times, ratios, strict=True):
+            assert 100 * accuracy / time == pytest.approx(ratio, abs=0.00501)
+    assert nadp.paraaegis_table1("r5", "dirichlet-0.5") == 66.19
+    assert nadp.paraaegis_table1("serial", "dirichlet-1", what="seconds") == 16718
+    assert nadp.paraaegis_table1("r10-x0.99", "iid", what="efficiency") == 1.19
+    assert nadp.paraaegis_table1("pads100", "iid") is None
+    assert nadp.paraaegis_table1("r5", "size") is None
+
+
+@pytest.mark.parametrize("partition", nadp.PARAAEGIS_PARTITIONS)
+def test_the_papers_own_figures_meet_every_claim(partition: str) -> None:
+    figures = papers_own(partition) | papers_own("iid")
+    judged = [one for one in report(figures).checks if "serial is the least accurate" not in one.claim]
+    assert len(judged) == (6 if partition == "iid" else 12)
+    assert [one.claim for one in judged if one.held is not True] == []
+
+
+def test_serial_is_least_accurate_by_the_papers_figures_where_it_was_trained_by_itself() -> None:
+    assert held(papers_own())[next(claim for claim in held(papers_own()) if "least accurate" in claim)] is True
+    # Under Dir(0.5) the paper's serial lies half a point below DP-FedAvg: that much is chance.
+    figures = papers_own() | papers_own("dirichlet-0.5")
+    found = [one for one in report(figures).checks if "Dir(0.5): serial is the least" in one.claim]
+    assert [one.held for one in found] == [False]
+
+
+def test_rows_show_the_papers_figures_beside_ours_and_the_ratio_of_ours() -> None:
+    figures = papers_own()
+    figures[BENCH.cell("iid", "r10")] = run(70.0, epsilon=19_876.6)
+    line = shown(figures, "r10")
+    assert line["accuracy, %"] == "75.6 / 70.0"
+    assert line["seconds"] == "7776 / 7,776.0"
+    assert line["efficiency"] == "0.97 / 0.90"
+    assert line["ε proven"] == "19,877"
+    assert shown(figures, "fedavg")["ε proven"] == "no noise"
+    assert shown(figures, "r10", "Dir(1)")["accuracy, %"] == "73.6 / –"
+    assert shown(figures, "pads100")["accuracy, %"].startswith("– / ")
+
+
+def test_a_row_that_was_not_trained_shows_its_twins_training_and_says_so() -> None:
+    figures = papers_own()
+    for label in ("serial", "ckks-fedavg", "pads100"):
+        del figures[BENCH.cell("iid", label)]
+    assert shown(figures, "serial")["accuracy, %"] == "10.5 / 20.3 (= DP-FedAvg)"
+    assert shown(figures, "ckks-fedavg")["accuracy, %"] == "81.1 / 80.9 (= FedAvg)"
+    claim = "serial is the least accurate"
+    assert next(one.held for one in report(figures).checks if claim in one.claim) is False
+    assert SAME_NOISE in seen(figures, claim)
+    assert "the training was shared" in seen(figures, claim)
+    # Its time is its own all the same.
+    assert shown(figures, "serial")["seconds"] == "19956 / 19,956.0"
+    assert next(one.held for one in report(figures).checks if "serial takes longest" in one.claim) is True
+
+
+@pytest.mark.parametrize(
+    ("row", "accuracy", "claim", "words"),
+    [
+        ("r5", 60.0, "accuracy grows with r", "not from 1 % → 5 % (-7.8 %)"),
+        ("ckks-fedavg", 70.0, "accuracy grows with r", "not from 20 % → 100 % (CKKS-FedAvg) (-7.5 %)"),
+        (
+            "r10-x0.99",
+            80.0,
+            "between static 5 % and 10 % in accuracy",
+            "static 5 %: 73.0, dynamic: 80.0, static 10 %: 75.6",
+        ),
+        ("serial", 19.9, "serial is the least accurate", SAME_NOISE),
+        ("r1", 5.0, "serial is the least accurate", "below serial: r1"),
+        ("pads100", 70.0, "ours: pads", "70.0 and 80.9 %"),
+    ],
+)
+def test_a_claim_that_fails_says_where_and_why(row: str, accuracy: float, claim: str, words: str) -> None:
+    figures = papers_own()
+    figures[BENCH.cell("iid", row)] = run(accuracy)
+    failed = [one for one in report(figures).checks if one.held is False]
+    assert any(claim in one.claim and words in one.seen for one in failed)
+    assert report(figures).verdict.startswith("partly reproduced")
+
+
+def test_chance_is_granted_where_something_is_to_lie_between() -> None:
+    figures = papers_own()
+    figures[BENCH.cell("iid", "r10-x0.99")] = run(77.6)
+    assert next(one.held for one in report(figures).checks if "between static" in one.claim) is True
+    figures[BENCH.cell("iid", "r10-x0.99")] = run(77.7)
+    assert next(one.held for one in report(figures).checks if "between static" in one.claim) is False
+
+
+def test_time_that_does_not_grow_is_explained_by_the_vote() -> None:
+    figures = papers_own()
+    figures[BENCH.cost("r20")] = {1: {"protection": 400.0, "counting_seconds": 300.0}}
+    text = seen(figures, "time grows with r")
+    assert "not from 20 % → 100 %" in text
+    assert "counting votes alone takes, of a round: ParaAegis 20 % 300.0 s" in text
+    assert "counting" not in seen(papers_own(), "time grows with r")
+
+
+@pytest.mark.parametrize(
+    ("row", "cost", "claim"),
+    [
+        ("r5", 1000.0, "time grows with r"),
+        ("r10-x0.99", 300.0, "takes less time than static 10 %"),
+        ("ckks-fedavg", 1000.0, "serial takes longest"),
+        ("pads100", 60.0, "ours: pads"),
+    ],
+)
+def test_times_are_judged_by_training_and_protection(row: str, cost: float, claim: str) -> None:
+    figures = papers_own()
+    figures[BENCH.cost(row)] = {1: {"protection": cost}}
+    assert next(one.held for one in report(figures).checks if claim in one.claim) is False
+
+
+def test_seconds_are_training_plus_rounds_times_protection() -> None:
+    row = BY_LABEL["r10"]
+    figures: Made = {
+        BENCH.pace: {1: {"round_seconds": 4.0}},
+        BENCH.cost("r10"): {1: {"protection": 1.5}},
+        BENCH.cell("iid", "r10"): run(70.0, seconds=900.0),
+    }
+    assert seconds(figures, BENCH, "iid", row) == 50 * (4.0 + 1.5)
+    del figures[BENCH.pace]
+    assert seconds(figures, BENCH, "iid", row) == 900.0 + 50 * 1.5
+    del figures[BENCH.cost("r10")]
+    assert seconds(figures, BENCH, "iid", row) is None
+    assert protection({}, BENCH, BY_LABEL["fedavg"]) == 0.0
+    assert protection({}, BENCH, BY_LABEL["dp-fedavg"]) is None
+
+
+def test_a_run_that_stopped_early_is_shown_with_its_round_and_judges_nothing() -> None:
+    figures = papers_own()
+    figures[BENCH.cell("iid", "r10")] = run(55.0, rounds=30)
+    assert shown(figures, "r10")["accuracy, %"] == "75.6 / 55.0 at round 30"
+    found = training_of(figures, BENCH, "iid", BY_LABEL["r10"])
+    assert (found.accuracy, found.unfinished) == (None, {1: (55.0, 30)})
+    assert next(one.held for one in report(figures).checks if "between static" in one.claim) is None
+    assert "10 %:" not in seen(figures, "accuracy grows with r")
+
+
+def test_a_shrinking_share_is_timed_by_its_mean() -> None:
+    row = BY_LABEL["r10-x0.99"]
+    assert row.mean_share(1) == pytest.approx(0.1)
+    assert row.mean_share(50) == pytest.approx(sum(0.1 * 0.99**t for t in range(50)) / 50)
+    assert BY_LABEL["r20"].mean_share(50) == 0.2
+
+
+def test_the_noise_is_told_beside_what_it_is_added_to() -> None:
+    notes = " ".join(report(papers_own()).notes)
+    assert "standard deviation 0.02" in notes
+    assert "an L2 norm of 2," in notes
+
+
+def test_only_what_was_trained_on_is_shown_and_judged() -> None:
+    other = next(bench for bench in BENCHES if bench.name == "cifar10")
+    assert {row[0].split()[0] for row in report({}).rows} == {"imagenette"}
+    figures = {other.cell("iid", "r10"): run(50.0), BENCH.cost("r10"): {1: {"protection": 1.0}}}
+    assert {row[0].split()[0] for row in report(figures).rows} == {"cifar10"}
+    assert {one.claim.split(":")[0] for one in report(figures).checks} == {"cifar10 IID"}
+    both = report(papers_own() | {other.cell("dirichlet-1", "r10"): run(50.0)})
+    assert {one.claim.split(":")[0] for one in both.checks} == {"imagenette IID", "cifar10 Dir(1)"}
+    strategies = TABLE2.report({"cifar10/max": run(50.0, rounds=20)}, False)
+    assert [row[0] for row in strategies.rows] == ["cifar10"] * 3
+
+
+def test_growing_numbers_are_judged_by_every_step() -> None:
+    assert growing("x", [1.0, None, 2.0], ["a", "b", "c"], unit="s").held is True
+    assert growing("x", [1.0, 1.0], ["a", "b"], unit="s").held is False
+    assert growing("x", [None, 1.0], ["a", "b"], unit="s").held is None
+
+
+@pytest.mark.parametrize(("worst", "expected"), [(53.0, True), (55.0, False)])
+def test_the_strategies_are_judged_by_the_better_of_the_other_two(worst: float, expected: bool) -> None:
+    figures = {
+        f"{BENCH.name}/{name}": run(one, rounds=20)
+        for name, one in {"max": 63.64, "min": 12.4, "random": worst}.items()
+    }
+    found = TABLE2.report(figures, False)
+    assert [one.held for one in found.checks] == [expected]
+    assert found.rows[0] == ("imagenette", "max (the scheme)", "63.6 / 63.6")
+    figures[f"{BENCH.name}/min"] = run(12.4, rounds=13)
+    unfinished = TABLE2.report(figures, False)
+    assert unfinished.checks[0].held is None
+    assert unfinished.rows[1][2] == "12.4 / 12.4 at round 13"
+
+
+def test_cells_train_the_papers_setting() -> None:
+    cells = {cell.name: cell for cell in TABLE1.cells(False)}
+    settings = cells["imagenette/dirichlet-0.5/r10-x0.99"].settings
+    assert (settings["clients"], settings["rounds"], settings["local_epochs"]) == (10, 50, 3)
+    assert (settings["batch_size"], settings["lr"], settings["clip"], settings["epsilon"]) == (32, 0.01, 1.0, 1.0)
+    assert (settings["partition"], settings["alpha"], settings["accounting"]) == ("dirichlet", 0.5, "paper")
+    assert (settings["cipher"], cells["imagenette/cost/r10"].settings["cipher"]) == ("pads", "ckks")
+    assert all(one.settings["model_options"] for one in cells.values())
+    usual = {name for name, cell in cells.items() if cell.usual}
+    assert "imagenette/iid/r10" in usual
+    assert not {"imagenette/iid/serial", "imagenette/dirichlet-1/r10", "cifar10/iid/r10"} & usual
+    assert {"imagenette/cost/serial", "imagenette/cost/pads100", "imagenette/pace"} <= usual
+    assert {cell.settings["cipher"] for cell in TABLE1.cells(True) if "cipher" in cell.settings} == {"ckks", "pads"}
+
+
+def piece(folder: Path, figures: dict[str, Figures], *, seed: int = 1) -> Path:
+    store = Store(folder / "paraaegis-table2.json", entry="paraaegis-table2")
+    cells = {cell.name: cell for cell in TABLE2.cells(False)}
+    for name, one in figures.items():
+        store.keep(cells[name], seed, one)
+    return store.path
+
+
+def test_pieces_that_several_processes_wrote_become_one_file_and_one_report(tmp_path: Path) -> None:
+    pieces = [
+        piece(tmp_path / "a", {"imagenette/max": {"accuracy": 40.0, "rounds": 12}}),
+        piece(tmp_path / "b", {"imagenette/max": {"accuracy": 60.0, "rounds": 20}}),
+        piece(tmp_path / "c", {"imagenette/max": {"accuracy": 61.0, "rounds": 20}}),
+        piece(tmp_path / "d", {"imagenette/min": {"accuracy": 11.0, "rounds": 20}}),
+    ]
+    found = gather("paraaegis-table2", pieces, out=tmp_path)
+    assert [row[2] for row in found.rows] == ["63.6 / 60.0", "12.4 / 11.0", "15.8 / –"]
+    assert "63.6 / 60.0" in (tmp_path / "paraaegis-table2.md").read_text()
+    later = gather(
+        "paraaegis-table2", [piece(tmp_path / "e", {"imagenette/random": run(12.0, rounds=20)[1]})], out=tmp_path
+    )
+    assert later.verdict == "reproduced"
+    assert len(json.loads((tmp_path / "paraaegis-table2.json").read_text())["cells"]) == 3
+
+
+def test_pieces_of_other_settings_other_entries_or_none_are_refused(tmp_path: Path) -> None:
+    store = Store(tmp_path / "x" / "paraaegis-table2.json", entry="paraaegis-table2")
+    store.keep(Cell("imagenette/max", {"lr": 1.0}), 1, {"accuracy": 1.0})
+    with pytest.raises(ConfigError, match="was run with other settings"):
+        gather("paraaegis-table2", [store.path], out=tmp_path)
+    with pytest.raises(ConfigError, match="holds the figures of 'paraaegis-table2'"):
+        gather("paraaegis-table1", [store.path], out=tmp_path)
+    with pytest.raises(ConfigError, match="no such file of figures"):
+        gather("paraaegis-table2", [tmp_path / "none.json"], out=tmp_path)
+    store.keep(Cell("imagenette/most"), 1, {"accuracy": 1.0})
+    with pytest.raises(ConfigError, match=r"other settings|has no cell 'imagenette/most'"):
+        gather("paraaegis-table2", [store.path], out=tmp_path)
+
+
+def test_the_quick_form_is_small_and_names_what_it_is() -> None:
+    found = TABLE1.report({}, True)
+    assert found.title.startswith("ParaAegis, Table 1 (quick form)")
+    assert {row[0] for row in found.rows} == {f"{QUICK.name} IID"}
+    assert {row[2] for row in found.rows} == {"– / –"}

@@ -1,0 +1,114 @@
+"""ParaAegis's tables run for real: small cells, timed rounds, and cells in pieces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from papers import find, paraaegis, reproduce
+from papers.cells import Figures
+from papers.paraaegis import BENCHES, BY_LABEL, QUICK, gather, measure, run_piece, watched
+from papers.stage import Stage
+
+TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
+
+
+def cell(name: str, *, of: object = TABLE1) -> object:
+    return next(one for one in of.cells(True) if one.name == name)  # type: ignore[attr-defined]
+
+
+def kept(out: Path, name: str) -> dict[str, Figures]:
+    cells = json.loads((out / f"{name}.json").read_text())["cells"]
+    return {one: seeds["1"]["result"] for one, seeds in cells.items()}
+
+
+def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Path) -> None:
+    pytest.importorskip("tenseal")
+    only = ["digits/iid/fedavg", "digits/iid/dp-fedavg", "digits/iid/r10", "digits/cost/r10", "digits/pace"]
+    report = reproduce("paraaegis-table1", out=tmp_path, quick=True, only=only)
+    figures = kept(tmp_path, "paraaegis-table1-quick")
+    accuracy = {name: float(figures[f"digits/iid/{name}"]["accuracy"]) for name in ("fedavg", "dp-fedavg", "r10")}  # type: ignore[arg-type]
+    assert accuracy["fedavg"] > 90
+    assert accuracy["dp-fedavg"] < 30
+    assert accuracy["r10"] > accuracy["dp-fedavg"] + 30
+    # ε = 0.5 by the paper's formula; the same noise proves hundreds of times as much.
+    assert figures["digits/iid/r10"]["epsilon"] > 100  # type: ignore[operator]
+    assert figures["digits/iid/r10"]["epsilon"] == figures["digits/iid/dp-fedavg"]["epsilon"]
+    line = dict(zip(report.columns, next(row for row in report.rows if "10 %" in row[1]), strict=True))
+    assert float(line["seconds"].split(" / ")[1]) > 10 * float(line["protection, s a round"]) > 0
+
+
+def test_which_tenth_is_encrypted_decides(tmp_path: Path) -> None:
+    pytest.importorskip("tenseal")
+    report = reproduce("paraaegis-table2", out=tmp_path, quick=True)
+    assert [one.held for one in report.checks] == [True]
+    assert len(kept(tmp_path, "paraaegis-table2-quick")) == 3
+
+
+def test_costs_are_those_of_one_client_and_the_server_in_real_rounds() -> None:
+    pytest.importorskip("tenseal")
+    found = {label: measure(QUICK, BY_LABEL[label]) for label in ("dp-fedavg", "r10", "ckks-fedavg", "pads100")}
+    for one in found.values():
+        assert one["protection"] == pytest.approx(one["client_seconds"] + one["server_seconds"])  # type: ignore[operator]
+        assert one["parameters"] == one["timed_on"] == 85_002
+    assert found["r10"]["counting_seconds"] > 0  # type: ignore[operator]
+    assert found["ckks-fedavg"]["counting_seconds"] == found["dp-fedavg"]["counting_seconds"] == 0
+    # About 32 bytes a value under CKKS, 8 under pads, 4 bare.
+    up = {label: one["bytes_up"] / 85_002 for label, one in found.items()}  # type: ignore[operator]
+    assert up["dp-fedavg"] == pytest.approx(4, rel=0.01)
+    assert up["pads100"] == pytest.approx(8, rel=0.02)
+    assert 25 < up["ckks-fedavg"] < 40
+    assert found["ckks-fedavg"]["protection"] > found["pads100"]["protection"]  # type: ignore[operator]
+
+
+def test_a_large_model_is_timed_on_a_slice_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paraaegis, "SLICE", 1 << 15)
+    threads = torch.get_num_threads()
+    found = measure(BENCHES[0], BY_LABEL["pads100"])
+    assert torch.get_num_threads() == threads
+    assert found["parameters"] == 11_181_642
+    assert found["timed_on"] == pytest.approx(1 << 15, rel=0.15)
+    assert found["bytes_up"] == pytest.approx(8 * 11_181_642, rel=0.1)
+
+
+def test_a_share_that_shrinks_is_timed_at_its_mean() -> None:
+    pytest.importorskip("tenseal")
+    found = measure(QUICK, BY_LABEL["r10-x0.9"])
+    assert found["encrypted_share"] == pytest.approx(0.1 * (1 - 0.9**10) / (10 * 0.1))
+
+
+def test_local_training_stands_still_while_costs_are_taken() -> None:
+    job = paraaegis._standing_job(QUICK, BY_LABEL["serial"], large=False)
+    local = job.scheme.work.local  # type: ignore[attr-defined]
+    assert type(local) is paraaegis._Standing
+    assert job.scheme.work.clip == QUICK.noise["clip"]  # type: ignore[attr-defined]
+
+
+def test_a_cell_in_pieces_is_written_down_on_the_way_and_ends_like_one_in_a_whole() -> None:
+    one = cell("digits/iid/dp-fedavg")
+    seen: list[Figures] = []
+    watched(Stage(), one, seed=1, every=4, keep=seen.append)  # type: ignore[arg-type]
+    assert [figures["rounds"] for figures in seen] == [4, 8, 10]
+    assert [figures.get("unfinished") for figures in seen] == ["round 4 of 10", "round 8 of 10", None]
+    assert seen[-1]["curve"] == [figures["accuracy"] for figures in seen]
+    whole = Stage().train(one, seed=1)  # type: ignore[arg-type]
+    assert {name: seen[-1][name] for name in ("accuracy", "epsilon", "noise", "rounds")} == {
+        name: whole[name] for name in ("accuracy", "epsilon", "noise", "rounds")
+    }
+
+
+def test_pieces_run_what_is_missing_and_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "paraaegis-table1"
+    run_piece(name, ["digits/iid/fedavg"], out=tmp_path / "a", every=6, quick=True)
+    run_piece(name, ["digits/pace", "digits/cost/dp-fedavg"], out=tmp_path / "b", quick=True)
+    assert "digits/iid/fedavg seed 1: " in capsys.readouterr().out
+    run_piece(name, ["digits/iid/fedavg", "digits/pace"], out=tmp_path / "a", quick=True)
+    assert "fedavg" not in capsys.readouterr().out  # it was there
+    pieces = [tmp_path / one / f"{name}-quick.json" for one in ("a", "b")]
+    report = gather(name, pieces, out=tmp_path, quick=True)
+    line = next(row for row in report.rows if row[1] == "FedAvg")
+    assert float(line[2].split(" / ")[1]) > 90
+    assert line[3] != "– / –"

@@ -1,0 +1,191 @@
+"""Table 2 of MP-DP: classes read off one gradient, cells for real, and the verdict on figures that are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedveil import models
+from fedveil.audit.attacks.direction import read_class
+from fedveil.audit.attacks.matching import Problem, client_gradient
+from fedveil.work.losses import make_loss
+from papers import reconstruction
+from papers.attacking import REFERENCES, Scale, from_text, interval, proven
+from papers.cells import Check, Figures
+from papers.reconstruction import QUICK, SCHEMES, report, sheet_rows
+from papers.stage import Stage
+
+MLP = QUICK.places[1]
+
+
+class Alike:
+    """A judge that compares pixels, for tests that do not wait for one to be trained."""
+
+    accuracy = 1.0
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.flatten(1)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :10]
+
+
+@pytest.mark.parametrize("model", ["lenet-sigmoid", "cnn"])
+@pytest.mark.parametrize("loss", ["square", "cross-entropy"])
+def test_the_class_of_one_sample_is_read_off_its_gradient(model: str, loss: str) -> None:
+    module = models.build(model, input_shape=(1, 8, 8), outputs=10, seed=1)
+    objective = make_loss(loss, target_scale=1.0, true_weight=1.0)
+    x = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+    for label in range(10):
+        gradient = client_gradient(module, objective, x, torch.tensor([label]))
+        assert int(read_class(Problem(module, objective, gradient, (1, 8, 8), 10))) == label
+
+
+def test_pictures_are_brought_between_zero_and_one_and_errors_back_to_their_units() -> None:
+    scale = Scale(torch.tensor([-2.0, -1.0]).reshape(1, 2, 1, 1), torch.tensor([2.0, 1.0]).reshape(1, 2, 1, 1))
+    x = torch.tensor([[-2.0, 2.0], [-1.0, 1.0]]).reshape(1, 2, 1, 2)
+    assert torch.equal(scale(x).flatten(), torch.tensor([0.0, 1.0, 0.0, 1.0]))
+    assert scale.square == pytest.approx((16 + 4) / 2)
+
+
+@pytest.fixture(scope="module")
+def cells() -> dict[str, Figures]:
+    """MP-DP and veil-secagg on an mlp, for real."""
+    with pytest.MonkeyPatch.context() as patched:
+        form = replace(QUICK, places=(MLP,), clients=3)
+        patched.setattr(reconstruction, "QUICK", form)
+        patched.setattr(reconstruction, "judge_of", lambda *_, **__: (Alike(), 1.0))
+        patched.setitem(reconstruction._SETTINGS["mpdp"], "neighbours", 2)
+        found = {one.name: one for one in reconstruction.ENTRY.cells(True)}
+        stage = Stage()
+        return {
+            scheme: reconstruction.ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None)
+            for scheme in ("mpdp", "veil-secagg")
+        }
+
+
+def numbers(figures: Figures, name: str) -> list[float]:
+    value = figures[name]
+    assert isinstance(value, list)
+    return value
+
+
+def test_what_travels_bare_gives_a_batch_of_one_away_under_any_noise(cells: dict[str, Figures]) -> None:
+    figures = cells["mpdp"]
+    assert min(numbers(figures, "noise")) > 10
+    assert max(numbers(figures, "closed-form psnr")) < max(numbers(figures, "mean picture psnr")) + 3
+    assert min(numbers(figures, "phi psnr")) > 60
+    assert numbers(figures, "phi labels") == [1.0, 1.0, 1.0]
+    made, originals = from_text(figures, "phi pictures"), from_text(figures, "originals")
+    assert made is not None
+    assert originals is not None
+    assert float((made - originals).abs().max()) < 0.01
+
+
+def test_masks_leave_nothing_to_read(cells: dict[str, Figures]) -> None:
+    figures = cells["veil-secagg"]
+    assert numbers(figures, "noise") == [-1.0, -1.0, -1.0]
+    for attack in MLP.attacks:
+        assert max(numbers(figures, f"{attack} psnr")) < max(numbers(figures, "mean picture psnr")) + 3
+
+
+def made_up(changes: dict[str, dict[str, float]] | None = None) -> dict[str, dict[int, Figures]]:
+    """Figures as they should come out; `changes` gives other PSNRs by scheme and attack."""
+    psnr = {
+        "fedavg": {"idlg": 60.0, "closed-form": 100.0},
+        "mp-cdp": {"idlg": 60.0, "closed-form": 100.0, "phi": 100.0},
+        "mpdp": {"idlg": 4.0, "closed-form": 4.0, "phi": 100.0},
+        "lossless": {"idlg": 60.0, "closed-form": 100.0, "phi": 100.0},
+        "veil-secagg": {"idlg": 4.0, "closed-form": 4.0, "phi": 4.0},
+    }
+    for scheme, own in (changes or {}).items():
+        psnr[scheme] |= own
+    asked: Figures = {}
+    for attack in QUICK.attacks:
+        asked |= {f"{attack} reference": 60.0, f"{attack} asked": 20.0}
+    results: dict[str, dict[int, Figures]] = {REFERENCES: {1: asked}}
+    for place in QUICK.places:
+        for scheme in SCHEMES:
+            noise = {"mpdp": 100.0, "veil-secagg": -1.0}.get(scheme, 1e-7)
+            figures: Figures = {"noise": [noise] * 4, "shape": [1.0, 2.0, 2.0], "originals": "00ff00ff"}
+            values = {"mean picture": 11.0, "random picture": 6.0, **psnr[scheme]}
+            for name, value in values.items():
+                if name in (*place.attacks, "mean picture", "random picture"):
+                    figures[f"{name} psnr"] = [value - 0.5, value, value, value + 0.5]
+                    figures |= {f"{name} {what}": [0.5] * 4 for what in ("mse", "features", "labels")}
+                    figures[f"{name} pictures"] = "ff00ff00"
+            results[place.cell(scheme)] = {1: figures}
+    return results
+
+
+def found(results: dict[str, dict[int, Figures]], words: str) -> Check:
+    (one,) = (check for check in report(results, True).checks if words in check.claim and "mlp" not in check.claim)
+    return one
+
+
+def test_the_verdict_on_figures_as_expected() -> None:
+    results = made_up()
+    assert found(results, "noise keeps attacks on the gradient").held is True
+    assert found(results, "MP-CDP hides").held is False
+    assert found(results, "gives a batch of one away").held is True
+    assert found(results, "Φ included").held is False
+    assert found(results, "lossless hides nothing").held is True
+    assert found(results, "veil-secagg").held is True
+    rows = report(results, True).rows
+    assert len(rows) == 2 * len(SCHEMES) + 3
+    assert sum("13.56" in cell for row in rows for cell in row) == 1
+    assert [row[3] for row in rows if "not built" in row] == ["PILE", "TP-SMC", "HybridAlpha"]
+    assert rows[2][7].startswith("100.0 [99.")
+    assert rows[2][7].endswith("as if unprotected")
+    assert rows[2][6].endswith("nothing")
+
+
+def test_other_figures_turn_the_verdict() -> None:
+    assert found(made_up({"mpdp": {"idlg": 30.0}}), "noise keeps attacks").held is False
+    assert found(made_up({"mpdp": {"phi": 5.0}}), "gives a batch of one away").held is False
+    assert found(made_up({"mpdp": {"phi": 5.0}}), "Φ included").held is True
+    assert found(made_up({"mp-cdp": {"idlg": 20.0}}), "MP-CDP hides").held is True
+    assert found(made_up({"veil-secagg": {"phi": 25.0}}), "veil-secagg").held is False
+    part = made_up()
+    del part[QUICK.places[0].cell("veil-secagg")]
+    assert found(part, "veil-secagg").held is None
+
+
+def test_nothing_follows_from_attacks_that_fail_without_protection() -> None:
+    results = made_up({"fedavg": {"idlg": 12.0}})
+    assert found(results, "noise keeps attacks").held is None
+    assert "not effective" in found(results, "noise keeps attacks").seen
+    assert any("attack not effective here" in cell for cell in report(results, True).rows[0])
+    unproven = made_up()
+    unproven[REFERENCES][1]["phi reference"] = 10.0
+    assert found(unproven, "gives a batch of one away").held is None
+    assert proven(unproven[REFERENCES][1], "phi") is False
+    assert proven({}, "phi") is None
+
+
+def test_without_any_cell_every_claim_is_open() -> None:
+    empty = report({}, False)
+    assert all(check.held is None for check in empty.checks)
+    assert len(empty.rows) == len(SCHEMES) + 3
+
+
+def test_intervals_hold_the_mean_and_need_two_values() -> None:
+    three = interval([1.0, 2.0, 3.0])
+    assert three is not None
+    assert three.low is not None
+    assert three.high is not None
+    assert 1.0 <= three.low < three.value == 2.0 < three.high <= 3.0
+    assert interval([]) is None
+
+
+def test_the_sheet_shows_originals_and_what_became_of_them() -> None:
+    results = made_up()
+    rows = sheet_rows(results, True)
+    assert [name for name, _ in rows][:2] == [
+        "digits/lenet-sigmoid/b1 originals",
+        "digits/lenet-sigmoid/b1/fedavg idlg",
+    ]
+    assert len(sheet_rows({}, True)) < 2

@@ -1,0 +1,176 @@
+"""Verdicts follow from the figures: what holds, what does not, and what is open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from papers import Check, Report, find, mpdp, nadp, veil_dp
+from papers.cells import Results, difference, mean, rising, shown, standard_error
+from papers.nadp import TABLE1, TABLE1_EPSILONS
+from papers.nadp import table1 as published
+
+
+def results(accuracies: Mapping[str, float], *, seeds: int = 1) -> Results:
+    return {name: {seed: {"accuracy": one} for seed in range(1, seeds + 1)} for name, one in accuracies.items()}
+
+
+def judged(*held: bool | None) -> str:
+    checks = tuple(Check(f"claim {number}", one) for number, one in enumerate(held))
+    return Report("title", ("a",), (("1",),), checks).verdict
+
+
+def test_a_verdict_counts_what_held_and_names_what_did_not() -> None:
+    assert judged(True, True) == "reproduced"
+    assert judged(True, False, False) == "partly reproduced: did not hold: claim 1; did not hold: claim 2"
+    assert judged(False) == "not reproduced: did not hold: claim 0"
+    assert judged(True, None) == "so far reproduced: 1 of 2 claims are open"
+    assert judged(True, None, False).startswith("so far partly reproduced: did not hold: claim 2; 1 of 3")
+    assert judged(None, None).startswith("not run")
+    assert judged().startswith("not run")
+
+
+def test_means_errors_and_differences_are_taken_seed_by_seed() -> None:
+    values = {1: 70.0, 2: 72.0, 3: 74.0}
+    assert mean(values) == 72.0
+    assert standard_error(values) == pytest.approx(2.0 / 3**0.5)
+    assert shown(values) == "72.0 ± 1.2"
+    assert shown({1: -0.5}, signed=True) == "-0.5"
+    assert shown({}) == "–"
+    assert difference(values, {2: 70.0, 3: 75.0, 4: 1.0}) == {2: 2.0, 3: -1.0}
+
+
+def test_rising_means_every_step_and_is_open_with_one_number() -> None:
+    assert rising("grows", [1.0, 2.0, 3.0], ["a", "b", "c"]).held is True
+    assert rising("grows", [1.0, 3.0, 2.0], ["a", "b", "c"]).held is False
+    assert rising("grows", [1.0, None, 2.0], ["a", "b", "c"]).held is True
+    assert rising("grows", [1.0, 1.0], ["a", "b"]).held is False
+    assert rising("grows", [None, 2.0], ["a", "b"]).held is None
+
+
+def papers_own(data: str = "fashion-mnist") -> dict[str, float]:
+    found = {}
+    for (name, clients), (plain, pairs) in TABLE1.items():
+        if name != data:
+            continue
+        found[nadp.cell(name, clients, "fedavg")] = plain
+        for epsilon, (local, paired) in zip(TABLE1_EPSILONS, pairs, strict=True):
+            found[nadp.cell(name, clients, "ldp", epsilon)] = local
+            found[nadp.cell(name, clients, "nadp", epsilon)] = paired
+            found[nadp.cell(name, clients, "nadp-exact", epsilon)] = paired + 1.0
+    return found
+
+
+def test_the_papers_own_figures_reproduce_its_table() -> None:
+    report = find("nadp-table1").report(results(papers_own()), False)
+    assert report.verdict == "reproduced"
+    row = next(row for row in report.rows if row[:3] == ("fashion-mnist", "100", "0.5"))
+    assert row[3:] == ("83.2 / 83.2", "52.8 / 52.8", "77.7 / 77.7", "78.7", "–", "24.9 / +24.9")
+
+
+@pytest.mark.parametrize(
+    ("change", "claim"),
+    [
+        ({("ldp", 100, 0.5): 60.0}, "the margin is at least 20 points at N = 100, ε = 0.5"),
+        ({("nadp", 10, 1.0): 95.0}, "the margin NADP − LDP grows with N at ε = 1"),
+        ({("ldp", 10, 0.5): 76.0}, "the margin grows as ε falls at N = 10"),
+        ({("nadp-exact", 100, 1.0): 80.0}, "exact accounting is at least as accurate as the paper's"),
+    ],
+)
+def test_a_table_that_differs_in_one_claim_says_which(change: dict[tuple[str, int, float], float], claim: str) -> None:
+    figures = papers_own()
+    for (scheme, clients, epsilon), value in change.items():
+        figures[nadp.cell("fashion-mnist", clients, scheme, epsilon)] = value
+    report = find("nadp-table1").report(results(figures), False)
+    assert report.verdict.startswith("partly reproduced")
+    assert any(one.held is False and one.claim.startswith(claim) for one in report.checks)
+
+
+def test_cells_that_were_not_run_leave_claims_open_and_places_empty() -> None:
+    wanted = ("n10/", "n100/")
+    figures = {name: one for name, one in papers_own().items() if any(part in name for part in wanted)}
+    report = find("nadp-table1").report(results(figures), False)
+    assert report.verdict == "reproduced"
+    row = next(row for row in report.rows if row[:3] == ("fashion-mnist", "50", "1"))
+    assert row[3] == "82.4 / –"
+    only = {name: one for name, one in figures.items() if "n10/" in name}
+    assert find("nadp-table1").report(results(only), False).verdict.startswith("so far reproduced: 4 of 6")
+
+
+def test_the_published_table_is_found_by_scheme_and_epsilon() -> None:
+    assert published("mnist", 100, scheme="ldp", epsilon=0.5) == 10.44
+    assert published("mnist", 10, scheme="nadp", epsilon=3.0) == 82.20
+    assert published("fashion-mnist", 50, scheme="fedavg") == 82.44
+    assert published("fashion-mnist", 50, scheme="nadp", epsilon=4.0) is None
+    assert published("fashion-mnist", 40, scheme="nadp", epsilon=1.0) is None
+
+
+def mpdp_figures(**losses: float) -> dict[str, float]:
+    """Accuracies of one bench at one ε, as losses against FedAvg's 80."""
+    bench = mpdp.BENCHES[0]
+    found = {bench.name("fedavg"): 80.0}
+    for scheme, loss in losses.items():
+        found[bench.name(scheme.replace("_", "-"), bench.epsilons[1])] = 80.0 - loss
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "held"),
+    [
+        ({"mp_cdp": 4.0, "mpdp": 5.0, "mpdp_naive": 30.0}, (True, True)),
+        ({"mp_cdp": 4.0, "mpdp": 5.6, "mpdp_naive": 30.0}, (False, True)),
+        ({"mp_cdp": 4.0, "mpdp": 2.4, "mpdp_naive": 13.0}, (False, False)),
+        ({"mp_cdp": 0.5, "mpdp": 9.0, "mpdp_naive": 0.0}, (None, None)),
+        ({"mp_cdp": 11.0, "mpdp": 30.0, "mpdp_naive": 11.0}, (None, None)),
+        ({"mp_cdp": 4.0, "mpdp": 4.0}, (True, None)),
+    ],
+)
+def test_mpdp_is_judged_where_central_noise_costs_one_to_ten_points(
+    losses: dict[str, float], held: tuple[bool | None, bool | None]
+) -> None:
+    report = find("mpdp-accuracy").report(results(mpdp_figures(**losses)), False)
+    assert tuple(one.held for one in report.checks) == held
+
+
+def test_mpdp_shows_the_epsilon_of_the_run_beside_that_of_a_round() -> None:
+    report = find("mpdp-accuracy").report({}, False)
+    assert report.columns[2:4] == ("ε of a round", "ε of the run")
+    assert all(float(row[3]) > float(row[2]) for row in report.rows)
+
+
+def test_sampling_is_judged_by_the_crossing() -> None:
+    figures = {}
+    for clients in (20, 50, 100):
+        for rate in (0.1, 0.3, 0.5):
+            figures[nadp._fig3_name(clients, rate, "fedavg")] = 90.0
+            figures[nadp._fig3_name(clients, rate, "ldp")] = 70.0
+            figures[nadp._fig3_name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
+    assert find("nadp-fig3").report(results(figures), False).verdict == "reproduced"
+    figures[nadp._fig3_name(20, 0.1, "nadp")] = 71.0
+    assert "LDP is ahead at N = 20" in find("nadp-fig3").report(results(figures), False).verdict
+    figures[nadp._fig3_name(50, 0.1, "fedavg")] = 11.0
+    assert "without DP the model trains" in find("nadp-fig3").report(results(figures), False).verdict
+
+
+def test_dropouts_are_judged_by_what_they_cost() -> None:
+    costs = {"fedavg": 1.0, "ldp": 5.0, "nadp-1.0": 15.0, "nadp-1.4": 16.0}
+    figures = {
+        nadp._fig4_name(rate, label): 80.0 - cost * (rate == 0.5)
+        for label, cost in costs.items()
+        for rate in (0.1, 0.5)
+    }
+    assert find("nadp-fig4").report(results(figures), False).verdict == "reproduced"
+    figures[nadp._fig4_name(0.5, "nadp-1.0")] = 79.0
+    figures[nadp._fig4_name(0.5, "nadp-1.4")] = 78.0
+    assert "dropouts cost NADP more than LDP" in find("nadp-fig4").report(results(figures), False).verdict
+
+
+def test_the_veils_cost_is_open_until_every_epsilon_is_there() -> None:
+    figures = {veil_dp._name("nadp", epsilon): 90.0 for epsilon in (1.0, 3.0, 8.0)}
+    figures |= {veil_dp._name("veil-dp", epsilon): 88.0 for epsilon in (1.0, 3.0)}
+    assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is None
+    figures[veil_dp._name("veil-dp", 8.0)] = 86.0
+    assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is True
+    figures[veil_dp._name("veil-dp", 8.0)] = 84.0
+    assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is False
