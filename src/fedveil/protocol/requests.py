@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.rescaling import head_site
-from fedveil.downlink.transitional import transitional
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.protocol.handshake import KEY_SIZES
 from fedveil.protocol.messages import Request, Train
