@@ -232,7 +232,6 @@ class Tried:
     unread: int = 0
     refused: int = 0
     taken: int = 0
-    slowest: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)
 
     @property

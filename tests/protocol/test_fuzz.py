@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import struct
 import tracemalloc
+import zlib
 from typing import Any
 
 import pytest
@@ -26,7 +28,18 @@ from fedveil.protocol.stored import from_stored
 from fedveil.protocol.wire import decode, encode, registered
 from fedveil.runs.roles import client_role
 from fedveil.schemes import schemes
-from protocol.fuzzing import Fuzzed, Lying, Mutator, driven, little_memory, missing_once, names, small
+from protocol.fuzzing import (
+    LONGEST,
+    Fuzzed,
+    Lying,
+    Mutator,
+    driven,
+    little_memory,
+    missing_once,
+    names,
+    small,
+    within,
+)
 
 torch.set_num_threads(1)
 
@@ -140,6 +153,32 @@ def test_reading_a_message_takes_memory_of_the_order_of_its_size(rows: int) -> N
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak <= 80 * min(len(data), 16384) + 2 * len(data) + 65536
+
+
+@pytest.mark.parametrize("times", [300, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_a_changed_ciphertext_with_its_checksum_put_right_is_refused_or_a_ciphertext(times: int) -> None:
+    """What stands behind the checksum is read by TenSEAL, which trusts the sizes that it finds there."""
+    ckks = pytest.importorskip("fedveil.crypto.ckks")
+    pytest.importorskip("tenseal")
+    key = ckks.generate(ckks.choose(addends=5, largest=64.0))
+    good = ckks.encrypt(torch.linspace(-1.0, 1.0, 600), key.public)
+    chance, refused = random.Random(11), 0
+    for turn in range(times):
+        content = bytearray(good)
+        for _ in range(chance.choice((1, 2, 4))):
+            content[chance.randrange(9, chance.choice((120, 200, len(content))))] = chance.randrange(256)
+        content[5:9] = struct.pack("<I", zlib.crc32(bytes(content[9:])))
+        try:
+            with within(LONGEST), little_memory():
+                if turn % 2:
+                    ckks.decrypt(bytes(content), key)
+                else:
+                    total = ckks.Adder(key.public, length=600)
+                    total.add(bytes(content))
+                    total.add(good)
+        except FedVeilError:
+            refused += 1
+    assert refused > times / 2
 
 
 def test_every_size_that_a_request_names_is_bounded_by_what_a_client_knows() -> None:

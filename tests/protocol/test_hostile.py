@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from federation import job, server_of
+import pytest
+
+from federation import job, next_ask, server_of
 from fedveil.engines import LocalEngine
-from fedveil.errors import FedVeilError
-from fedveil.protocol import RoundDone, Train
+from fedveil.engines.driving import folded
+from fedveil.errors import FedVeilError, ProtocolError
+from fedveil.protocol import ClientState, RoundDone, Train
+from fedveil.protocol.asking import Accumulator
+from fedveil.protocol.messages import Reply
 from fedveil.protocol.noised import Repaired
 from fedveil.protocol.wire import decode
 from fedveil.runs.roles import client_role
@@ -64,3 +70,46 @@ def test_137_bytes_end_no_run() -> None:
     assert [len(one) <= 137 for one in sent] == [True]
     assert [bool(one.failed) for one in rounds] == [False, True, False]
     assert list(rounds[1].gathered.refused) == [2]
+
+
+def test_a_client_refuses_a_head_noise_of_more_groups_than_outputs() -> None:
+    """One number in the model's header, and a client would have made a matrix of outputs × 2⁴⁰."""
+    one = job(rounds=1, head_groups=2)
+    ask = next_ask(server_of(one).run())
+    assert isinstance(ask.common, Train)
+    broadcast = ask.common.broadcast
+    assert broadcast.head is not None
+    role, state, data = client_role(one), ClientState(0), one.pool.clients[0]
+    for wrong in (2**40, 0, 1, 3):
+        head = replace(broadcast.head, count=wrong)
+        sent = replace(ask.common, broadcast=replace(broadcast, head=head))
+        with pytest.raises(ProtocolError):
+            role.handle(state, sent, data)
+    with pytest.raises(ProtocolError, match="another head noise"):
+        role.handle(state, replace(ask.common, broadcast=replace(broadcast, head=None)), data)
+    assert role.handle(state, ask.common, data)[1].client == 0
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError, OverflowError, RuntimeError, KeyError])
+def test_an_error_that_is_not_ours_costs_the_reply_and_the_request_alone(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Accumulator):
+        def add(self, reply: Reply) -> None:
+            raise error
+
+    assert folded(Failing(), Reply(3), 3) == f"its answer is malformed ({error.__name__})"
+    assert folded(Failing(), Reply(3), 2) == "its answer names another client"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    one = job(rounds=1)
+    ask = next_ask(server_of(one).run())
+    role, state = client_role(one), ClientState(0)
+    monkeypatch.setattr(type(one.scheme.uplink), "admit", fail)
+    with pytest.raises(ProtocolError, match=rf"client 0 cannot deal with the Train it was sent \({error.__name__}\)"):
+        role.handle(state, ask.common, one.pool.clients[0])
+    ((after, answer),) = role.handle_many([state], ask.common, [one.pool.clients[0]])
+    assert after is state
+    assert isinstance(answer, ProtocolError)

@@ -68,7 +68,7 @@ class Train(Request):
 @message
 @dataclass(frozen=True, eq=False)
 class Upload(Reply):
-    """Client → server: one flat vector, in the layout both sides know."""
+    """Client → server: one flat vector, in the layout both sides know; of which numbers, the uplink says."""
 
     round: int
     attempt: int
