@@ -79,6 +79,7 @@ def shared_noise(collusion: float, accounting: str) -> tuple[str, ...]:
     few = "one" if collusion == 0 else f"{collusion:.0%}, and at least one,"
     return (
         "the lines of the server alone and of an outsider count on every client of a round to clip and to add its "
-        f"noise; the others count on all but {few} of them, whoever that is and whatever it does (more with --collusion)",
+        f"noise; the others count on all but {few} of them, whoever that is and whatever it does "
+        "(more with --collusion)",
         SHARES_BY_SIZE if accounting == "paper" else EQUAL_SHARES,
     )
