@@ -98,7 +98,7 @@ def together(epsilon: float, rounds: int, out: Path) -> None:
     print("What that proves, for the hospital that is worst off:")
     for line in summary["ledger"]["lines"]:
         guarantee = f"ε = {line['epsilon']:.2f} at δ = {line['delta']:g}"
-        print(f"  against {line['adversary']:<9} {guarantee}, for {line['unit']}")
+        print(f"  against {line['adversary']:<28} {guarantee}, for {line['unit']}")
     print("What it takes for granted, and what it does not protect:")
     assumed = {text: None for line in summary["ledger"]["lines"] for text in line["assumptions"]}
     for text in (*assumed, *summary["ledger"]["unprotected"]):
