@@ -24,6 +24,7 @@ from fedveil.protocol.parts import bounded
 from fedveil.runs.assumed_noise import notes_on
 from fedveil.runs.job import Job
 from fedveil.schemes import remarks
+from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.plan import NoisePlan, Target
 
 _DELTA = 1e-5
@@ -333,9 +334,10 @@ def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None
         return PaperFigure(formula) if formula else None
     # Noise that stays in the sum, in the units of a summed contribution.
     used = math.sqrt(float(first.residual.sum()))
-    by_paper = plan.paper_scale(float(first.sensitivity.max()))
+    reach = float(first.sensitivity.max()) / (1 + ROUNDING)  # the paper's numbers are real ones
+    by_paper = plan.paper_scale(reach)
     if plan.per_sample:
-        by_paper /= float(first.sensitivity.max()) / bounded(scheme.work).sensitivity(1)
+        by_paper /= reach / bounded(scheme.work).sensitivity(1)
     if plan.layout == "local":
         by_paper *= math.sqrt(len(first.members))
     return PaperFigure(formula, plan.target.epsilon, by_paper, used)
