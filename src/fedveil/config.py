@@ -176,6 +176,8 @@ class RunConfig:
         """A digest of everything that decides the trained model (except how long it trains)."""
         skipped = _NOT_PART_OF_THE_RUN - ({"rounds"} if self.lr_schedule == "cosine" else set())
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
+        if ":" in self.model:
+            kept["model"] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:

@@ -68,7 +68,7 @@ class Facts:
         if self.model is None:
             raise ConfigError(
                 "This run's model came as a Python object, which a record does not hold: audit a run whose model has a "
-                "name (package.module:factory will do)."
+                "name (your own package.module:factory will do)."
             )
         return models.build(
             self.model,

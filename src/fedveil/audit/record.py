@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from fedveil.audit.facts import Facts
 from fedveil.errors import CheckpointError
+from fedveil.models.custom import refuse_code
 
 MESSAGES = ("request", "private", "reply")
 SECRETS = ("weights", "recovered", "opened", "shared")
@@ -95,14 +96,20 @@ class RecordWriter:
 
 
 class Record:
-    """A record as it was found; every piece is checked against its digest when it is read."""
+    """A record as it was found; every piece is checked against its digest when it is read.
 
-    def __init__(self, folder: str | Path) -> None:
+    `model` is built instead of what the record names, which is refused where it is code.
+    """
+
+    def __init__(self, folder: str | Path, *, model: str | None = None) -> None:
         self.folder = Path(folder)
         index = self.folder / _INDEX
         if not index.exists():
             raise CheckpointError(f"{self.folder} holds no record: run with --record to keep what passes.")
-        self.facts = Facts.from_data(_json(self.folder / _FACTS))
+        facts = Facts.from_data(_json(self.folder / _FACTS))
+        if model is None:
+            refuse_code(facts.model, where=str(self.folder / _FACTS))
+        self.facts = facts if model is None else replace(facts, model=model)
         self.entries = tuple(_entries(index))
 
     def find(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, listed, plainly, table
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def audit(
     seed: int = typer.Option(0, help="Seed of the attacks' own randomness."),
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
+    model: flag.OwnModel = None,
     json: bool = typer.Option(False, "--json", help="Print audit.json instead of tables."),
 ) -> None:
     """Attack a recorded run as each role could have, and show what the attacks got.
@@ -62,7 +64,16 @@ def audit(
     names = [one.strip() for one in (attacks or "").split(",") if one.strip()]
     with _bar() as tick:
         found = audit_run(
-            run, attacks=names, quick=quick, seed=seed, device=device, out=out, workers=workers, say=aside, tick=tick
+            run,
+            attacks=names,
+            quick=quick,
+            seed=seed,
+            device=device,
+            out=out,
+            workers=workers,
+            model=flag.own_model(model),
+            say=aside,
+            tick=tick,
         )
     if json:
         typer.echo((found.folder / "audit.json").read_text(encoding="utf-8").rstrip())

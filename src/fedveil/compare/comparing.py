@@ -14,6 +14,7 @@ from fedveil.compare.processes import run_cells
 from fedveil.compare.progress import Event, Standing
 from fedveil.compare.results import read_results, results_of, write_results
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.models.custom import vouched
 from fedveil.tracking import Tracked, trackers
 
 DEFAULT_SCHEMES = ("fedavg", "lossless", "veil-secagg", "nadp", "mpdp", "veil-dp", "paraaegis")
@@ -68,7 +69,7 @@ def compare(
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1 (got {jobs}).")
     folder = Path(out)
-    plan = _plan(folder, schemes, seeds, only, settings, resume=resume)
+    plan = _plan(folder, schemes, seeds, only, settings, resume=resume, say=say)
     for cell in plan.cells:
         check_unchanged(cell, folder)
     tracked = tracked or Tracked()
@@ -106,6 +107,7 @@ def _plan(
     settings: Mapping[str, Any],
     *,
     resume: bool,
+    say: Say,
 ) -> Plan:
     file = folder / "compare.json"
     if not resume:
@@ -119,10 +121,11 @@ def _plan(
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
+    model = vouched(stored["common"].get("model"), settings.get("model"), where=str(file), say=say)
     plan = planned(
         _joined(list(stored["schemes"]), schemes),
         seeds=_joined(stored["seeds"], seeds),
-        settings={**stored["common"], **settings},
+        settings={**stored["common"], **settings, **({} if model is None else {"model": model})},
         only={**stored["only"], **(only or {})},
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))

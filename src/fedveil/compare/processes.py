@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from fedveil.compare.progress import Event, Standing
 from fedveil.errors import FedVeilError
+from fedveil.models import Factory
 from fedveil.tracking import Tracked
 
 _PATIENCE = 10.0  # seconds that a stopped process has for closing its files
@@ -121,6 +122,7 @@ def _job(standing: Standing, out: Path, tracked: Tracked) -> dict[str, Any]:
     cell = standing.cell
     return {
         "config": dataclasses.asdict(cell.config),
+        "own_model": isinstance(cell.config.model, Factory),
         "folder": str(out / cell.folder),
         "title": cell.name,
         "tracked": dataclasses.asdict(tracked.within(cell.folder)),

@@ -8,7 +8,7 @@ from torch import nn
 from fedveil.errors import unknown_name
 from fedveil.models.catalogue import CATALOGUE, OptionValue
 from fedveil.models.checks import check_input, check_options, check_output, check_sizes
-from fedveil.models.custom import call_factory
+from fedveil.models.custom import Factory, call_factory, refuse_code
 
 
 def build(
@@ -22,8 +22,9 @@ def build(
 ) -> nn.Module:
     """Build a model for samples of ``input_shape`` (without the batch) and ``outputs`` numbers each.
 
-    ``name`` is one of :func:`names`, ``package.module:factory`` or ``path/to/file.py:factory``; a
-    factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
+    ``name`` is one of :func:`names`, or code of your own, ``Factory("package.module:factory")`` or
+    ``Factory("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
+    A factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
     Equal seeds give equal parameters; the global random state is left as it was. Before it is
     returned the model is run on a random batch of two, and a wrong output shape is refused.
 
@@ -35,7 +36,7 @@ def build(
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would reseed every GPU as well and fork_rng would not undo it.
         torch.default_generator.manual_seed(seed)
-        if ":" in name:
+        if isinstance(name, Factory):
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
         else:
@@ -53,6 +54,7 @@ def _named(
     options: dict[str, OptionValue],
 ) -> nn.Module:
     """A model of the catalogue, after its inputs and options were checked."""
+    refuse_code(name)
     if name not in CATALOGUE:
         hint = "Your own model: package.module:factory or path/to/file.py:factory."
         raise unknown_name("model", name, CATALOGUE, hint=hint)

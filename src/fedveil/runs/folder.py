@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
+from fedveil.models.custom import vouched
 from fedveil.runs.files import write_atomically
 
 
@@ -65,6 +67,16 @@ class RunFolder:
                 f"there: resume it with `{how} --resume`."
             )
         return RunConfig.read(self.config_file)
+
+    def config(
+        self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
+    ) -> RunConfig:
+        """The run's settings with `changes`, which alone may name code as its model."""
+        settings, given = self.stored_settings(), dict(changes or {})
+        found = RunConfig.from_mapping({**settings, **given}, where=str(self.config_file))
+        stored = RunConfig.from_mapping(settings, where=str(self.config_file)).model
+        model = vouched(stored, given.get("model"), where=str(self.config_file), say=say)
+        return found if model is None else found.with_changes(model=model)
 
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""

@@ -123,12 +123,11 @@ def located(config: RunConfig) -> RunConfig:
     changes = {}
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
-    file, colon, factory = config.model.partition(":")
     for name in ("policy", "roster", "identities"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    if colon and file.endswith(".py") and Path(file).exists():
-        changes["model"] = f"{Path(file).resolve()}:{factory}"
+    if isinstance(config.model, models.Factory):
+        changes["model"] = config.model.located()
     return config.with_changes(**changes) if changes else config
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
@@ -17,13 +16,13 @@ from fedveil.runs.job import job_from_config
 from fedveil.runs.privacy import Books
 
 
-def read_ledger(run: str | Path) -> Ledger:
-    """The ledger of a run folder, or of a ledger.json."""
+def read_ledger(run: str | Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> Ledger:
+    """The ledger of a run folder, or of a ledger.json; `model` is the caller's own code, for a run that goes on."""
     path = Path(run)
     file = RunFolder(path).ledger_file if path.is_dir() else path
     if not file.exists():
         if (path / "config.toml").exists():
-            return _so_far(RunFolder(path))
+            return _so_far(RunFolder(path), {} if model is None else {"model": model}, say)
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -32,9 +31,9 @@ def read_ledger(run: str | Path) -> Ledger:
     return ledger_from(data, where=str(file))
 
 
-def _so_far(folder: RunFolder) -> Ledger:
+def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:
     """The ledger of a run that has not ended, from its journal."""
-    config = RunConfig.from_mapping(folder.stored_settings(), where=str(folder.config_file))
+    config = folder.config(changes, say=say)
     if config.dataset == "python":
         raise CheckpointError(
             f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from fedveil.downlink.export import ExportShape, exported_architecture
 from fedveil.downlink.norms import with_vector_norms
 from fedveil.errors import ConfigError
+from fedveil.models.custom import vouched
 from fedveil.runs.digest import digest_of
 from fedveil.runs.files import write_atomically
 from fedveil.runs.job import ModelFacts
@@ -64,8 +65,11 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def load_model(path: Path) -> LoadedModel:
-    """Build the architecture a file describes and fill it."""
+def load_model(path: Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> LoadedModel:
+    """Build the architecture a file describes and fill it; `model` is built instead of what the file names.
+
+    A file that names code is refused: give that name as `model` to have it run.
+    """
     if path.is_dir():
         path = path / "model.safetensors"
     if not path.is_file():
@@ -82,9 +86,11 @@ def load_model(path: Path) -> LoadedModel:
         raise ConfigError(f"{path} is damaged: its checksum does not match. Take another copy of it.")
     given = json.loads(metadata["facts"])
     facts = ModelFacts(**{**given, "input_shape": tuple(given["input_shape"]), "labels": tuple(given["labels"])})
+    facts = dataclasses.replace(facts, name=vouched(facts.name, model, where=str(path), say=say))
     if facts.name is None:
         raise ConfigError(
-            f"{path} holds a model that was built in Python: build it there too and load the tensors from the file."
+            f"{path} holds a model that was built in Python: name what builds it, --model file.py:factory, or build it "
+            "there too and load the tensors from the file."
         )
     bare = facts.build(seed=0)
     if metadata["shape"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from fedveil.errors import ConfigError, DataError
 from fedveil.runs.evaluate import predict as outputs_of
 from fedveil.runs.files import write_atomically
 from fedveil.runs.model_file import LoadedModel, load_model
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +34,13 @@ class Predictions:
     split_known: bool = True
 
 
-def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Predictions:
-    """Predict a data set's train or test part, split as the run split it."""
+def predict_dataset(
+    path: Path, *, dataset: str | None, part: str, model: str | None = None, say: Say = lambda text: None
+) -> Predictions:
+    """Predict a data set's train or test part, split as the run split it; `model` is the caller's own code."""
     if part not in ("test", "train"):
         raise ConfigError(f"part must be test or train (got {part!r}).")
-    loaded = load_model(path)
+    loaded = load_model(path, model=model, say=say)
     config = loaded.config
     if dataset is not None and not _same_source(dataset, config["dataset"]):
         raise ConfigError(
@@ -67,9 +72,9 @@ def _same_source(given: str, trained: str) -> bool:
     return given == trained or Path(given).resolve() == Path(trained).resolve()
 
 
-def predict_file(path: Path, inputs: Path) -> Predictions:
-    """Predict inputs from a .npy file, taken as they are."""
-    loaded = load_model(path)
+def predict_file(path: Path, inputs: Path, *, model: str | None = None, say: Say = lambda text: None) -> Predictions:
+    """Predict inputs from a .npy file, taken as they are; `model` is the caller's own code."""
+    loaded = load_model(path, model=model, say=say)
     try:
         x = torch.from_numpy(np.load(inputs, allow_pickle=False))
     except (OSError, ValueError) as reason:

@@ -61,7 +61,7 @@ def resume(
     `changes` may raise the number of rounds; anything that alters the model makes checkpoints foreign.
     """
     folder = RunFolder(out)
-    config = RunConfig.from_mapping({**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file))
+    config = folder.config(changes or {}, say=say)
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
