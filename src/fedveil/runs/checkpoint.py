@@ -22,7 +22,7 @@ _HEADER_LENGTH = 8
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
-    """Write the state of a round boundary atomically; the two newest checkpoints are kept."""
+    """Write the state of a round boundary atomically. Of earlier ones the newest is kept, of later ones all."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(state)
     facts = json.dumps(
@@ -31,7 +31,8 @@ def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Pa
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     path = folder / f"round-{state.round:08d}.safetensors"
     write_atomically(path, save_tensors(tensors, metadata))
-    for old in sorted(folder.glob("round-*.safetensors"))[:-_KEPT]:
+    earlier = sorted(one for one in folder.glob("round-*.safetensors") if one.name < path.name)
+    for old in earlier[: 1 - _KEPT]:
         old.unlink()
     return path
 

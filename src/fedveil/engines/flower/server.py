@@ -77,14 +77,18 @@ def _serve(grid: Grid, context: Context) -> None:
         summary = train_into(job, folder, fresh_state(job), quiet=True, say=say, train=train)
     elif job.model_here:
         summary, _ = continue_in(job, folder, quiet=True, say=say, train=train)
+    elif (done := folder.finished(config)) is not None:
+        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do.")
+        summary = done
     else:
         state = fresh_state(job)
         state.round = 0 if standing is None else standing.round
         state.attempt = folder.resume(config)
-        kept = folder.rewind_metrics(state.round)
+        kept = folder.go_on(state.round)
         if standing is not None and len(kept) < standing.round:  # killed between the two files
             folder.append_metrics(standing.row)
-        summary = train_into(job, folder, state, quiet=True, say=say, train=train)
+            kept.append(standing.row)
+        summary = train_into(job, folder, state, earlier=kept, quiet=True, say=say, train=train)
     tell("done", out=str(folder.path), summary=summary)
 
 
