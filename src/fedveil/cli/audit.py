@@ -39,7 +39,8 @@ def audit(
 
     Every attack first has to work on an unprotected run; otherwise nothing is concluded from it. Each figure stands
     beside what blind guessing gets and what the same attack gets without protection. The folder RUN/audit then
-    holds audit.json and pictures (originals above what was rebuilt); the same command goes on where it was stopped.
+    holds audit.json and pictures; those named ….records.png show clients' samples above what was rebuilt of them: keep
+    them as you keep the data. The same command goes on where it was stopped.
 
     [bold]Examples[/bold]
 
@@ -104,6 +105,7 @@ def _show(found: Audit) -> None:
     plainly(f"in full: {found.folder / 'audit.json'} ({found.seconds:.0f} s)")
     if any(one.pictures for one in found.findings):
         plainly(f"pictures: {found.folder / 'pictures'} (rows: original, this run, without protection)")
+        plainly("those named ….records.png show clients' samples: keep them as you keep the data")
 
 
 def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:

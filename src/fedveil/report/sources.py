@@ -156,8 +156,6 @@ def _run(path: Path) -> Run:
     folder = RunFolder(path)
     ended = folder.summary_file.exists()
     rows = folder.metrics()
-    if not all(isinstance(row, dict) and isinstance(row.get("round"), int) for row in rows):
-        raise CheckpointError(f"{folder.metrics_file} is damaged: every line is to be a round's figures.")
     try:
         toml = folder.config_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:

@@ -196,7 +196,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
         try:
             rows.append(_row(parsed(line, where=f"{file}, line {number}")))
         except CheckpointError as reason:
-            if last or not any(lines[number:]):  # torn by a kill
+            if last:  # torn by a kill
                 break
             raise CheckpointError(f"{file}, line {number} is damaged: mend it, or take it out.") from reason
     return rows
