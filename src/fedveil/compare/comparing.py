@@ -15,10 +15,13 @@ from fedveil.compare.progress import Event, Standing
 from fedveil.compare.results import read_results, results_of, write_results
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.models.custom import vouched
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.ledger_file import ledger_from
 from fedveil.tracking import Tracked, trackers
 
 DEFAULT_SCHEMES = ("fedavg", "lossless", "veil-secagg", "nadp", "mpdp", "veil-dp", "paraaegis")
 DEFAULT_SEEDS = (1,)
+SERVER = "server"
 
 Say = Callable[[str], None]
 
@@ -147,8 +150,10 @@ def _take_finished(one: Standing, out: Path) -> None:
     if not file.exists():
         return
     try:
-        one.finish(json.loads(file.read_text(encoding="utf-8")), kept=True)
-    except (ValueError, KeyError) as reason:
+        summary = RunFolder(file.parent).summary() or {}
+        ledger_from(summary["ledger"], where=str(file)).line(SERVER)
+        one.finish(summary, kept=True)
+    except (CheckpointError, KeyError, StopIteration) as reason:
         raise CheckpointError(f"{file} is damaged: remove it, and the run goes on from its checkpoint.") from reason
 
 

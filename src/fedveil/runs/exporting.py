@@ -56,5 +56,5 @@ def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
     if RunConfig.from_mapping(config).simulated_secrets:
-        kept["seed"] = config["seed"]
+        kept["seed"] = config.get("seed")
     return kept

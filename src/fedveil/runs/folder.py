@@ -153,7 +153,8 @@ class RunFolder:
             return None
         found = read_named(self.summary_file)
         rounds = found.get("rounds")
-        if type(rounds) is not int or rounds < 0:
+        figures = all(isinstance(value, int | float | None) for name, value in found.items() if name in _CLOSING)
+        if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures:
             raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
         return found
 
@@ -180,6 +181,19 @@ class RunFolder:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
 
+_CLOSING = frozenset(
+    {
+        "train_loss",
+        "seconds",
+        "bytes_down",
+        "bytes_up",
+        "test_accuracy",
+        "test_mse",
+        "test_loss",
+        "parameters",
+        "clients",
+    }
+)
 _FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")
 
 
