@@ -135,8 +135,8 @@ def test_hostile_words_do_nothing_in_a_browser(hostile: Path, tab: Browser, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda run: (run / "summary.json").write_text("{"), "summary.json cannot be read"),
-        (lambda run: (run / "summary.json").write_text("[]"), "holds no figures"),
+        (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
+        (lambda run: (run / "summary.json").write_text("[]"), "holds no values by name"),
         (lambda run: (run / "ledger.json").write_text("{}"), "not a ledger"),
         (lambda run: (run / "metrics.jsonl").write_text("3\n"), "metrics.jsonl, line 1 is damaged"),
         (lambda run: (run / "config.toml").write_bytes(b"\xff"), "config.toml cannot be read"),
