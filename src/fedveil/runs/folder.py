@@ -139,6 +139,13 @@ class RunFolder:
             self._beside_file.replace(self.metrics_file)
             self._rows_file = self.metrics_file
 
+    def settle(self) -> None:
+        """Let the rows of the attempt that has ended stand, where no model had come further; others are kept aside."""
+        if self._rows_file is self._beside_file:
+            self.metrics_file.replace(self.path / "metrics.unfinished.jsonl")
+            self._beside_file.replace(self.metrics_file)
+            self._rows_file = self.metrics_file
+
     def _rows_reached(self) -> int:
         return max((int(row["round"]) for row in self.metrics()), default=0)
 

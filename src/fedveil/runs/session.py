@@ -176,6 +176,7 @@ def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say) -> dict[str,
         folder.write_ledger(summary["ledger"])
         folder.write_summary(summary)
         return summary
+    folder.settle()
     if job.model_here:
         module = assemble(job.blueprint, outcome.state.weights).eval()
         kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
