@@ -25,6 +25,7 @@ from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
+from fedveil.models.building import parameters_of
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
@@ -61,6 +62,21 @@ class ModelFacts:
             train.vocabulary,
             train.labels,
         )
+
+    def check_size(self, *, most: int, unlike: str) -> None:
+        """Refuse a model of the catalogue that has more than `most` parameters, before anything is allocated for it."""
+        assert self.name is not None
+        if isinstance(self.name, models.Factory):
+            return
+        found = parameters_of(
+            self.name,
+            input_shape=self.input_shape,
+            outputs=self.outputs,
+            vocabulary=self.vocabulary,
+            options=self.options,
+        )
+        if found > most:
+            raise ConfigError(f"{unlike}: that has {found:,} parameters, and there are {most:,} numbers.")
 
     def build(self, *, seed: int) -> nn.Module:
         """The architecture, with the first values that follow from a seed."""
@@ -123,12 +139,11 @@ def located(config: RunConfig) -> RunConfig:
     changes = {}
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
-    file, colon, factory = config.model.partition(":")
     for name in ("policy", "roster", "identities"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    if colon and file.endswith(".py") and Path(file).exists():
-        changes["model"] = f"{Path(file).resolve()}:{factory}"
+    if isinstance(config.model, models.Factory):
+        changes["model"] = config.model.located()
     return config.with_changes(**changes) if changes else config
 
 

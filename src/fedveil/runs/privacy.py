@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.errors import ConfigError
+from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.account import Account
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
@@ -107,7 +107,13 @@ class Books:
         self._terms = _Terms.of(job.scheme, self._sizes)
         if journal is not None:
             _mend(journal)
-            self._replay(_entries(journal))
+            try:
+                self._replay(_entries(journal))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
+                raise CheckpointError(
+                    f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
+                    "the file back, or start anew with another --out."
+                ) from reason
             self._terms = _Terms.of(job.scheme, self._sizes)
 
     def begin(self, begins: RoundBegins) -> None:
@@ -362,6 +368,6 @@ def _entries(journal: Path) -> list[dict[str, Any]]:
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:  # torn by a kill; what came after it counts
+        except (ValueError, RecursionError):  # torn by a kill; what came after it counts
             continue
     return found
