@@ -42,7 +42,7 @@ from fedveil.uplink.vote import (
     tags,
     vote_label,
 )
-from fedveil.work.persample import clip_factors
+from fedveil.work.bounds import clipped
 
 Voting = Literal["tags", "histogram"]
 VOTES = ("tags", "histogram")
@@ -177,7 +177,7 @@ class Parallel:
         covering = planned(self.noise, context, terms.work)
         place = covering.members.index(state.client)
         samples = context.samples()[context.cohort.index(state.client)]
-        part *= clip_factors(part.norm(), samples * terms.work.clip)  # type: ignore[attr-defined]
+        part.copy_(clipped(part, samples * terms.work.clip))  # type: ignore[attr-defined]
         own = secrets.stream("residual", state.client, context.round, context.attempt)
         add_fresh(part, scale=math.sqrt(float(covering.residual[place])), stream=own)
         return part
