@@ -94,7 +94,7 @@ class RunConfig:
     strategy: str | None = _option("paraaegis: hide the max (largest), min or random coordinates")
     vote: str | None = _option("paraaegis: tags, or histogram (hides who voted alike; 8 bytes per parameter)")
     cipher: str | None = _option("paraaegis, ckks-fedavg, serial: ckks, or pads (masks and pads)")
-    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, max_clip")
+    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, max_clip, min_clip")
     roster: str | None = _option("clients' public signing keys: a TOML file made by `fedveil keys`")
     identities: str | None = _option("folder of the clients' private signing keys")
     simulate_dropout: float = _option("simulation: chance that a client vanishes before it uploads", 0.0)

@@ -62,7 +62,7 @@ def client(
     roster: Path | None = typer.Option(None, "--roster", help="Everybody's public signing keys (see `fedveil keys`)."),
     identity: Path | None = typer.Option(None, "--identity", help="This client's private signing key."),
     policy: Path | None = typer.Option(
-        None, "--policy", help="This client's limits: max_epsilon, min_cohort, max_clip."
+        None, "--policy", help="This client's limits: max_epsilon, min_cohort, max_clip, min_clip."
     ),
     model: list[str] = typer.Option([], "--model", help="Own architecture it may build, file.py:function; repeatable."),
     require: list[str] = typer.Option(

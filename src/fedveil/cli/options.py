@@ -180,7 +180,8 @@ Cipher = Annotated[
 ]
 
 Policy = Annotated[
-    str | None, _flag(_LIMITS, "TOML file: max_epsilon, delta, min_cohort, max_clip. No message can widen it.")
+    str | None,
+    _flag(_LIMITS, "TOML file: max_epsilon, delta, min_cohort, max_clip, min_clip. No message can widen it."),
 ]
 Roster = Annotated[str | None, _flag(_LIMITS, "TOML file of everybody's public signing key (see `fedveil keys`).")]
 Identities = Annotated[

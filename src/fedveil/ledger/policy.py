@@ -21,24 +21,29 @@ ENDED = "takes no further part"
 
 @dataclass(frozen=True)
 class Policy:
-    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and largest clip it accepts."""
+    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and the range of clips it accepts."""
 
     max_epsilon: float | None = None
     delta: float = 1e-5
     min_cohort: int | None = None
     max_clip: float | None = None
+    min_clip: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.delta < 1:
             raise ConfigError(f"policy: delta must lie strictly between 0 and 1 (got {self.delta}).")
-        for name in ("max_epsilon", "min_cohort", "max_clip"):
+        for name in ("max_epsilon", "min_cohort", "max_clip", "min_clip"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"policy: {name} must be positive (got {value}).")
+        if self.min_clip is not None and self.max_clip is not None and self.min_clip > self.max_clip:
+            raise ConfigError(
+                f"policy: min_clip = {self.min_clip:g} is above max_clip = {self.max_clip:g}: no clip would do."
+            )
 
     @staticmethod
     def parse(text: str, *, where: str = "the policy") -> Policy:
-        """A policy from its file's text: max_epsilon, delta, min_cohort, max_clip."""
+        """A policy from its file's text: max_epsilon, delta, min_cohort, max_clip, min_clip."""
         try:
             given = tomllib.loads(text)
         except tomllib.TOMLDecodeError as reason:
@@ -75,14 +80,19 @@ class Policy:
                 f"The client's policy asks for rounds of at least {self.min_cohort} clients, but under this scheme "
                 "clients are not told who else takes part. Use another scheme, or drop min_cohort from the policy."
             )
-        if self.max_clip is not None and clip is None:
-            raise ConfigError(
-                f"The client's policy asks for clipping (max_clip = {self.max_clip:g}), but this scheme clips nothing. "
-                "Use ldp, nadp or veil-dp, or drop max_clip from the policy."
-            )
+        for name, limit in (("max_clip", self.max_clip), ("min_clip", self.min_clip)):
+            if limit is not None and clip is None:
+                raise ConfigError(
+                    f"The client's policy asks for clipping ({name} = {limit:g}), but this scheme clips nothing. "
+                    f"Use ldp, nadp or veil-dp, or drop {name} from the policy."
+                )
         if self.max_clip is not None and clip is not None and clip > self.max_clip:
             raise ConfigError(
                 f"clip = {clip:g} exceeds the client's policy (max_clip = {self.max_clip:g}). Lower clip."
+            )
+        if self.min_clip is not None and clip is not None and clip < self.min_clip:
+            raise ConfigError(
+                f"clip = {clip:g} is below the client's policy (min_clip = {self.min_clip:g}). Raise clip."
             )
 
     def check_cohort(self, client: int, size: int) -> None:
