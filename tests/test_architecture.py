@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "secrets": set(),
     "config": {"errors"},
     "data": {"errors"},
-    "models": {"errors"},
+    "models": {"errors", "secrets"},
     "crypto": {"errors", "secrets"},
     "ledger": {"errors"},
     "downlink": {"errors", "flat", "secrets", "ledger", "crypto"},

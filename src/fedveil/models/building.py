@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 
@@ -9,6 +12,7 @@ from fedveil.errors import unknown_name
 from fedveil.models.catalogue import CATALOGUE, OptionValue
 from fedveil.models.checks import check_input, check_options, check_output, check_sizes
 from fedveil.models.custom import call_factory
+from fedveil.secrets import SecretStream, drawn_from
 
 
 def build(
@@ -16,7 +20,7 @@ def build(
     *,
     input_shape: tuple[int, ...],
     outputs: int,
-    seed: int = 0,
+    seed: int | SecretStream = 0,
     vocabulary: int | None = None,
     **options: OptionValue,
 ) -> nn.Module:
@@ -24,17 +28,16 @@ def build(
 
     ``name`` is one of :func:`names`, ``package.module:factory`` or ``path/to/file.py:factory``; a
     factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
-    Equal seeds give equal parameters; the global random state is left as it was. Before it is
-    returned the model is run on a random batch of two, and a wrong output shape is refused.
+    Equal seeds give equal parameters; the global random state is left as it was. Weights that are to
+    be secret take a secret stream for a seed: of a number PyTorch keeps 32 bits. Before it is returned
+    the model is run on a random batch of two, and a wrong output shape is refused.
 
     >>> build("mlp", input_shape=(8, 8), outputs=10, depth=2)(torch.zeros(5, 8, 8)).shape
     torch.Size([5, 10])
     """
     input_shape = tuple(input_shape)
     check_sizes(input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would reseed every GPU as well and fork_rng would not undo it.
-        torch.default_generator.manual_seed(seed)
+    with drawn_from(seed) if isinstance(seed, SecretStream) else _seeded(seed):
         if ":" in name:
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
@@ -42,6 +45,14 @@ def build(
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
         check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     return model
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would reseed every GPU as well and fork_rng would not undo it.
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _named(
