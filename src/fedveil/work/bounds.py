@@ -69,10 +69,12 @@ def scaled_norms(rows: Tensor) -> Tensor:
 
 
 def clip_weights(norms: Tensor, bound: float, dtype: torch.dtype) -> Tensor:
-    """min(1, bound/‖g‖) rounded down to `dtype`; 0 where a norm is not finite: that is over every bound."""
-    weights = torch.where(norms.isfinite(), (bound / norms).clamp(max=1.0), 0.0)
-    narrow = weights.to(dtype)
-    return torch.where(narrow > weights, torch.nextafter(narrow, torch.zeros_like(narrow)), narrow)
+    """min(1, bound/‖g‖) in `dtype`; 0 where a norm is not finite, for that is over every bound.
+
+    Zero, too, where a weight has no full precision in `dtype`: rounded up it could double.
+    """
+    weights = (bound / norms).clamp_(max=1.0).nan_to_num_(0.0).to(dtype)
+    return torch.nn.functional.threshold(weights, torch.finfo(dtype).tiny, 0.0)
 
 
 def clipped(vector: Tensor, bound: float) -> Tensor:

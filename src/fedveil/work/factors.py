@@ -9,7 +9,7 @@ sums the very numbers whose norm it gives.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class Dense:
         """One matrix–vector product per client."""
         clients, each = weights.shape
         rows = self.rows.to(weights.dtype).reshape(clients, each, -1)
-        return _added(torch.bmm(weights[:, None, part], rows[:, part])[:, 0] for part in _blocks(each))
+        return _by_blocks(lambda left, right: torch.bmm(left[:, None], right)[:, 0], weights, rows)
 
     def careful(self) -> tuple[Dense, Tensor]:
         """Nothing is multiplied but by a weight."""
@@ -87,7 +87,7 @@ class Outer:
             flat = (flat * self.scales).to(weights.dtype)
         left = (flat[:, None] * self.deltas).reshape(clients, each, -1)
         right = self.inputs.to(weights.dtype).reshape(clients, each, -1)
-        return _added(torch.bmm(left[:, part].transpose(1, 2), right[:, part]).flatten(1) for part in _blocks(each))
+        return _by_blocks(lambda one, other: torch.bmm(one.transpose(1, 2), other).flatten(1), left, right)
 
     def careful(self) -> tuple[Outer, Tensor]:
         """Both factors near 1: a δ that rounds to nothing when weighted may meet an a that makes it large."""
@@ -122,12 +122,12 @@ class Rows:
         scaled = weights[:, :, None, None] * self.values.reshape(clients, each, *self.values.shape[1:])
         offset = torch.arange(clients, device=self.words.device)[:, None, None] * self.size
         places = self.words.reshape(clients, each, -1) + offset
-        return _added(
-            torch.ops.aten.embedding_dense_backward(
-                scaled[:, part].flatten(0, 2), places[:, part].flatten(), clients * self.size, -1, False
-            ).reshape(clients, -1)
-            for part in _blocks(each)
-        )
+
+        def table(places: Tensor, values: Tensor) -> Tensor:
+            given = (values.flatten(0, 2), places.flatten(), clients * self.size, -1, False)
+            return torch.ops.aten.embedding_dense_backward(*given).reshape(clients, -1)  # type: ignore[no-any-return]
+
+        return _by_blocks(table, places, scaled)
 
     def careful(self) -> tuple[Rows, Tensor]:
         """Nothing is multiplied but by a weight."""
@@ -157,9 +157,13 @@ def measured(factors: Mapping[str, Factor]) -> tuple[dict[str, Factor], Tensor]:
     return {name: factor.without(odd) for name, (factor, _) in made.items()}, norms
 
 
-def _blocks(samples: int) -> Iterator[slice]:
-    """Samples that are added by one product."""
-    return (slice(start, start + SAMPLES_ADDED) for start in range(0, samples, SAMPLES_ADDED))
+def _by_blocks(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """A product that adds the samples (dimension 1) of its factors, a bounded number of them at a time."""
+    samples = left.shape[1]
+    if samples <= SAMPLES_ADDED:
+        return product(left, right)
+    spans = (slice(start, start + SAMPLES_ADDED) for start in range(0, samples, SAMPLES_ADDED))
+    return _added(product(left[:, one], right[:, one]) for one in spans)
 
 
 def _added(parts: Iterator[Tensor]) -> Tensor:
