@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shapes": {"errors"},
     "config": {"errors"},
     "data": {"errors"},
-    "models": {"errors"},
+    "models": {"errors", "secrets"},
     "crypto": {"errors", "secrets"},
     "ledger": {"errors"},
     "downlink": {"errors", "flat", "secrets", "shapes", "ledger", "crypto"},

@@ -183,7 +183,8 @@ Policy = Annotated[
     str | None,
     _flag(
         _LIMITS,
-        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, max_size_ratio. No message can widen it.",
+        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. "
+        "No message can widen it.",
     ),
 ]
 MaxSizeRatio = Annotated[

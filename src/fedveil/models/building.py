@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from fedveil.errors import ConfigError, unknown_name
 from fedveil.models.catalogue import CATALOGUE, OptionValue
 from fedveil.models.checks import MOST_PARAMETERS, check_input, check_options, check_output, check_sizes
 from fedveil.models.custom import Factory, call_factory, refuse_code
+from fedveil.secrets import SecretStream, drawn_from
 
 
 def build(
@@ -18,7 +20,7 @@ def build(
     *,
     input_shape: tuple[int, ...],
     outputs: int,
-    seed: int = 0,
+    seed: int | SecretStream = 0,
     vocabulary: int | None = None,
     **options: OptionValue,
 ) -> nn.Module:
@@ -27,17 +29,16 @@ def build(
     ``name`` is one of :func:`names`, or code of your own, ``Factory("package.module:factory")`` or
     ``Factory("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
     A factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
-    Equal seeds give equal parameters; the global random state is left as it was. Before it is
-    returned the model is run on a random batch of two, and a wrong output shape is refused.
+    Equal seeds give equal parameters; the global random state is left as it was. Weights that are to
+    be secret take a secret stream for a seed: of a number PyTorch keeps 32 bits. Before it is returned
+    the model is run on a random batch of two, and a wrong output shape is refused.
 
     >>> build("mlp", input_shape=(8, 8), outputs=10, depth=2)(torch.zeros(5, 8, 8)).shape
     torch.Size([5, 10])
     """
     input_shape = tuple(input_shape)
     check_sizes(input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would reseed every GPU as well and fork_rng would not undo it.
-        torch.default_generator.manual_seed(seed)
+    with drawn_from(seed) if isinstance(seed, SecretStream) else _seeded(seed):
         if isinstance(name, Factory):
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
@@ -73,6 +74,14 @@ def parameters_of(
         )
     check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     return found
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would reseed every GPU as well and fork_rng would not undo it.
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def _named(

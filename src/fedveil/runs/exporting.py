@@ -52,7 +52,7 @@ def export_run(
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may know of a run: where its data came from, and the seed of a simulation only.
 
-    The seed decides the model's first values, and in a simulation the secrets too.
+    In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
     kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
     if RunConfig.from_mapping(config).simulated_secrets:

@@ -28,7 +28,7 @@ from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
-from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
+from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
 from fedveil.work.clipped import refuse_batch_norm
 
@@ -78,8 +78,8 @@ class ModelFacts:
         if found > most:
             raise ConfigError(f"{unlike}: that has {found:,} parameters, and there are {most:,} numbers.")
 
-    def build(self, *, seed: int) -> nn.Module:
-        """The architecture, with the first values that follow from a seed."""
+    def build(self, *, seed: int | SecretStream) -> nn.Module:
+        """The architecture, with the first values that follow from a seed or from a secret stream."""
         assert self.name is not None
         return models.build(
             self.name,
@@ -192,13 +192,22 @@ def dealt(config: RunConfig, train: Dataset) -> list[Tensor]:
     )
 
 
+def first_seed(config: RunConfig) -> int | SecretStream:
+    """What a model's first values are drawn from: the seed of a simulation, or the operating system.
+
+    The seed of other runs is no secret: it decides about batches and cohorts, which everybody may know.
+    """
+    assert config.seed is not None
+    return config.seed if config.simulated_secrets else OsSecrets().stream("first model")
+
+
 def job_from_config(config: RunConfig) -> Job:
     """Load the data, build the model, deal the data to clients."""
     schemes.find(config.scheme)
     assert config.seed is not None
     split = loaded(config)
     facts = ModelFacts.of(config, split.train)
-    model = facts.build(seed=config.seed)
+    model = facts.build(seed=first_seed(config))
     parts = dealt(config, split.train)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
     return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)

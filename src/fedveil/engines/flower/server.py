@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,17 @@ from fedveil.errors import ConfigError, FedVeilError
 from fedveil.models.custom import typed
 from fedveil.protocol import RelayRole, ServerState
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.job import Guard, Job, Surroundings, agreed, assemble_job, located, read_roster, settled
+from fedveil.runs.job import (
+    Guard,
+    Job,
+    Surroundings,
+    agreed,
+    assemble_job,
+    first_seed,
+    located,
+    read_roster,
+    settled,
+)
 from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.roles import server_role
 from fedveil.runs.session import Say, continue_in, train_into
@@ -111,7 +120,7 @@ def server_job(config: RunConfig, module: str) -> Job:
     common = agreed(config, clients=config.clients, task=facts.task)
     held_here = common.scheme.holder == "server"
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
-    own = secrets.randbelow(1 << 62) if held_here and not config.simulated_secrets else seed
+    own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
     test = found.test if held_here else None
