@@ -193,7 +193,7 @@ def test_the_papers_noise_for_one_epsilon_gives_twenty_thousand(scheme: str) -> 
     real = epsilon_of(2.0 * math.sqrt(ROUNDS) / by_formula, DELTA)
     assert 19_000 < real < 21_000
     line = answer.ledger.line(COLLUSION if scheme == "serial" else SERVER)
-    assert line.epsilon == pytest.approx(real, rel=1e-9)
+    assert line.epsilon == pytest.approx(real, rel=1e-5)  # rounding to the grid is counted
     assert f"{real:,.0f}" in line.result
     (note,) = (one for one in answer.ledger.notes if "not a DP guarantee" in one)
     assert "for ε = 1" in note
