@@ -21,6 +21,7 @@ from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, HolderRole, RoundDone
 from fedveil.protocol.directory import Hello
 from fedveil.protocol.dividing import Begin, Divide
+from fedveil.protocol.epoch import Epoch
 from fedveil.runs.job import Guard, Job
 from fedveil.runs.roles import client_role
 from fedveil.runs.training import fresh_state, train_job
@@ -215,6 +216,6 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
     run = held_run(one)
     state = run.engine.state_of(0)
     assert state.spent > 0
-    again, _ = run.role.handle(state, Hello("another run"), one.pool.clients[0])
+    again, _ = run.role.handle(state, Hello("another run", Epoch(0, 0, 5, 5, 5, 0)), one.pool.clients[0])
     assert again.spent == state.spent
     assert state.answering(0, 1).spent == state.spent

@@ -86,7 +86,7 @@ class Federation:
         assert isinstance(train, Train)
         keys = self.states[0].keys
         assert keys is not None
-        return RoundContext(train.round, train.attempt, ask.to, keys.directory)
+        return RoundContext(train.round, train.attempt, ask.to, keys.directory, keys.beacon)
 
     def covering(self, ask: Ask) -> Covering:
         plan = self.job.scheme.uplink.plan

@@ -73,6 +73,7 @@ for kind in registered():
     if kind not in MESSAGES:  # numbers, texts, tensors of numbers or bytes, and, where named here, other messages
         MESSAGES[kind] = st.builds(kind, **{one.name: FIELDS.get(one.type, COLUMN | BYTES) for one in fields(kind)})
     FIELDS[f"{kind.__name__} | None"] = st.none() | MESSAGES[kind]
+    FIELDS[kind.__name__] = MESSAGES[kind]
     if kind is Ciphertext:
         FIELDS["Ciphertext | MaskedUpload | None"] = st.none() | MESSAGES[Ciphertext] | MESSAGES[MaskedUpload]
 ANY = st.one_of(*MESSAGES.values())
@@ -112,7 +113,7 @@ def test_every_registered_message_is_tried_here() -> None:
     assert tried == known
     own = {"Broadcast", "PublicHead", "Train", "Upload"}
     assert {kind.__name__ for kind in tried} - own == {
-        *("Hello", "Announce", "Directory", "Ready"),
+        *("Epoch", "Hello", "Announce", "Directory", "Nonce", "Nonces", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),
         *("Found", "Founded", "Join", "Invitation", "Joined"),

@@ -1,8 +1,9 @@
-"""How a run begins: clients introduce themselves, and everybody learns who takes part."""
+"""How an epoch begins: clients introduce themselves, everybody learns who takes part, and graphs are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -10,9 +11,22 @@ import torch
 
 from fedveil.errors import ProtocolError
 from fedveil.protocol.asking import Ask, Gathered
-from fedveil.protocol.directory import Announce, Directory, Hello, Ready, from_bytes, to_bytes
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import (
+    Announce,
+    Directory,
+    Hello,
+    Nonce,
+    Nonces,
+    Ready,
+    beacon,
+    check_nonce,
+    from_bytes,
+    to_bytes,
+)
+from fedveil.protocol.epoch import NONCE_BYTES, Epoch
 from fedveil.protocol.keyring import Keyring
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.messages import Reply
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 
@@ -20,14 +34,17 @@ if TYPE_CHECKING:
     from fedveil.crypto.roster import Roster
 
 Introduction = Literal["none", "sizes", "keys"]
+Phases = Generator[Ask, "Gathered | None", None]
 
 _MOST_SAMPLES = 1 << 53
-_KEY_LENGTHS = {"sizes": (0, 0, 0), "keys": (32, 32, 64)}
+_LENGTHS = {"sizes": (0, 0, 0, 0), "keys": (32, 32, 64, NONCE_BYTES)}
+_MOST_VOIDED = 3
+"""So many epochs may a client void, by keeping back its nonce, before it is asked no more."""
 
 
 def introduce(
     state: ClientState,
-    request: Hello | Directory,
+    request: Hello | Directory | Nonces,
     *,
     samples: int,
     how: Introduction,
@@ -35,7 +52,7 @@ def introduce(
     roster: Roster | None,
     identity: bytes | None,
 ) -> tuple[ClientState, Reply]:
-    """Client side: announce, or take the directory."""
+    """Client side: announce and commit; take the directory and show the nonce; take everybody's nonces."""
     if isinstance(request, Hello):
         ring = state.keys
         if ring is None or ring.run != request.run:
@@ -45,45 +62,68 @@ def introduce(
                 ring = Keyring(state.client, request.run, identity=identity, key=key)
             else:
                 ring = Keyring(state.client, request.run, identity=b"", key=b"")
+        number = request.epoch.number
+        ring.enter(
+            request.epoch,
+            lambda: secrets.stream("graph nonce", state.client, request.run, number).bytes(NONCE_BYTES),
+        )
         return replace(state, keys=ring), ring.announce(samples)
-    state.ring().accept(request, samples=samples, roster=roster)
-    return state, Ready(state.client, from_bytes(request.digest))
+    if isinstance(request, Nonces):
+        return state, Ready(state.client, from_bytes(state.ring().draw(request)))
+    nonce = state.ring().accept(request, samples=samples, roster=roster)
+    if not nonce:
+        return state, Ready(state.client, from_bytes(request.digest))
+    return state, Nonce(state.client, from_bytes(request.digest), from_bytes(nonce))
 
 
 class _Announcements:
     """Collects announcements, one per client."""
 
     def __init__(self, how: Introduction, run: str) -> None:
-        self._lengths = _KEY_LENGTHS[how]
+        self._lengths = _LENGTHS[how]
         self._run = run
-        self.asked: frozenset[int] = frozenset()
+        self._asked: frozenset[int] = frozenset()
+        self._answered: set[int] = set()
         self.heard: dict[int, Announce] = {}
+
+    def ask(self, clients: Iterable[int]) -> None:
+        """From these, one announcement each for a new epoch."""
+        self._asked, self._answered = frozenset(clients), set()
 
     def add(self, reply: Reply) -> None:
         if not isinstance(reply, Announce):
             raise ProtocolError(f"a {type(reply).__name__} arrived where an announcement belongs")
-        parts = (reply.identity, reply.key, reply.signature)
+        parts = (reply.identity, reply.key, reply.signature, reply.commitment)
         plain = all(one.dim() == 1 and one.dtype == torch.uint8 for one in parts)
         lengths = tuple(one.numel() for one in parts)
         if not plain or lengths != self._lengths or not 1 <= reply.samples < _MOST_SAMPLES:
             raise ProtocolError("an announcement is malformed")
-        if reply.client not in self.asked or reply.client in self.heard:
+        if reply.client not in self._asked or reply.client in self._answered:
             raise ProtocolError("an announcement from a client that was not asked, or the second of its client")
+        before = self.heard.get(reply.client)
+        if before is not None and _lasting(before) != _lasting(reply):
+            raise ProtocolError("a client announces other keys or another sample count than before in this run")
         if any(lengths):
             from fedveil.crypto.keys import check_key_signature
 
             # One that the others would refuse must not get into the directory: they would refuse all of it.
-            identity, key, signature = (to_bytes(one) for one in parts)
+            identity, key, signature, _ = (to_bytes(one) for one in parts)
             said = {"run": self._run, "client": reply.client, "public": key, "samples": reply.samples}
             try:
                 check_key_signature(identity, signature, **said)  # type: ignore[arg-type]
             except ProtocolError as reason:
                 raise ProtocolError("an announcement is not signed by the key it names") from reason
         self.heard[reply.client] = reply
+        self._answered.add(reply.client)
+
+
+def _lasting(said: Announce) -> tuple[int, bytes, bytes, bytes]:
+    """What stays the same from epoch to epoch."""
+    return said.samples, to_bytes(said.identity), to_bytes(said.key), to_bytes(said.signature)
 
 
 class _Agreements:
-    """Collects consents to one directory."""
+    """Collects consents to one directory or beacon."""
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest
@@ -93,51 +133,137 @@ class _Agreements:
             raise ProtocolError("a client has not taken the directory it was sent")
 
 
-class Introductions:
-    """Server side: who is known, and who knows them."""
+class _Shown:
+    """Collects the nonces that belong to a directory's commitments."""
 
-    def __init__(self, how: Introduction, run: str) -> None:
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.nonces: dict[int, bytes] = {}
+
+    def add(self, reply: Reply) -> None:
+        if not isinstance(reply, Nonce) or to_bytes(reply.digest) != self._directory.digest:
+            raise ProtocolError("a client has not taken the directory it was sent")
+        nonce = to_bytes(reply.nonce)
+        check_nonce(self._directory, reply.client, nonce)
+        self.nonces[reply.client] = nonce
+
+    def told(self) -> Nonces:
+        """Everybody's, in the order of the directory."""
+        content = b"".join(self.nonces[one] for one in self._directory.present.tolist())
+        return Nonces(from_bytes(self._directory.digest), from_bytes(content).reshape(-1, NONCE_BYTES))
+
+
+class Introductions:
+    """Server side: who is known, who is of the epoch, and who knows its beacon."""
+
+    def __init__(self, how: Introduction, run: str, *, cohort: Cohort, rounds: int) -> None:
         self.how = how
         self._announced = _Announcements(how, run)
-        self._informed: dict[int, bytes] = {}
-        self._told: dict[int, bytes] = {}
         self._run = run
+        self._cohort = cohort
+        self._rounds = rounds
+        self._next = 0
+        self._stale = True
+        self._left: set[int] = set()
+        self._voided: Counter[int] = Counter()
+        self._nonces: Nonces | None = None
+        self._ready: set[int] = set()
         self.directory: Directory | None = None
+        self.beacon = b""
         self.refused: dict[int, str] = {}
 
-    def steps(self, clients: Sequence[int], *, again: bool = True) -> Generator[Ask, Gathered | None, None]:
-        """Hear from clients that are still unknown, then send everybody of `clients` what is new.
+    def steps(self, cohort: Sequence[int], round: int, *, again: bool = True) -> Phases:
+        """Have an epoch that this round belongs to.
 
-        Unless `again`, only what has not been said before: strangers stay strangers, and who has not taken
-        the present directory is not asked twice.
+        A new one begins where the last has run out or was given up, and, with `again`, where somebody of `cohort`
+        answers that is not of it. `again`, too, whoever has not confirmed the beacon is told once more.
         """
-        heard = self._announced.heard
-        strangers = tuple(client for client in clients if client not in heard) if again else ()
-        if strangers:
-            self._announced.asked = frozenset(strangers)
-            answer = yield self._ask(strangers, Hello(self._run), self._announced)
-            self.refused.update({} if answer is None else answer.refused)
-            if not heard:
-                return
-            self.directory = Directory.of(self._run, heard.values())
-        if self.directory is None:
+        if self._stale or self.directory is None or round not in self.directory.epoch:
+            yield from self._begin(self._candidates(), round)
             return
-        digest = self.directory.digest
-        reached = self._informed if again else self._told
-        unaware = tuple(one for one in clients if one in heard and reached.get(one) != digest)
-        if unaware:
-            self._told.update(dict.fromkeys(unaware, digest))
-            answer = yield self._ask(unaware, self.directory, _Agreements(digest))
-            assert answer is not None
-            self.refused.update(answer.refused)
-            self._informed.update(dict.fromkeys(answer.arrived, digest))
+        if not again:
+            return
+        present = set(self.directory.present.tolist())
+        strangers = [one for one in self._candidates() if one in cohort and one not in present]
+        if strangers and self._spare(round):
+            arrived = yield from self._hello(strangers, self._epoch(round))
+            if arrived:
+                yield from self._begin(sorted(present - self._left), round, already=arrived)
+                return
+        yield from self._tell([one for one in self.directory.cohort(round) if one not in self._ready])
+
+    def leave_out(self, clients: Collection[int]) -> None:
+        """Begin the next epoch without these."""
+        self._left |= set(clients)
+        self._stale = True
+
+    def renew(self) -> None:
+        """Begin a new epoch before the next round."""
+        self._stale = True
+
+    def cohort(self, round: int) -> tuple[int, ...]:
+        """The clients of a round; nobody where no epoch could be begun."""
+        if self._stale or self.directory is None or round not in self.directory.epoch:
+            return ()
+        return self.directory.cohort(round)
 
     def known(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """Those of `clients` that have taken the present directory."""
-        if self.directory is None:
-            return ()
-        return tuple(one for one in clients if self._informed.get(one) == self.directory.digest)
+        """Those of `clients` that have confirmed the epoch's beacon."""
+        return tuple(one for one in clients if one in self._ready)
 
-    @staticmethod
-    def _ask(to: tuple[int, ...], request: Request, into: _Announcements | _Agreements) -> Ask:
-        return Ask(to, request, into)
+    def _candidates(self) -> list[int]:
+        gone = {one for one, times in self._voided.items() if times >= _MOST_VOIDED}
+        return [one for one in range(self._cohort.clients) if one not in self._left and one not in gone]
+
+    def _epoch(self, round: int) -> Epoch:
+        return Epoch(self._next, round, self._rounds, self._cohort.clients, self._cohort.size, self._cohort.seed)
+
+    def _spare(self, round: int) -> bool:
+        """Whether a further epoch leaves enough of them for the rounds to come."""
+        epoch = self._epoch(round)
+        return epoch.number + -(-(epoch.rounds - round) // epoch.window) < epoch.most
+
+    def _hello(self, clients: Sequence[int], epoch: Epoch) -> Generator[Ask, Gathered | None, tuple[int, ...]]:
+        self._announced.ask(clients)
+        answer = yield Ask(tuple(clients), Hello(self._run, epoch), self._announced)
+        assert answer is not None
+        self.refused.update(answer.refused)
+        return answer.arrived
+
+    def _begin(self, clients: Sequence[int], round: int, *, already: tuple[int, ...] = ()) -> Phases:
+        """Draw a new epoch; where a nonce stays away, again without the client that kept it back."""
+        while True:
+            epoch = self._epoch(round)
+            if epoch.number >= epoch.most or not (clients or already):
+                return
+            announced = (yield from self._hello(clients, epoch)) if clients else ()
+            self._next += 1
+            present = {*announced, *already}
+            if not present:
+                return
+            directory = Directory.of(self._run, self._announced.heard.values(), epoch, present)
+            shown = _Shown(directory)
+            into = _Agreements(directory.digest) if self.how == "sizes" else shown
+            answer = yield Ask(tuple(sorted(present)), directory, into)
+            assert answer is not None
+            self.refused.update(answer.refused)
+            if set(answer.arrived) == present:
+                break
+            # Not with the nonces of some: who is left out would be a choice made after the graphs are known.
+            self._voided.update(present - set(answer.arrived))
+            clients, already = sorted(answer.arrived), ()
+        self.directory, self._stale, self._ready = directory, False, set()
+        if self.how == "sizes":
+            self.beacon, self._ready = directory.digest, present
+            return
+        self._nonces = shown.told()
+        self.beacon = beacon(directory, self._nonces)
+        yield from self._tell(sorted(present))
+
+    def _tell(self, clients: Sequence[int]) -> Phases:
+        if not clients or self._nonces is None:
+            return
+        answer = yield Ask(tuple(clients), self._nonces, _Agreements(self.beacon))
+        assert answer is not None
+        self.refused.update(answer.refused)
+        self._ready |= set(answer.arrived)

@@ -14,7 +14,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client import Answer, own_target
-from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.dividing import (
     Aggregate,
     Begin,
@@ -147,7 +147,9 @@ class HolderRole:
         # Who pads follows from the list: told in another order each, nobody would, and the server could read the sum.
         if any(later <= earlier for earlier, later in pairwise(members)):
             raise ProtocolError("a round must name each of its clients once, in ascending order")
-        context = RoundContext(round, attempt, members, state.ring().known())
+        ring = state.ring()
+        context = RoundContext(round, attempt, members, ring.known(), ring.beacon)
+        context.check_scheduled()
         context.check_member(state.client)
         self._uplink.fits(len(members))
         state.ring().vouch_for(members)
@@ -215,7 +217,7 @@ class HolderRole:
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
-        if isinstance(request, (Hello, Directory)):
+        if isinstance(request, (Hello, Directory, Nonces)):
             return introduce(
                 state,
                 request,
@@ -277,10 +279,8 @@ class HolderRole:
         else:
             if request.counts is None:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
-            # Pads and masks of the ballots belong to the cohort that was asked for them.
-            asked = RoundContext(request.round, request.attempt, state.seat, context.directory)
             try:
-                winners = uplink.counted(request.counts, state.membership(), asked, listed(request.voters), size)
+                winners = uplink.counted(request.counts, state.membership(), context, listed(request.voters), size)
             except ProtocolError as reason:
                 raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)
@@ -295,8 +295,8 @@ def _answering(state: ClientState, stage: RoundContext) -> ClientState:
             f"client {state.client} was asked for round {stage.round // 2 + 1} of this run, which it has answered or "
             "left behind: a run that is resumed begins with new keys"
         )
-    misread = state.misread if state.ran == run else 0
-    return replace(state.answering(stage.round, stage.attempt), ran=run, misread=misread)
+    assert stage.directory is not None
+    return state.answering(stage.round, stage.attempt, run=run, epoch=stage.directory.epoch.number)
 
 
 class _NoKeys:

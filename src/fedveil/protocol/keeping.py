@@ -129,7 +129,7 @@ class Keeper:
         if not contributors or len(set(contributors)) < len(contributors) or not set(contributors) <= set(asked):
             raise ProtocolError("a round's sums name contributors that were not asked, or one twice")
         self._uplink.fits(len(contributors))
-        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known())
+        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), state.ring().beacon)
         mean = self._uplink.mean(
             state.membership(),
             rest=latest.rest,

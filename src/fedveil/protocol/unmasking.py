@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +77,13 @@ class Revealed(Reply):
 @message
 @dataclass(frozen=True, eq=False)
 class Evidence(Request):
-    """Server → one client: its neighbours' signatures on the last round's survivor list.
+    """Server → one client: its neighbours' signatures on the survivor list of the round it revealed shares in last.
 
-    A round that could not be opened (`opened` false) may lack signatures. A server may say so of any
-    round: evidence shows that an honest server was honest, while what protects a client from another
-    one is the lock on revelations.
+    It is owed whether or not the round could be opened: a quorum of a client's neighbours on one list leaves too few
+    of them, with fewer than a third colluding, for another. Fewer than a quorum show nothing, since the others may
+    have signed another list.
     """
 
-    opened: bool
     signers: Tensor
     signatures: Tensor
 
@@ -142,6 +141,7 @@ class MaskedSum:
         attempt: int,
         quorum: Quorum,
         self_mask: bool,
+        signed: Callable[[int, bytes, Sequence[int]], bool] | None = None,
     ) -> None:
         self._codec = codec
         self._sum = np.zeros(length, dtype=np.uint64)
@@ -150,6 +150,8 @@ class MaskedSum:
         self.attempt = attempt
         self._quorum = quorum
         self._self_mask = self_mask
+        self._signed = signed
+        self.asked = False
         self._waiting = set(graph.members)
         self.survivors: tuple[int, ...] = ()
         self.relay: dict[int, Bundles] = defaultdict(dict)
@@ -195,6 +197,22 @@ class MaskedSum:
         """No more uploads: from here on only revelations count."""
         self.survivors = tuple(sorted(arrived))
 
+    def check_reach(self) -> None:
+        """Refuse to ask for shares where too few holders are left to open some client's secrets."""
+        alive = set(self.survivors)
+        gone = set(self.graph.members) - alive
+        # A client with everybody around it says nothing new: only what the missing have left open can fall short.
+        for around in gone | {near for one in gone for near in self.graph.neighbours(one)}:
+            if around in alive and not self._self_mask:
+                continue
+            holders = self.graph.neighbours(around)
+            left, needed = len(alive.intersection(holders)), self._quorum.of(len(holders))
+            if left < needed:
+                raise ProtocolError(
+                    f"{left} of {needed} needed neighbours of client {around} are left, of {len(holders)}: the sum "
+                    f"could not be opened; {MORE_NEIGHBOURS}"
+                )
+
     def private(self, client: int) -> Relayed:
         """The sealed shares that survivors dealt to a client."""
         alive = set(self.survivors)
@@ -213,7 +231,10 @@ class MaskedSum:
             or not set(peers) <= set(self.graph.neighbours(reply.client))
         ):
             raise ProtocolError("a revelation is malformed")
-        self.signatures[reply.client] = to_bytes(reply.signature)
+        signature = to_bytes(reply.signature)
+        if self._signed is not None and not self._signed(reply.client, signature, self.survivors):
+            raise ProtocolError("a revelation does not sign the survivor list")
+        self.signatures[reply.client] = signature
         self._locked[reply.client] = to_bytes(reply.locked)
         for peer, share in zip(peers, reply.keys, strict=True):
             self._shares[(peer, LOCK)][reply.client] = to_bytes(share)
