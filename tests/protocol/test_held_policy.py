@@ -181,10 +181,11 @@ def test_a_round_with_too_few_clients_is_refused(scheme: str, file: File) -> Non
 def test_a_cohort_that_shrinks_after_the_vote_is_refused_too() -> None:
     one = Hall(guarded(Policy(min_cohort=4), clients=5, rounds=1, **NOISED["tags, ckks"]))
     one.until(Divide)
-    fewer = replace(one.ask.common, cohort=torch.arange(3))  # type: ignore[type-var]
+    fewer = replace(one.ask.common, voters=torch.arange(3))  # type: ignore[type-var]
     assert "takes part in no round of 3 clients: its policy asks for 4" in one.refusal(0, fewer)
-    begin = Begin(1, 0, torch.arange(3), 0, None)
-    assert "takes part in no round of 3 clients" in one.refusal(0, begin)
+    for voters in (torch.arange(1, 5), torch.tensor([0, 0, 1, 2, 3]), torch.tensor([0, 1, 2, 3, 9])):
+        odd = replace(one.ask.common, voters=voters)  # type: ignore[type-var]
+        assert "names voters that were not asked, one twice, or not this client" in one.refusal(0, odd)
 
 
 # ---- what was spent is remembered

@@ -257,12 +257,20 @@ class HolderRole:
         if pending is None or (pending.round, pending.attempt) != (request.round, request.attempt):
             raise ProtocolError(f"client {state.client} was told the outcome of a vote in which it has no part")
         context = self._context(state, request.round, request.attempt, request.cohort)
+        self._check_voters(state.client, context, listed(request.voters))
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
         story = told_outcome(self._keeper.held(state).story, request) if self._uplink.masks else b""
         return self._upload(state, context, replace(pending, winners=winners), story)
+
+    def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
+        """Whoever has not voted will not upload: those who have must still be enough."""
+        if client not in voters or len(set(voters)) < len(voters) or not set(voters) <= set(context.cohort):
+            raise ProtocolError("the outcome of a vote names voters that were not asked, one twice, or not this client")
+        self._uplink.fits(len(voters))
+        self._policy.check_cohort(client, len(voters))
 
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
