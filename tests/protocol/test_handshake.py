@@ -272,7 +272,7 @@ MALFORMED: dict[str, Callable[[Directory], Directory]] = {
 @pytest.mark.parametrize("spoil", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_directory_is_refused(spoil: Callable[[Directory], Directory]) -> None:
     there = village()
-    with pytest.raises(ProtocolError, match="directory|epoch"):
+    with pytest.raises(ProtocolError, match=r"directory|epoch"):
         there.send(0, spoil(there.directory()))
     assert there.states[0].ring().directory is None
 
