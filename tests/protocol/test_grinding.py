@@ -25,6 +25,7 @@ from fedveil.crypto.shamir import join
 from fedveil.crypto.stream import add_mask
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import ClientRole, ClientState
+from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, beacon, from_bytes, to_bytes
 from fedveil.protocol.epoch import SPARE, WINDOW, Epoch, committed, draws_of
 from fedveil.protocol.masked import Masked, pair_seed
@@ -33,6 +34,8 @@ from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.shares import LOCK, Item, Label, Quorum, open_bundle, unlock_shares
 from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask, packed, unpacked
 from fedveil.runs.job import Job
+from fedveil.schemes.hardened import masked_assumptions
+from fedveil.schemes.registry import Setting
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.graph import Graph, ring
 from fedveil.uplink.surrounding import LEAST_BITS, masking_degree, surrounded_bits
@@ -396,3 +399,31 @@ def test_a_share_of_colluders_that_cannot_be_is_refused() -> None:
     for share in (-0.1, 1.0, math.nan):
         with pytest.raises(ConfigError, match="collusion must lie in"):
             Masked(collusion=share)
+
+
+def test_the_ledger_prints_the_chance_that_a_neighbourhood_is_not_enough() -> None:
+    def said(clients: int, **how: Any) -> str:
+        setting = Setting(None, None, None, rounds=100, cohort=clients)  # type: ignore[arg-type]
+        return masked_assumptions(setting, Masked(**how))[1]
+
+    assert "at most 10 of a round's 100 clients collude (collusion 0.1)" in said(100)
+    assert "that many surround nobody who has 30 neighbours" in said(100)
+    assert "MORE than 2^-30: give 30 neighbours" in said(100, degree=28)
+    bits = surrounded_bits(1000, degree=126, share=0.1, needed=Quorum().of, draws=draws_of(100))
+    assert f"of 126 neighbours anywhere in the run is at most 2^-{bits:.1f}" in said(1000)
+    assert bits >= LEAST_BITS
+    assert "TOO MANY" in said(20, collusion=0.5)
+    assert "nobody who has 19 neighbours" in said(20)
+
+
+def test_of_a_drawn_cohort_a_client_takes_the_schedules_and_no_other(few: Grinder) -> None:
+    sampled = replace(few.directory, epoch=replace(few.epoch(), size=20))
+    for number in range(3):
+        drawn = Cohort(CLIENTS, 20, 1).draw(number)
+        RoundContext(number, 0, drawn, sampled, few.beacon).check_scheduled()
+        for other in (drawn[1:], Cohort(CLIENTS, 20, 1).draw(number + 1), Cohort(CLIENTS, 20, 2).draw(number)):
+            with pytest.raises(ProtocolError, match="other clients than the epoch's schedule"):
+                RoundContext(number, 0, other, sampled, few.beacon).check_scheduled()
+    gone = replace(sampled, present=sampled.present[1:], commitments=sampled.commitments[1:])
+    with_first = next(number for number in range(20) if 0 in Cohort(CLIENTS, 20, 1).draw(number))
+    assert gone.cohort(with_first) == Cohort(CLIENTS, 20, 1).draw(with_first)[1:]
