@@ -611,8 +611,10 @@ def test_a_spoilt_announcement_is_refused_and_the_honest_one_still_welcome(
     assert isinstance(told.common, Directory)
     assert told.common.clients.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ProtocolError, match="has not taken the directory"):
-        told.into.add(Ready(0, from_bytes(bytes(32))))
-    with pytest.raises(ProtocolError, match="a Announce arrived where a ready belongs"):
+        told.into.add(Nonce(0, from_bytes(bytes(32)), from_bytes(bytes(32))))
+    with pytest.raises(ProtocolError, match="a Ready arrived where a nonce belongs"):
+        told.into.add(Ready(0, from_bytes(told.common.digest)))
+    with pytest.raises(ProtocolError, match="a Announce arrived where a nonce belongs"):
         told.into.add(there.announced[0])
 
 

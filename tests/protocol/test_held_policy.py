@@ -183,9 +183,9 @@ def test_a_cohort_that_shrinks_after_the_vote_is_refused_too() -> None:
     one.until(Divide)
     fewer = replace(one.ask.common, voters=torch.arange(3))  # type: ignore[type-var]
     assert "takes part in no round of 3 clients: its policy asks for 4" in one.refusal(0, fewer)
-    for voters in (torch.arange(1, 5), torch.tensor([0, 0, 1, 2, 3]), torch.tensor([0, 1, 2, 3, 9])):
+    for voters in (torch.arange(1, 5), torch.tensor([0, 1, 2, 3, 9])):
         odd = replace(one.ask.common, voters=voters)  # type: ignore[type-var]
-        assert "names voters that were not asked, one twice, or not this client" in one.refusal(0, odd)
+        assert "names voters that were not asked, or not this client" in one.refusal(0, odd)
 
 
 # ---- what was spent is remembered

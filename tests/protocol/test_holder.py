@@ -169,7 +169,8 @@ COUNTS: dict[str, tuple[dict[str, Callable[[Any], Any]], str]] = {
     "shorter": ({"counts": lambda c: c[1:]}, r"has shape \(649,\), and ballot is 650 here"),
     "no words": ({"counts": lambda c: c.double()}, "is torch.float64"),
     "nothing": ({"counts": lambda c: None}, "holds no sum of ballots"),
-    "a voter less who padded": ({"voters": lambda v: v[1:]}, "cannot give"),
+    "a voter less who padded": ({"voters": lambda v: without(v, 1)}, "cannot give"),
+    "without it": ({"voters": lambda v: v[1:]}, "voters that were not asked, or not this client"),
     "a voter less": ({"voters": lambda v: v[:-1]}, "4 ballots for 130 indices each cannot give"),
 }
 

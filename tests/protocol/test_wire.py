@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedveil.errors import ProtocolError
 from fedveil.protocol import Upload, dividing, noised
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.wire import decode, encode, message, registered, size
 from fedveil.shapes import Declared, Number, Shape, declared
@@ -243,7 +244,7 @@ def test_a_header_beyond_the_limit_is_refused_unread() -> None:
 @pytest.mark.parametrize("text", ["x" * 257, "naïve", "\ud800", "two\nlines"])
 def test_a_text_that_is_long_or_not_plain_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="the run of a hello"):
-        decode(framed({"m": "Hello", "f": {"run": text}}))
+        decode(framed({"m": "Hello", "f": {"run": text, "epoch": header_of(Epoch(0, 0, 1, 1, 1, 0))}}))
 
 
 @pytest.mark.parametrize("number", [-1, 2**53, 2**64, 10**300])

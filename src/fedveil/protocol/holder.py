@@ -274,8 +274,8 @@ class HolderRole:
 
     def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
         """Whoever has not voted will not upload: those who have must still be enough."""
-        if client not in voters or len(set(voters)) < len(voters) or not set(voters) <= set(context.cohort):
-            raise ProtocolError("the outcome of a vote names voters that were not asked, one twice, or not this client")
+        if client not in voters or not set(voters) <= set(context.cohort):
+            raise ProtocolError("the outcome of a vote names voters that were not asked, or not this client")
         self._uplink.fits(len(voters))
         self._policy.check_cohort(client, len(voters))
 
