@@ -115,8 +115,7 @@ def compare(source: Path, rounds: int, out: Path) -> None:
             batch_size=128,
             lr=0.05,
             rounds=rounds,
-            seed=SEED,
-            secrets="os",  # the same data, batches and first model every time; keys, masks and scales are real
+            seed=SEED,  # a simulation: the same data, batches and first model every time
             evaluate_every=0,
         )
         summaries[scheme] = session.run(config, out / scheme, quiet=not sys.stderr.isatty())

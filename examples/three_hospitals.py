@@ -88,7 +88,7 @@ def together(epsilon: float, rounds: int, out: Path) -> None:
         lr=0.3,
         rounds=rounds,
         seed=SEED,
-        secrets="os",  # data and first model repeat, keys and noise do not
+        secrets="os",  # data repeat; first model, keys and noise do not
         record=True,
     )
     summary = session.run(config, out, quiet=not sys.stderr.isatty())

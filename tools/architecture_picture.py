@@ -34,6 +34,7 @@ _WORDS = {
     "flat": "models as one vector",
     "ledger": "what is proven",
     "models": "networks by name",
+    "plain": "data from files, checked",
     "protocol": "roles, rounds, messages",
     "report": "a run as one page",
     "runs": "folders, checkpoints",

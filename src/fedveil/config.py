@@ -20,6 +20,8 @@ _NOT_PART_OF_THE_RUN = frozenset(
     {"checkpoint_every", "evaluate_every", "rounds", "record", "record_rounds", "record_clients"}
 )
 _LARGEST_SEED = (1 << 63) - 1
+_LARGEST_WHOLE = 1 << 53
+_MOST_DIGITS = 7
 _SCHEME_OPTIONS = (
     *("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs"),
     *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "dropouts", "repair_limit"),
@@ -179,6 +181,8 @@ class RunConfig:
         """A digest of everything that decides the trained model (except how long it trains)."""
         skipped = _NOT_PART_OF_THE_RUN - ({"rounds"} if self.lr_schedule == "cosine" else set())
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
+        if ":" in self.model:
+            kept["model"] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
@@ -214,11 +218,13 @@ class RunConfig:
     def read(path: str | Path) -> dict[str, Any]:
         """The settings of a TOML file, as plain data; batch-size is read as batch_size."""
         path = Path(path)
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file: give a TOML file.")
         try:
             settings = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as reason:
             raise ConfigError(f"Cannot read the configuration {path}: {reason.strerror}.") from reason
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
+        except (ValueError, RecursionError) as reason:  # not TOML, not text, numbers or nesting without end
             raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
         return {key.replace("-", "_"): value for key, value in settings.items()}
 
@@ -229,8 +235,9 @@ def numbers_of(text: str, name: str) -> tuple[int, ...]:
     for word in text.split(","):
         first, dash, last = (part.strip() for part in word.partition("-"))
         ends = (first, last) if dash else (first, first)
-        if not all(one.isascii() and one.isdigit() for one in ends) or int(ends[0]) > int(ends[1]):
-            raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text!r}).")
+        fit = all(one.isascii() and one.isdigit() and len(one) <= _MOST_DIGITS for one in ends)
+        if not fit or int(ends[0]) > int(ends[1]):
+            raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
         found.update(range(int(ends[0]), int(ends[1]) + 1))
     return tuple(sorted(found))
 
@@ -255,7 +262,13 @@ def _checked(name: str, value: object, kind: str, where: str) -> object:
             accepted += types
     fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)
     if not fits:
-        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {value!r}).")
+        raise ConfigError(f"{where}: {name} must be {kind.replace(' | None', '')} (got {str(value)[:60]!r}).")
+    if type(value) is int and name != "seed" and abs(value) > _LARGEST_WHOLE:
+        raise ConfigError(f"{where}: {name} is too large a number.")
+    if isinstance(value, dict):
+        for option, one in value.items():
+            if not isinstance(option, str) or not isinstance(one, int | float | str | bool):
+                raise ConfigError(f"{where}: {name} holds numbers, texts and true or false by name.")
     # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
     return float(value) if float in accepted and type(value) is int and name != "cohort" else value
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 _UNIFORM_BITS = 53
+_WORDS, _WORDS_AT, _STATE_BYTES = 624, 24, 5056
+"""Where PyTorch's CPU generator (MT19937) keeps its words, 64 bits for each, in the bytes of its state."""
 
 
 class Guarded:
@@ -128,3 +132,20 @@ class SeededSecrets(Guarded):
         # JSON quotes, so that no two labels read alike.
         text = json.dumps(["fedveil secrets", self._seed, *label])
         return SecretStream(hashlib.sha256(text.encode()).digest())
+
+
+@contextmanager
+def drawn_from(stream: SecretStream) -> Iterator[None]:
+    """PyTorch's generator on the CPU with its whole state taken from `stream`; afterwards it is as it was.
+
+    What is drawn inside has the entropy of the stream. `torch.manual_seed` would leave 32 bits of it, whatever the
+    seed: few enough to try them all against one veiled broadcast.
+    """
+    state = torch.Generator().manual_seed(0).get_state()  # all of it used up: the next number is made from new words
+    if len(state) != _STATE_BYTES:
+        raise RuntimeError(f"PyTorch {torch.__version__} keeps the state of its generator in {len(state)} bytes")
+    words = torch.frombuffer(bytearray(stream.bytes(4 * _WORDS)), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+    state[_WORDS_AT : _WORDS_AT + 8 * _WORDS] = words.view(torch.uint8)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.set_state(state)
+        yield

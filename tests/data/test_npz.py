@@ -205,3 +205,45 @@ def test_several_unnamed_archives_are_refused(tmp_path: Path) -> None:
         np.savez(tmp_path / f"{name}.npz", x=X, y=Y)
     with pytest.raises(DataError, match=r"a, b.*train\.npz"):
         load(tmp_path)
+
+
+def _claiming(shape: str) -> bytes:
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(16)
+
+
+def test_a_header_that_claims_gigabytes_is_refused_before_they_are_allocated(tmp_path: Path) -> None:
+    import tracemalloc
+    import zipfile
+
+    from fedveil.data.npz import read_array, read_arrays
+
+    with zipfile.ZipFile(tmp_path / "toy.npz", "w") as archive:
+        archive.writestr("x.npy", _claiming("(2000000000,)"))
+    (tmp_path / "toy.npy").write_bytes(_claiming("(2000000000,)"))
+    for read, name in ((read_arrays, "toy.npz"), (read_array, "toy.npy")):
+        tracemalloc.start()
+        with pytest.raises(DataError, match=r"toy\.np.*more than are there"):
+            read(tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "gz", "xz"])
+def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, suffix: str) -> None:
+    import gzip
+    import lzma
+    import zipfile
+
+    from fedveil.data.files import read_bytes
+    from fedveil.data.npz import read_arrays
+
+    zeros, path = bytes(1 << 27), tmp_path / f"toy.{suffix}"
+    if suffix == "npz":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("x.npy", _claiming(f"({len(zeros) // 8},)") + zeros)
+    else:
+        path.write_bytes((gzip if suffix == "gz" else lzma).compress(zeros))
+    assert path.stat().st_size < 1 << 18
+    with pytest.raises(DataError, match=rf"toy\.{suffix}"):
+        (read_arrays if suffix == "npz" else read_bytes)(path)

@@ -127,3 +127,52 @@ def test_noise_never_escapes_as_another_error(tmp_path: Path, noise: bytes) -> N
     path.write_bytes(noise)
     with pytest.raises(DataError):
         read_pickle(path)
+
+
+@pytest.mark.parametrize("key", [False, True], ids=["a list of lists", "a key that takes forever"])
+def test_a_few_bytes_that_stand_for_billions_are_refused_before_they_are_made(tmp_path: Path, key: bool) -> None:
+    if key:
+        content = _dumped_key(40)
+    else:
+        shared: list[object] = [1]
+        for _ in range(40):
+            shared = [shared, shared]
+        content = pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": shared}, protocol=2)
+    assert len(content) < 10_000
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="data_batch_1"):
+        read_pickle(path)
+
+
+def _dumped_key(levels: int) -> bytes:
+    """{(((1, 1), (1, 1)), …): 1}, written by hand: Python itself would take forever to hash it."""
+    body = b"K\x01"
+    for level in range(levels):
+        where = bytes([level])
+        body += b"q" + where + b"h" + where + b"\x86"
+    return b"\x80\x02}" + body + b"K\x01s."
+
+
+def test_bytes_named_again_and_again_are_not_copied_each_time(tmp_path: Path) -> None:
+    """5 kB, made into an array 1,500 times."""
+    array = b"cnumpy._core.numeric\n_frombuffer\n(h\x00h\x01(M\x88\x13tU\x01CtR"
+    text, kind = b"T\x88\x13\x00\x00" + bytes(5000) + b"q\x00", b"cnumpy\ndtype\n(U\x02u1tRq\x01"
+    content = b"\x80\x02" + text + kind + array * 1500 + b"}."
+    path = tmp_path / "batch"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="many times its own size"):
+        read_pickle(path)
+
+
+def test_a_length_that_is_not_there_is_refused_without_allocating(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "batch"
+    for opcode in (b"\x96", b"\x8e", b"\x8d"):
+        path.write_bytes(b"\x80\x05" + opcode + (1 << 33).to_bytes(8, "little") + b"x.")
+        tracemalloc.start()
+        with pytest.raises(DataError):
+            read_pickle(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        tracemalloc.stop()

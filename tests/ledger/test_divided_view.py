@@ -26,6 +26,7 @@ from fedveil.runs.planning import Question, plan_run
 from fedveil.runs.roles import client_role, server_role
 from fedveil.runs.training import fresh_state, train_job
 from fedveil.uplink.graph import ring
+from fedveil.uplink.grid import grid_of
 
 EACH = 70
 PAIRS = ((0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5))
@@ -128,9 +129,14 @@ def test_a_hidden_sum_carries_one_clients_data_into_others_uploads_within_their_
     """Why the figure is conditional, and why there is one that is not. Noise is the same in both runs, so it cancels
     in the difference of what a client uploads with and without another's data changed."""
     settings: dict[str, Any] = {"cipher": "pads", "vote": "histogram", "share": 0.2, "clip": 0.01, "epsilon": 3.0}
-    ours, theirs = (recorded(labelled((first, (2, 3), (4, 5), (6, 7)), **settings)) for first in ((0, 1), (8, 9)))
+    jobs = [labelled((first, (2, 3), (4, 5), (6, 7)), **settings) for first in ((0, 1), (8, 9))]
+    ours, theirs = (recorded(one) for one in jobs)
+    plan, work = jobs[0].scheme.plan, jobs[0].scheme.work
+    assert plan is not None
+    covering = plan.covering(range(4), [EACH] * 4, [work.sensitivity(EACH)] * 4, seed=b"")  # type: ignore[attr-defined]
+    step = grid_of(covering, length=jobs[0].scheme.layout(jobs[0].blueprint).length, largest=1.0).step
     moved = {
-        (one.client, one.round): (float((one.rest - other.rest).norm()), 2 * 0.01 * EACH)
+        (one.client, one.round): (float((one.rest - other.rest).double().norm()) * step, 2 * 0.01 * EACH)
         for one, other in zip(uploads(ours), uploads(theirs), strict=True)
     }
     assert {key for key in moved if key[0] > 0} == {(client, t) for client in (1, 2, 3) for t in (0, 1)}

@@ -41,8 +41,8 @@ def file(tmp_path: Path) -> File:
 
 def test_a_file_is_read_and_what_it_leaves_out_is_not_limited() -> None:
     assert Policy.parse("") == Policy()
-    text = "max_epsilon = 2\ndelta = 1e-6\nmin_cohort = 10\nmax_clip = 0.5\n"
-    assert Policy.parse(text) == Policy(2, 1e-6, 10, 0.5)
+    text = "max_epsilon = 2\ndelta = 1e-6\nmin_cohort = 10\nmax_clip = 0.5\nmin_clip = 0.1\n"
+    assert Policy.parse(text) == Policy(2, 1e-6, 10, 0.5, 0.1)
     text = "collusion = 0.3\nmax_size_ratio = 10\n"
     assert Policy.parse(text) == Policy(collusion=0.3, max_size_ratio=10)
 
@@ -63,6 +63,9 @@ def test_a_file_is_read_and_what_it_leaves_out_is_not_limited() -> None:
         ("max_epsilon = -1.0", "max_epsilon must be positive"),
         ("max_clip = nan", "max_clip must be positive"),
         ("max_clip = 0.0", "max_clip must be positive"),
+        ("min_clip = nan", "min_clip must be positive"),
+        ("min_clip = 0", "min_clip must be positive"),
+        ("min_clip = 2\nmax_clip = 1", "min_clip = 2 is above max_clip = 1"),
         ("min_cohort = 0", "min_cohort must be positive"),
         ("delta = nan", "delta must lie strictly between 0 and 1"),
         ("delta = 0.0", "delta must lie"),
@@ -132,6 +135,24 @@ def test_a_clipped_update_is_bound_by_the_policy_too(file: File) -> None:
 def test_a_largest_clip_needs_a_scheme_that_clips(scheme: str, file: File) -> None:
     one = of(scheme, rounds=1, policy=file("max_clip = 0.5"))
     with pytest.raises(ConfigError, match="this scheme clips nothing"):
+        train_job(one, state=fresh_state(one))
+
+
+@pytest.mark.parametrize("scheme", ["ldp", "nadp", "veil-dp", "dp-fedavg"])
+def test_a_smaller_clip_than_the_smallest_is_refused(scheme: str, file: File) -> None:
+    policy = file("min_clip = 0.1")
+    one = of(scheme, rounds=1, clip=0.05, policy=policy)
+    with pytest.raises(
+        ConfigError, match=r"clip = 0\.05 is below the client's policy \(min_clip = 0\.1\)\. Raise clip"
+    ):
+        train_job(one, state=fresh_state(one))
+    enough = of(scheme, rounds=1, clip=0.1, policy=policy)
+    assert len(train_job(enough, state=fresh_state(enough)).rows) == 1
+
+
+def test_a_smallest_clip_needs_a_scheme_that_clips(file: File) -> None:
+    one = of("fedavg", rounds=1, policy=file("min_clip = 0.1"))
+    with pytest.raises(ConfigError, match=r"asks for clipping \(min_clip = 0\.1\), but this scheme clips nothing"):
         train_job(one, state=fresh_state(one))
 
 

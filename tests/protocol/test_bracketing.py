@@ -56,5 +56,5 @@ def test_a_range_beyond_what_a_server_may_set_is_refused_by_everybody(name: str,
 
 def test_a_range_that_would_cut_off_how_many_samples_there_are_is_refused_by_public_facts() -> None:
     one = job(clients=5, rounds=1, value_range=32.0, **HIDING["veil-secagg"])  # 60 samples each
-    with pytest.raises(ConfigError, match="60 samples .* more than value_range = 32"):
+    with pytest.raises(ConfigError, match=r"60 samples .* more than value_range = 32"):
         trained(one)

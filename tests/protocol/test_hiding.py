@@ -367,9 +367,9 @@ def test_numbers_beyond_the_range_are_cut_off() -> None:
     federation = Padded(3, length=4)
     group = Group(RUN, bytes(32), KEY.secret_bytes())
     state = _member(federation.states[0], group)
+    federation.hidden(0, torch.full((4,), 1e30, dtype=torch.float64), federation.context())
     for number, kept in ((8.5, 8.0), (-1e30, -8.0), (float("nan"), 0.0), (float("inf"), 8.0)):
         values = torch.full((4,), number, dtype=torch.float64)
-        federation.hidden(0, values, federation.context())
         _, part = Ckks(8.0).hide(state, values, CONTEXT, secrets=federation.secrets)
         assert isinstance(part, Ciphertext)
         found = Ckks(8.0).read(group, part.data, [0], CONTEXT)

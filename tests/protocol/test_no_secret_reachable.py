@@ -25,6 +25,7 @@ from fedveil.protocol.grid import add_residual, gridded
 from fedveil.runs.job import Job
 from fedveil.runs.training import client_role
 from fedveil.secrets import SecretStream, SeededSecrets
+from fedveil.uplink import grid
 from reach import CLIENT_SIDE, SERVERS_OWN, Secrets, leaks, leaks_in_text
 
 BATCH_NORM = {"depth": 3, "width": 12, "norm": "batch"}
@@ -311,7 +312,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
         noise = (alone if one.scheme.uplink.introduction == "keys" else alone[words != 0]).view(np.int64)
         step = gridded(plan, context, terms).step
         for unit in (1.0, step):
-            secrets.add("residual noise", [float(value) * unit for value in noise if abs(value) > 1 << 10])
+            secrets.add("residual noise", [float(value) * unit for value in noise if abs(value) > 1 << 30])
         words += alone
 
     def note_vector(self: Any, state: Any, vector: Any, context: Any, terms: Any, **named: Any) -> Any:
@@ -325,6 +326,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
     monkeypatch.setattr(PairSecret, "seed", note_seed)
     for module in (noised, masked):
         monkeypatch.setattr(module, "add_residual", note_residual)
+    monkeypatch.setattr(grid, "ROUNDING", 2.0**-36)  # so fine that no two whole numbers are equal by chance
     monkeypatch.setattr(type(one.scheme.uplink), "protect", note_vector)
     role = ClientRole(one.scheme, one.blueprint, secrets=TappedSecrets(99, secrets))
     recording, server = Recording(role), server_of(one)

@@ -434,7 +434,7 @@ def test_a_cohort_that_is_not_the_schedules_is_refused(cohort: list[int]) -> Non
     one = Federation(job(scheme="nadp", rounds=1, loss=None, clients=4))
     ask = one.until(Train)
     assert isinstance(ask.common, Train)
-    with pytest.raises(ProtocolError, match="other clients than the epoch's schedule|once, in ascending order"):
+    with pytest.raises(ProtocolError, match=r"other clients than the epoch's schedule|once, in ascending order"):
         one.reply(replace(ask, common=replace(ask.common, cohort=torch.tensor(cohort, dtype=torch.int64))), 0)
 
 

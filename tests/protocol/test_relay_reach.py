@@ -179,8 +179,14 @@ def test_each_secret_planted_in_the_server_is_found(monkeypatch: pytest.MonkeyPa
 def test_without_noise_the_server_would_hold_parts_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search finds what is there: what travels beside the winners is covered by its noise alone."""
     monkeypatch.setattr(parallel, "add_residual", lambda *noise, **named: None)
-    seen = overhear(monkeypatch, **WAYS["a share, pads"], clip=1e6)
-    assert any("an uncovered update" in line for line in seen.leaks())
+    seen = overhear(monkeypatch, **WAYS["a share, pads"], clip=10.0)
+    size = seen.run.job.blueprint.size
+    sent = {(one.round, one.client): one.rest.double() for one in seen.server_side[2] if isinstance(one, Divided)}  # type: ignore[attr-defined]
+    for one in seen.uploads:
+        outside = torch.ones(size, dtype=torch.bool)
+        outside[one.winners] = False
+        rest, found = one.contribution[:size][outside], sent[one.round, one.client]
+        assert float(rest @ found / (rest.norm() * found.norm())) > 1 - 1e-9
 
 
 def test_the_server_is_never_sent_indices(monkeypatch: pytest.MonkeyPatch) -> None:

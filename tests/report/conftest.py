@@ -55,7 +55,7 @@ def audit_page(audited: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("plotly", reason="needs the extra report")
     from fedveil.report import write_report
 
-    return write_report([audited], tmp_path_factory.mktemp("page") / "audited.html")
+    return write_report([audited], tmp_path_factory.mktemp("page") / "audited.html", with_records=True)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,28 @@ def test_a_comparison_s_page_says_what_was_trained_what_holds_and_what_failed(co
         assert part in text
 
 
+def test_the_page_to_show_holds_no_record_of_a_client(audited: Path, tmp_path: Path) -> None:
+    """Originals, and what was rebuilt of them, used to be in the page without a word."""
+    sheets = [base64.b64encode(one.read_bytes()).decode() for one in (audited / "audit" / "pictures").iterdir()]
+    made = write_report([audited], tmp_path / "page.html")
+    assert made == tmp_path / "page.html"
+    page = made.read_text(encoding="utf-8")
+    assert not any(one in page for one in sheets)
+    assert '<img src="data:image' not in page
+    assert "1 picture with samples of clients" in text_of(made)
+    assert "--with-records" in text_of(made)
+
+
+def test_a_page_with_records_says_so_in_its_name_and_at_its_head(audited: Path, tmp_path: Path) -> None:
+    made = write_report([audited], tmp_path / "page.html", with_records=True)
+    assert made == tmp_path / "page.with-records.html"
+    assert not (tmp_path / "page.html").exists()
+    assert "Holds records." in text_of(made)
+    assert '<img src="data:image' in made.read_text(encoding="utf-8")
+    named = write_report([audited], tmp_path / "my-records.html", with_records=True)
+    assert named == tmp_path / "my-records.html"
+
+
 def test_an_audited_run_s_page_has_findings_and_pictures(audit_page: Path) -> None:
     text = text_of(audit_page)
     assert "The server rebuilds what a client trained on" in text
@@ -102,7 +124,7 @@ def test_hostile_words_stay_words(hostile: Path, tmp_path: Path) -> None:
 
 
 def test_hostile_words_do_nothing_in_a_browser(hostile: Path, tab: Browser, tmp_path: Path) -> None:
-    tab.show(write_report([hostile], tmp_path / "page.html"))
+    tab.show(write_report([hostile], tmp_path / "page.html", with_records=True))
     assert tab.complaints == []
     assert tab.run("window.hit === undefined")
     assert tab.run("document.querySelector('h1').textContent").startswith("</script><script>")
@@ -113,10 +135,10 @@ def test_hostile_words_do_nothing_in_a_browser(hostile: Path, tab: Browser, tmp_
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda run: (run / "summary.json").write_text("{"), "summary.json cannot be read"),
-        (lambda run: (run / "summary.json").write_text("[]"), "holds no figures"),
+        (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
+        (lambda run: (run / "summary.json").write_text("[]"), "holds no values by name"),
         (lambda run: (run / "ledger.json").write_text("{}"), "not a ledger"),
-        (lambda run: (run / "metrics.jsonl").write_text("3\n"), "metrics.jsonl is damaged"),
+        (lambda run: (run / "metrics.jsonl").write_text("3\n"), "metrics.jsonl, line 1 is damaged"),
         (lambda run: (run / "config.toml").write_bytes(b"\xff"), "config.toml cannot be read"),
         (lambda run: next((run / "audit" / "pictures").iterdir()).unlink(), "picture of the audit is missing"),
         (lambda run: next((run / "audit" / "pictures").iterdir()).write_text("x"), "not a PNG"),
@@ -127,7 +149,7 @@ def test_damaged_folders_are_refused_by_name(audited: Path, tmp_path: Path, chan
     shutil.copytree(audited, tmp_path / "run")
     change(tmp_path / "run")
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        write_report([tmp_path / "run"], tmp_path / "page.html")
+        write_report([tmp_path / "run"], tmp_path / "page.html", with_records=True)
     assert not (tmp_path / "page.html").exists()
 
 

@@ -53,15 +53,18 @@ def test_a_bad_run_leaves_no_folder_behind(tmp_path: Path, small: Small) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_metrics_keep_their_order_and_can_be_rewound(tmp_path: Path, small: Small) -> None:
+def test_metrics_keep_their_order_and_stand_until_a_resume_has_caught_up(tmp_path: Path, small: Small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.start(small())
     assert folder.metrics() == []
     for number in range(1, 6):
         folder.append_metrics({"round": number, "loss": 1 / number})
     assert [row["round"] for row in folder.metrics()] == [1, 2, 3, 4, 5]
-    assert [row["round"] for row in folder.rewind_metrics(3)] == [1, 2, 3]
-    assert folder.metrics()[-1] == {"round": 3, "loss": 1 / 3}
+    assert [row["round"] for row in folder.go_on(3)] == [1, 2, 3]
+    folder.append_metrics({"round": 4, "loss": 7})
+    assert folder.metrics()[-1] == {"round": 5, "loss": 1 / 5}
+    folder.append_metrics({"round": 5, "loss": 8})
+    assert [row["loss"] for row in folder.metrics()] == [1, 1 / 2, 1 / 3, 7, 8]
 
 
 def test_attempts_are_counted(tmp_path: Path, small: Small) -> None:

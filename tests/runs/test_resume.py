@@ -152,7 +152,7 @@ def test_how_often_to_write_and_to_judge_may_change(tmp_path: Path, interrupted:
 def test_a_finished_run_resumes_to_itself(tmp_path: Path, small: Small, straight: Path) -> None:
     first = session.run(small(), tmp_path / "run", quiet=True)
     again = session.resume(tmp_path / "run", quiet=True)
-    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert again == json.loads(json.dumps(first))
     check_equal(tmp_path / "run", straight)
 
 

@@ -82,7 +82,7 @@ def test_reconstructions_stand_under_their_originals_whatever_their_order(tmp_pa
     order, other = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
     found, bare = {"inputs": ORIGINALS[order]}, {"inputs": ORIGINALS[other]}
     name = sheet_of(trial_of(LIKENESS, ORIGINALS), [found], [bare], folder=tmp_path)
-    assert name == "server-rounds-a.png"
+    assert name == "server-rounds-a.records.png"
     sheet = pixels(tmp_path / name)
     for row in range(3):
         for column in range(3):

@@ -101,5 +101,5 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_an_unknown_verdict_is_refused() -> None:
     data = {"name": "a", "adversary": "b", "asset": "data", "attack": "dlg", "seen": "", "adaptive": False}
     assert finding_from({**data, "figure": "x", "verdict": "nothing"}).verdict == "nothing"
-    with pytest.raises(CheckpointError, match="'splendid' is no verdict"):
+    with pytest.raises(CheckpointError, match="verdict is 'splendid'"):
         finding_from({**data, "figure": "x", "verdict": "splendid"})

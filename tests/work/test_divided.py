@@ -187,8 +187,8 @@ def test_the_rest_is_clipped_to_theta_times_samples_and_the_winners_are_not(
     assert len(pairs) == 8
     for covered, upload in pairs:
         bound = clip * len(one.pool.clients[covered.client])
-        # Rounded to a grid on which that lengthens nothing by more than 2⁻¹².
-        assert float((upload.rest - clipped_rest(one, covered, clip)).norm()) <= ROUNDING * clip * 2
+        # Rounded to a grid on which that lengthens nothing by more than 2⁻²⁰.
+        assert float((upload.rest - clipped_rest(one, covered, clip)).norm()) <= ROUNDING * bound
         assert float(upload.rest.norm()) <= bound * (1 + ROUNDING)
         assert float(upload.rest.norm()) == pytest.approx(bound, rel=ROUNDING) or clip == 50.0
         assert float(covered.contribution[covered.winners].norm()) > 0.0

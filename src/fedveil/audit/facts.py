@@ -12,6 +12,8 @@ from fedveil import models
 from fedveil.downlink.blueprint import Blueprint, draw
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.flat import Layout
+from fedveil.models.checks import MOST_PARAMETERS
+from fedveil.plain import made
 from fedveil.work.losses import Loss, make_loss
 
 Sections = tuple[tuple[str, tuple[int, ...]], ...]
@@ -68,7 +70,7 @@ class Facts:
         if self.model is None:
             raise ConfigError(
                 "This run's model came as a Python object, which a record does not hold: audit a run whose model has a "
-                "name (package.module:factory will do)."
+                "name (your own package.module:factory will do)."
             )
         return models.build(
             self.model,
@@ -99,10 +101,9 @@ class Facts:
     @staticmethod
     def from_data(data: dict[str, Any]) -> Facts:
         """The facts back; anything else is refused."""
-        try:
-            given = {**data, "input_shape": tuple(data["input_shape"])}
-            for name in ("parameters", "contribution"):
-                given[name] = tuple((str(one), tuple(map(int, shape))) for one, shape in data[name])
-            return Facts(**given)
-        except (TypeError, KeyError, ValueError) as reason:
-            raise CheckpointError(f"The facts of a record are damaged or of another version: {reason}.") from reason
+        facts = made(Facts, data, where="The facts of a record")
+        known = facts.input_dtype in _DTYPES and facts.dtype in _DTYPES and facts.returns in ("gradient", "update")
+        sizes = (size for _, shape in (*facts.parameters, *facts.contribution) for size in shape)
+        if not known or not all(0 <= size <= MOST_PARAMETERS for size in sizes):
+            raise CheckpointError("The facts of a record are damaged: a type or a size cannot be.")
+        return facts

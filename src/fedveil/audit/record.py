@@ -12,12 +12,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from fedveil.audit.facts import Facts
 from fedveil.errors import CheckpointError
+from fedveil.models.custom import refuse_code
+from fedveil.plain import made, parsed, read_named
 
 MESSAGES = ("request", "private", "reply")
 SECRETS = ("weights", "recovered", "opened", "shared")
@@ -95,14 +97,20 @@ class RecordWriter:
 
 
 class Record:
-    """A record as it was found; every piece is checked against its digest when it is read."""
+    """A record as it was found; every piece is checked against its digest when it is read.
 
-    def __init__(self, folder: str | Path) -> None:
+    `model` is built instead of what the record names, which is refused where it is code.
+    """
+
+    def __init__(self, folder: str | Path, *, model: str | None = None) -> None:
         self.folder = Path(folder)
         index = self.folder / _INDEX
         if not index.exists():
             raise CheckpointError(f"{self.folder} holds no record: run with --record to keep what passes.")
-        self.facts = Facts.from_data(_json(self.folder / _FACTS))
+        facts = Facts.from_data(read_named(self.folder / _FACTS))
+        if model is None:
+            refuse_code(facts.model, where=str(self.folder / _FACTS))
+        self.facts = facts if model is None else replace(facts, model=model)
         self.entries = tuple(_entries(index))
 
     def find(
@@ -135,8 +143,9 @@ class Record:
         what = f"{path}: the {entry.kind} of round {entry.round}"
         try:
             with path.open("rb") as file:
-                file.seek(entry.offset)
-                content = file.read(entry.length)
+                whole = entry.offset + entry.length <= path.stat().st_size
+                file.seek(entry.offset if whole else 0)
+                content = file.read(entry.length) if whole else b""
         except OSError as reason:
             raise CheckpointError(f"{what} cannot be read: {reason.strerror}.") from reason
         if len(content) < entry.length:
@@ -161,25 +170,14 @@ def _drop_torn_line(index: Path) -> None:
         os.truncate(index, whole)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise CheckpointError(f"{path} is missing or damaged: the record cannot be used without it.") from reason
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is damaged: the record cannot be used without it.")
-    return data
-
-
 def _entries(index: Path) -> Iterator[Entry]:
     lines = index.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
         try:
-            data = json.loads(line)
-            entry = Entry(**{**data, "to": tuple(data["to"])})
-            fits = entry.kind in (*MESSAGES, *SECRETS) and entry.offset >= 0 and entry.length >= 0
-        except (ValueError, TypeError, KeyError) as reason:
+            entry = made(Entry, parsed(line, where="it"), where="it")
+        except CheckpointError as reason:
             raise CheckpointError(f"{index}, line {number} is damaged: the record cannot be trusted.") from reason
+        fits = entry.kind in (*MESSAGES, *SECRETS) and entry.offset >= 0 and entry.length >= 0
         if not fits:
             raise CheckpointError(f"{index}, line {number} names what no record holds: the record cannot be trusted.")
         yield entry

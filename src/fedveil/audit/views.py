@@ -8,7 +8,7 @@ Views turn into bytes and back without executing anything, so that an attack can
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from fedveil.audit.facts import Facts
 from fedveil.downlink.blueprint import Weights, assemble
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.models.custom import Factory
 from fedveil.protocol.messages import Reply, Request, Train, Upload
 from fedveil.protocol.stored import as_bytes, from_stored
 from fedveil.protocol.wire import decode
@@ -172,11 +173,19 @@ View = ClientView | OutsiderView | ServerView | ServerHistory
 
 
 def to_bytes(view: View) -> bytes:
-    """Fields as JSON, then tensors and wire bytes; nothing executable."""
+    """Fields as JSON, then tensors and wire bytes; nothing executable.
+
+    Views pass from the auditor's process to an attack's and lie nowhere. So they say whether the auditor vouches for
+    code that builds the model, which files cannot.
+    """
     if isinstance(view, ServerHistory):
         parts = {f"view.{place}": _as_tensor(to_bytes(one)) for place, one in enumerate(view.rounds)}
         return as_bytes({"view": "history", "count": len(view.rounds)}, parts)
-    fields: dict[str, Any] = {"facts": view.facts.as_data(), "messages": [_envelope(one) for one in view.messages]}
+    fields: dict[str, Any] = {
+        "facts": view.facts.as_data(),
+        "vouched": isinstance(view.facts.model, Factory),
+        "messages": [_envelope(one) for one in view.messages],
+    }
     tensors = {f"message.{place}": _as_tensor(one.raw) for place, one in enumerate(view.messages)}
     tensors |= {f"known.{name}": one for name, one in view.known.items()}
     if isinstance(view, ClientView):
@@ -227,10 +236,14 @@ def _messages(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Messa
     )
 
 
-def _client(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
+def _facts(fields: Mapping[str, Any]) -> Facts:
     facts = Facts.from_data(fields["facts"])
+    return replace(facts, model=Factory(facts.model)) if fields["vouched"] and facts.model is not None else facts
+
+
+def _client(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
     return ClientView(
-        facts,
+        _facts(fields),
         fields["client"],
         _messages(fields, tensors),
         tensors.get("x"),
@@ -240,12 +253,12 @@ def _client(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
 
 
 def _outsider(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
-    return OutsiderView(Facts.from_data(fields["facts"]), _messages(fields, tensors), _under("known", tensors))
+    return OutsiderView(_facts(fields), _messages(fields, tensors), _under("known", tensors))
 
 
 def _server(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
     return ServerView(
-        Facts.from_data(fields["facts"]),
+        _facts(fields),
         fields["round"],
         fields["attempt"],
         fields["victim"],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, listed, plainly, table
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ def audit(
     seed: int = typer.Option(0, help="Seed of the attacks' own randomness."),
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
+    model: flag.OwnModel = None,
     json: bool = typer.Option(False, "--json", help="Print audit.json instead of tables."),
 ) -> None:
     """Attack a recorded run as each role could have, and show what the attacks got.
 
     Every attack first has to work on an unprotected run; otherwise nothing is concluded from it. Each figure stands
     beside what blind guessing gets and what the same attack gets without protection. The folder RUN/audit then
-    holds audit.json and pictures (originals above what was rebuilt); the same command goes on where it was stopped.
+    holds audit.json and pictures; those named ….records.png show clients' samples above what was rebuilt of them: keep
+    them as you keep the data. The same command goes on where it was stopped.
 
     [bold]Examples[/bold]
 
@@ -62,7 +65,16 @@ def audit(
     names = [one.strip() for one in (attacks or "").split(",") if one.strip()]
     with _bar() as tick:
         found = audit_run(
-            run, attacks=names, quick=quick, seed=seed, device=device, out=out, workers=workers, say=aside, tick=tick
+            run,
+            attacks=names,
+            quick=quick,
+            seed=seed,
+            device=device,
+            out=out,
+            workers=workers,
+            model=flag.own_model(model),
+            say=aside,
+            tick=tick,
         )
     if json:
         typer.echo((found.folder / "audit.json").read_text(encoding="utf-8").rstrip())
@@ -93,6 +105,7 @@ def _show(found: Audit) -> None:
     plainly(f"in full: {found.folder / 'audit.json'} ({found.seconds:.0f} s)")
     if any(one.pictures for one in found.findings):
         plainly(f"pictures: {found.folder / 'pictures'} (rows: original, this run, without protection)")
+        plainly("those named ….records.png show clients' samples: keep them as you keep the data")
 
 
 def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import typer
 
-from fedveil.cli.tables import percent, plainly
+from fedveil.cli import options as flag
+from fedveil.cli.tables import aside, percent, plainly
 
 
 def export(
     run: Path = typer.Argument(..., help="A run folder."),
     out: Path = typer.Option(..., "--out", help="The file to write (.safetensors)."),
     spread: float = typer.Option(4.0, help="Scales lie in 1/spread … spread."),
+    model: flag.OwnModel = None,
 ) -> None:
     """Write a client-usable model: rescaled, without head noise, exact predictions, no hidden number the server's.
 
@@ -22,7 +24,7 @@ def export(
     from fedveil.runs.progress import working
 
     with working("exporting"):
-        found = export_run(run, out, spread=spread)
+        found = export_run(run, out, spread=spread, model=flag.own_model(model), say=aside)
     plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the model's")
     if found.visible:
         names = ", ".join(one.name for one in found.visible)

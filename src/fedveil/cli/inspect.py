@@ -96,10 +96,11 @@ def example_of(
     import torch
 
     from fedveil.models import build
+    from fedveil.models.custom import typed
 
     shape, tokens = _shape(model, input_shape)
     words = vocabulary if tokens else None
-    net = build(model, input_shape=shape, outputs=outputs, seed=0, vocabulary=words, **options)
+    net = build(typed(model), input_shape=shape, outputs=outputs, seed=0, vocabulary=words, **options)
     return net, torch.randint(2, 5, (2, *shape)) if tokens else torch.randn(2, *shape)
 
 

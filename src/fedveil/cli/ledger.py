@@ -11,7 +11,7 @@ import typer
 
 from fedveil.cli import options as flag
 from fedveil.cli.statement import compared, show_ledger, summed
-from fedveil.cli.tables import listed, plainly, table
+from fedveil.cli.tables import aside, listed, plainly, table
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,10 @@ def ledger(
         None, help="Local steps per round; more than one make a client the unit.", rich_help_panel=_ASKED
     ),
     model: str | None = typer.Option(
-        None, help="mpdp: a network, for bounds that depend on one.", rich_help_panel=_ASKED
+        None,
+        help="mpdp: a network, for bounds that depend on one. Of a run that has not ended: your own code that builds "
+        "its model.",
+        rich_help_panel=_ASKED,
     ),
     model_option: flag.ModelOption = [],  # noqa: B006
     seed: int = typer.Option(0, help="Seed from which rounds' clients are drawn.", rich_help_panel=_ASKED),
@@ -85,7 +88,7 @@ def ledger(
     if (run is None) == (scheme is None):
         raise ConfigError("Give a run folder (fedveil ledger runs/a), or ask about a scheme (--scheme nadp), not both.")
     if run is not None:
-        found = read_ledger(run)
+        found = read_ledger(run, model=flag.own_model(model), say=aside)
         if json:
             typer.echo(json_module.dumps(found.as_data(), indent=2, ensure_ascii=False))
         else:

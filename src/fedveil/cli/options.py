@@ -187,7 +187,8 @@ Policy = Annotated[
     str | None,
     _flag(
         _LIMITS,
-        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, max_size_ratio. No message can widen it.",
+        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. "
+        "No message can widen it.",
     ),
 ]
 MaxSizeRatio = Annotated[
@@ -229,6 +230,23 @@ RecordRounds = Annotated[str | None, _flag(_AUDIT, "Which rounds: 1,2,10. (defau
 RecordClients = Annotated[str | None, _flag(_AUDIT, "Which clients: 0,1. (default: 0 and 1)")]
 
 
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Your own code that builds the model, file.py:factory or package.module:factory: code that files name is "
+        "not run.",
+    ),
+]
+
+
+def own_model(text: str | None) -> str | None:
+    """A model as it is typed: on a command, code may be named; in a file it may not."""
+    from fedveil.models.custom import typed
+
+    return None if text is None else typed(text)
+
+
 def cohort_of(text: str) -> float | int:
     """A cohort as it is typed: 0.1 is a fraction, 5 a count."""
     from fedveil.errors import ConfigError
@@ -244,6 +262,8 @@ def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
     from fedveil.config import parse_model_options
 
     settings = {name: value for name, value in flags.items() if name != "model_option" and value is not None}
+    if "model" in settings:
+        settings["model"] = own_model(settings["model"])
     if "cohort" in settings:
         settings["cohort"] = cohort_of(settings["cohort"])
     if pairs := flags.get("model_option"):

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import typer
 
-from fedveil.cli.tables import percent, plainly
+from fedveil.cli import options as flag
+from fedveil.cli.tables import aside, percent, plainly
 
 
 def predict(
@@ -17,20 +18,30 @@ def predict(
         None, "--inputs", help="Instead: a .npy file of inputs as the model takes them."
     ),
     out: Path | None = typer.Option(None, "--out", help="Write predictions as CSV."),
+    own: flag.OwnModel = None,
 ) -> None:
     """Predict with a trained or exported model, and score it where targets are known.
+
+    Model files are plain data, whoever they come from: one that names code as its model is refused, unless you name
+    that code here (--model).
 
     [bold]Examples[/bold]
 
       fedveil predict runs/a
 
       fedveil predict usable.safetensors --dataset digits --out predictions.csv
+
+      fedveil predict runs/own --model nets.py:build
     """
     from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
     from fedveil.runs.progress import working
 
     with working("predicting"):
-        result = predict_dataset(model, dataset=dataset, part=part) if inputs is None else predict_file(model, inputs)
+        named = flag.own_model(own)
+        if inputs is None:
+            result = predict_dataset(model, dataset=dataset, part=part, model=named, say=aside)
+        else:
+            result = predict_file(model, inputs, model=named, say=aside)
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result.outputs)} predictions to {out}")

@@ -16,12 +16,18 @@ def report(
     out: Path | None = typer.Option(
         None, "--out", help="The file to write (.html). (default: report.html in the first folder)"
     ),
+    with_records: bool = typer.Option(
+        False,
+        "--with-records",
+        help="Show clients' samples too, and what attacks rebuilt of them; the file is then named …with-records.html.",
+    ),
     show: bool = typer.Option(False, "--open", help="Open it in the browser."),
 ) -> None:
     """Write one HTML file that shows runs: curves, costs, the ledger in plain words, what attackers got.
 
     The file holds everything it shows and connects to nothing: send it, print it, keep it with the run. It ends with
-    the settings and the commands that give the same again.
+    the settings and the commands that give the same again. Of an audit it shows the figures; pictures of clients'
+    samples, and of what attacks rebuilt of them, are left out unless you ask for them (--with-records).
 
     [bold]Examples[/bold]
 
@@ -36,8 +42,10 @@ def report(
 
     first = sources[0] if sources[0].is_dir() else sources[0].parent
     with working("writing the report"):
-        made = write_report(sources, out or first / "report.html")
+        made = write_report(sources, out or first / "report.html", with_records=with_records)
     plainly(f"wrote {made} ({size(made.stat().st_size)})")
+    if with_records and "records" in made.name:
+        plainly("it may show samples of clients: keep it as you keep their data")
     if show:
         import webbrowser
 

@@ -18,6 +18,10 @@ from typing import IO, Any
 from fedveil.compare.plan import Plan, changed, check_unchanged, planned
 from fedveil.compare.results import Event, Standing, read_results, results_of, write_results
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError
+from fedveil.models import Factory
+from fedveil.models.custom import vouched
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.ledger_file import ledger_from
 from fedveil.tracking import Tracked, trackers
 
 _PATIENCE = 10.0  # seconds that a stopped process has for closing its files
@@ -123,6 +127,7 @@ def _job(standing: Standing, out: Path, tracked: Tracked) -> dict[str, Any]:
     cell = standing.cell
     return {
         "config": dataclasses.asdict(cell.config),
+        "own_model": isinstance(cell.config.model, Factory),
         "folder": str(out / cell.folder),
         "title": cell.name,
         "tracked": dataclasses.asdict(tracked.within(cell.folder)),
@@ -172,6 +177,7 @@ def _stop_all(workers: list[_Worker]) -> None:
 
 DEFAULT_SCHEMES = ("fedavg", "lossless", "veil-secagg", "nadp", "mpdp", "veil-dp", "paraaegis")
 DEFAULT_SEEDS = (1,)
+SERVER = "server"
 
 Say = Callable[[str], None]
 
@@ -222,7 +228,7 @@ def compare(
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1 (got {jobs}).")
     folder = Path(out)
-    plan = _plan(folder, schemes, seeds, only, settings, resume=resume)
+    plan = _plan(folder, schemes, seeds, only, settings, resume=resume, say=say)
     for cell in plan.cells:
         check_unchanged(cell, folder)
     tracked = tracked or Tracked()
@@ -260,6 +266,7 @@ def _plan(
     settings: Mapping[str, Any],
     *,
     resume: bool,
+    say: Say,
 ) -> Plan:
     file = folder / "compare.json"
     if not resume:
@@ -273,10 +280,11 @@ def _plan(
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
+    model = vouched(stored["common"].get("model"), settings.get("model"), where=str(file), say=say)
     plan = planned(
         _joined(list(stored["schemes"]), schemes),
         seeds=_joined(stored["seeds"], seeds),
-        settings={**stored["common"], **settings},
+        settings={**stored["common"], **settings, **({} if model is None else {"model": model})},
         only={**stored["only"], **(only or {})},
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
@@ -298,8 +306,10 @@ def _take_finished(one: Standing, out: Path) -> None:
     if not file.exists():
         return
     try:
-        one.finish(json.loads(file.read_text(encoding="utf-8")), kept=True)
-    except (ValueError, KeyError) as reason:
+        summary = RunFolder(file.parent).summary() or {}
+        ledger_from(summary["ledger"], where=str(file)).line(SERVER)
+        one.finish(summary, kept=True)
+    except (CheckpointError, KeyError, StopIteration) as reason:
         raise CheckpointError(f"{file} is damaged: remove it, and the run goes on from its checkpoint.") from reason
 
 

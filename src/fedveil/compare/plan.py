@@ -12,6 +12,7 @@ from typing import Any
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, unknown_name
+from fedveil.models.custom import typed
 from fedveil.runs.job import located
 
 # What makes runs comparable: no scheme may have its own.
@@ -147,7 +148,8 @@ def parse_own(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
         if not dot or "=" not in setting or not scheme or setting.startswith("="):
             raise ConfigError(f"A setting of one scheme is written scheme.option=value, like nadp.lr=3 (got {pair!r}).")
         for name, value in parse_model_options([setting]).items():
-            found.setdefault(scheme, {})[name.replace("-", "_")] = value
+            own = typed(value) if name == "model" and isinstance(value, str) else value
+            found.setdefault(scheme, {})[name.replace("-", "_")] = own
     return found
 
 

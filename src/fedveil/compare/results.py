@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from fedveil.compare.plan import Cell, Plan
 from fedveil.errors import CheckpointError
+from fedveil.plain import read_named
 from fedveil.runs.files import write_atomically
 from fedveil.version import __version__
 
@@ -107,12 +108,18 @@ def write_results(file: Path, results: dict[str, Any]) -> None:
 
 def read_results(file: Path) -> dict[str, Any]:
     """A compare.json as it was written; anything else is refused."""
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as reason:
-        raise CheckpointError(f"{file} cannot be read: {reason}.") from reason
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    return _checked(read_named(file), file)
+
+
+def _checked(data: dict[str, Any], file: Path) -> dict[str, Any]:
+    kinds: dict[str, type | tuple[type, ...]] = {"common": dict, "only": dict, "seeds": list, "schemes": dict}
+    if data.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not a comparison's compare.json.")
+    if not all(isinstance(data.get(name), kind) for name, kind in kinds.items()):
+        raise CheckpointError(f"{file} is damaged: it names no settings, schemes or seeds.")
+    own = data["only"].values()
+    if not all(type(one) is int for one in data["seeds"]) or not all(isinstance(one, dict) for one in own):
+        raise CheckpointError(f"{file} is damaged: a seed is no number, or a scheme's settings have no names.")
     return data
 
 

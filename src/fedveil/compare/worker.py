@@ -46,6 +46,7 @@ class _Reporter:
 
 def work(job: dict[str, Any], tell: Tell) -> None:
     """Train one cell, from its beginning or from its checkpoint, and tell how that went."""
+    from fedveil.models import Factory
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
@@ -55,10 +56,12 @@ def work(job: dict[str, Any], tell: Tell) -> None:
     try:
         folder = RunFolder(job["folder"])
         follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
+        config = RunConfig.from_mapping(job["config"], where=job["title"])
+        if job["own_model"]:  # named by whoever started the comparison; no file says that
+            config = config.with_changes(model=Factory(config.model))
         if folder.config_file.exists():
-            summary = session.resume(folder.path, quiet=True, say=say, follow=follow)
+            summary = session.resume(folder.path, changes={"model": config.model}, quiet=True, say=say, follow=follow)
         else:
-            config = RunConfig.from_mapping(job["config"], where=job["title"])
             summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
     except BrokenPipeError:
         raise

@@ -11,19 +11,33 @@ from pathlib import Path
 from fedveil.errors import DataError
 
 _COMPRESSED = frozenset({".gz", ".xz"})
+_SMALL, _MOST_TIMES = 1 << 26, 100
 
 
 def read_bytes(path: Path) -> bytes:
     """The content of ``path``, decompressed where its name ends in .gz or .xz."""
     try:
+        if not path.is_file():
+            raise DataError(f"{path}: no file.")
         if path.suffix not in _COMPRESSED:
             return path.read_bytes()
+        most = largest_of(path.stat().st_size)
         with gzip.open(path) if path.suffix == ".gz" else lzma.open(path) as stream:
-            return stream.read()
+            content = stream.read(most + 1)
+        if len(content) > most:
+            raise DataError(
+                f"{path}: more than {most:,} bytes when decompressed, too many for its size. Do not trust it."
+            )
+        return content
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise DataError(f"{path}: the compressed file is damaged or cut short ({error}). Fetch it again.") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+
+
+def largest_of(compressed: int) -> int:
+    """How many bytes so many compressed ones may hold: data sets take a tenth, a bomb takes a thousandth."""
+    return max(_SMALL, _MOST_TIMES * compressed)
 
 
 def plain_name(path: Path) -> str:

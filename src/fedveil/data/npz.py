@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from fedveil.data.arrays import Array, Arrays, Part
-from fedveil.data.files import files_of
+from fedveil.data.files import files_of, largest_of
 from fedveil.errors import DataError
 
 _X = ("x", "data", "images", "features")
 _Y = ("y", "labels", "targets", "target", "label")
 _GROUPS = ("groups", "group")
+_DAMAGES = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, TypeError)
 _TEST = ("test", "val", "valid", "validation")
 
 
@@ -50,13 +53,47 @@ def read(path: Path) -> Arrays:
 def read_arrays(path: Path) -> dict[str, Array]:
     """Every array of an .npz file; pickled objects are refused."""
     try:
-        stored = np.load(path, allow_pickle=False)
-        if not isinstance(stored, np.lib.npyio.NpzFile):
+        if not path.is_file():
+            raise DataError(f"{path}: no file.")
+        if not zipfile.is_zipfile(path):
+            np.load(path, mmap_mode="r", allow_pickle=False)
             raise DataError(f"{path}: a single array, not an .npz archive. Save it with numpy.savez.")
-        with stored:
-            return {name: stored[name] for name in stored.files}
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError) as error:
+        with zipfile.ZipFile(path) as archive:
+            return {one.filename.removesuffix(".npy"): _member(archive, one) for one in archive.infolist()}
+    except _DAMAGES as error:
         raise DataError(f"{path}: not a readable .npz file ({error}).") from error
+
+
+def read_array(path: Path) -> Array:
+    """The one array of an .npy file; its header is compared with the file's size before anything is allocated."""
+    try:
+        with path.open("rb") as file:
+            _check_header(file, path.stat().st_size)
+        found: Array = np.load(path, allow_pickle=False)
+        return found
+    except _DAMAGES as error:
+        raise DataError(f"Cannot read {path} as a .npy array: {error}") from error
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
+    if info.file_size > largest_of(info.compress_size):
+        raise ValueError(f"{info.filename} holds {info.file_size:,} bytes in {info.compress_size:,}")
+    with archive.open(info) as file:
+        _check_header(file, info.file_size)
+    with archive.open(info) as file:
+        found: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return found
+
+
+def _check_header(file: IO[bytes], size: int) -> None:
+    """numpy allocates what a header announces before it reads on: refuse one that announces more than is there."""
+    version = np.lib.format.read_magic(file)
+    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = reader(file)
+    if kind.hasobject:
+        raise ValueError("it holds Python objects, which allow_pickle would run")
+    if math.prod(shape) * kind.itemsize > size:
+        raise ValueError(f"its header announces {shape} numbers, more than are there")
 
 
 def _single(path: Path) -> Arrays:

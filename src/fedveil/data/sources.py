@@ -91,8 +91,8 @@ def load(
         options.refuse_columns(source)
         return EMBEDDED[source](options)
     path = Path(source).expanduser()
-    if not str(source) or not path.exists():
-        raise _absent(str(source))
+    if not str(source) or not _is_there(path):
+        raise _absent(str(source)[:200])
     for layout in _LAYOUTS:
         if layout.recognises(path):
             place = path.parent if layout.by_folder and path.is_file() else path
@@ -103,6 +103,13 @@ def load(
 
 def _name(path: Path) -> str:
     return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # no name that a file could have
+        return False
 
 
 def _absent(source: str) -> Exception:

@@ -89,7 +89,7 @@ client = {client}  # this client's number in the federation
 {roster}
 {identity}
 
-# This client's own limits: max_epsilon, delta, collusion, min_cohort, max_clip, max_size_ratio.
+# This client's own limits: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio.
 {policy}
 
 # Own architectures that this client is willing to build, file:function; others must be names of `fedveil models`.

@@ -19,7 +19,7 @@ from fedveil.downlink.blueprint import Blueprint, Weights, assemble
 from fedveil.downlink.norms import VectorBatchNorm, with_vector_norms
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.table import HeadSite
-from fedveil.errors import TraceError
+from fedveil.errors import ConfigError, TraceError
 from fedveil.secrets import SecretStream
 
 
@@ -127,6 +127,11 @@ def _shift(module: nn.Module, head: HeadSite, stream: SecretStream) -> bool:
 def exported_architecture(model: nn.Module, shape: ExportShape) -> nn.Module:
     """The empty architecture of an export, from the original model and what changed."""
     module = with_vector_norms(copy.deepcopy(model))
+    parts = dict(module.named_modules())
+    sizes = {path: len(one.epsilon) for path, one in parts.items() if isinstance(one, VectorBatchNorm)}
+    heads = {path: (one.out_features, one.in_features) for path, one in parts.items() if isinstance(one, nn.Linear)}
+    if not (shape.folded.items() <= sizes.items() and shape.shifted.items() <= heads.items()):
+        raise ConfigError("The export names layers that its model does not have.")
     for path, channels in shape.folded.items():
         _replace(module, path, ChannelAffine(channels))
     for path, (outputs, features) in shape.shifted.items():

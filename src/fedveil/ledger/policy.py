@@ -21,7 +21,7 @@ ENDED = "takes no further part"
 
 @dataclass(frozen=True)
 class Policy:
-    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and largest clip it accepts.
+    """The largest ε (at `delta`) a client spends in a run, the smallest cohort and the range of clips it accepts.
 
     ε is counted as if a share `collusion` of a round's clients added no noise and told the server theirs, or as many
     as the run counts if those are more. `max_size_ratio` is how many times the median number of samples a client of
@@ -32,6 +32,7 @@ class Policy:
     delta: float = 1e-5
     min_cohort: int | None = None
     max_clip: float | None = None
+    min_clip: float | None = None
     collusion: float = 0.0
     max_size_ratio: float | None = None
 
@@ -42,10 +43,14 @@ class Policy:
             raise ConfigError(f"policy: collusion must lie in [0, 1) (got {self.collusion}).")
         if self.max_size_ratio is not None and not self.max_size_ratio >= 1:
             raise ConfigError(f"policy: max_size_ratio must be at least 1 (got {self.max_size_ratio}).")
-        for name in ("max_epsilon", "min_cohort", "max_clip", "max_size_ratio"):
+        for name in ("max_epsilon", "min_cohort", "max_clip", "min_clip", "max_size_ratio"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"policy: {name} must be positive (got {value}).")
+        if self.min_clip is not None and self.max_clip is not None and self.min_clip > self.max_clip:
+            raise ConfigError(
+                f"policy: min_clip = {self.min_clip:g} is above max_clip = {self.max_clip:g}: no clip would do."
+            )
 
     @staticmethod
     def parse(text: str, *, where: str = "the policy") -> Policy:
@@ -88,14 +93,19 @@ class Policy:
                     f"The client's policy asks for {asked}, but under this scheme clients are not told who else takes "
                     f"part. Use another scheme, or drop {name} from the policy."
                 )
-        if self.max_clip is not None and clip is None:
-            raise ConfigError(
-                f"The client's policy asks for clipping (max_clip = {self.max_clip:g}), but this scheme clips nothing. "
-                "Use ldp, nadp or veil-dp, or drop max_clip from the policy."
-            )
+        for name, limit in (("max_clip", self.max_clip), ("min_clip", self.min_clip)):
+            if limit is not None and clip is None:
+                raise ConfigError(
+                    f"The client's policy asks for clipping ({name} = {limit:g}), but this scheme clips nothing. "
+                    f"Use ldp, nadp or veil-dp, or drop {name} from the policy."
+                )
         if self.max_clip is not None and clip is not None and clip > self.max_clip:
             raise ConfigError(
                 f"clip = {clip:g} exceeds the client's policy (max_clip = {self.max_clip:g}). Lower clip."
+            )
+        if self.min_clip is not None and clip is not None and clip < self.min_clip:
+            raise ConfigError(
+                f"clip = {clip:g} is below the client's policy (min_clip = {self.min_clip:g}). Raise clip."
             )
 
     def check_cohort(self, client: int, size: int) -> None:

@@ -2,5 +2,6 @@
 
 from fedveil.models.building import build
 from fedveil.models.catalogue import ModelInfo, describe, names
+from fedveil.models.custom import Factory
 
-__all__ = ["ModelInfo", "build", "describe", "names"]
+__all__ = ["Factory", "ModelInfo", "build", "describe", "names"]

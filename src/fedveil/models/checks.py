@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -12,6 +13,10 @@ from fedveil.errors import ConfigError
 from fedveil.models.catalogue import Entry, ModelInfo, OptionValue
 
 BATCH = 2
+MOST_PARAMETERS = 1 << 30
+MOST_INPUTS, MOST_DIMENSIONS, MOST_OUTPUTS = 1 << 26, 8, 1 << 22
+MOST_STEPS = 1 << 14
+MOST_OF_AN_OPTION = 1 << 20
 _FITS = {
     "numbers": "'mlp' takes numbers of any shape.",
     "images": "'cnn' and the ResNets take images (channels, height, width).",
@@ -20,7 +25,11 @@ _FITS = {
 
 
 def check_sizes(*, input_shape: tuple[int, ...], outputs: int, vocabulary: int | None) -> None:
-    """Refuse sizes that no model can have."""
+    """Refuse sizes that no model can have, or that only a mistake or an attack would ask for."""
+    if len(input_shape) > MOST_DIMENSIONS or math.prod(input_shape) > MOST_INPUTS:
+        raise ConfigError(f"input_shape is too large: a sample has at most {MOST_INPUTS:,} numbers.")
+    if max(outputs, vocabulary or 0) > MOST_OUTPUTS:
+        raise ConfigError(f"outputs and vocabulary must be at most {MOST_OUTPUTS:,}.")
     if not input_shape or min(input_shape) < 1:
         raise ConfigError(f"input_shape must hold positive sizes (without the batch), not {input_shape}.")
     if outputs < 1:
@@ -38,6 +47,8 @@ def check_input(entry: Entry, *, input_shape: tuple[int, ...], vocabulary: int |
                 f"Model {name!r} reads token ids and needs vocabulary=, the number of different ids "
                 f"(padding included). If the data is not text: {_FITS['numbers']} {_FITS['images']}"
             )
+        if len(input_shape) == 1 and input_shape[0] > MOST_STEPS:
+            raise ConfigError(f"Model {name!r} takes up to {MOST_STEPS:,} tokens a sample, not {input_shape[0]:,}.")
         if len(input_shape) != 1:
             raise ConfigError(
                 f"Model {name!r} takes token sequences of shape (length,), not {input_shape}. "
@@ -72,6 +83,8 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
                 f"Option {option!r} of model {info.name!r} must be of type {type(default).__name__} "
                 f"(default {default!r}), not {value!r}."
             )
+        if isinstance(value, int | float) and not -MOST_OF_AN_OPTION <= value <= MOST_OF_AN_OPTION:
+            raise ConfigError(f"Option {option!r} of model {info.name!r} is too large: {MOST_OF_AN_OPTION:,} at most.")
         if option in info.choices and value not in info.choices[option]:
             choices = ", ".join(repr(choice) for choice in info.choices[option])
             raise ConfigError(f"Option {option!r} of model {info.name!r} must be one of {choices}, not {value!r}.")
@@ -116,6 +129,8 @@ def check_output(
 def _random_batch(model: nn.Module, *, shape: tuple[int, ...], vocabulary: int | None) -> Tensor:
     """Random input of the kind the data has, on the model's device and in its precision."""
     first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    if first.is_meta:
+        return torch.empty(shape, dtype=torch.int64 if vocabulary is not None else first.dtype, device="meta")
     if vocabulary is not None:
         return torch.randint(vocabulary, shape).to(first.device)
     return torch.randn(shape).to(first)

@@ -1,4 +1,9 @@
-"""Models from the user's own code: ``package.module:factory`` or ``path/to/file.py:factory``."""
+"""Models from the user's own code: ``package.module:factory`` or ``path/to/file.py:factory``.
+
+Such a name makes FedVeil import a module and call what is in it, so only the person at the command line, or the
+program that calls us, may give one. Their names are of the type :class:`Factory`; what is read from a file, a folder or
+a message is plain text, and plain text is never imported. The mark cannot be stored: writing it down loses it.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +26,50 @@ from fedveil.models.checks import unknown_option
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+class Factory(str):
+    """The name of code that builds a model, given by whoever runs it: by hand or in a program, never by a file.
+
+    >>> Factory("mypackage.nets:make")
+    'mypackage.nets:make'
+    """
+
+    __slots__ = ()
+
+    def located(self) -> Factory:
+        """The same, with a file's path that holds from any folder."""
+        file, _, attribute = self.rpartition(":")
+        return Factory(f"{Path(file).resolve()}:{attribute}") if file.endswith(".py") and Path(file).exists() else self
+
+
+def typed(name: str) -> str:
+    """A model as somebody typed it on the command that runs: a name of the catalogue, or their own code."""
+    return Factory(name).located() if ":" in name else name
+
+
+def vouched(stored: str | None, given: str | None, *, where: str, say: Callable[[str], None]) -> str | None:
+    """The model that `where` names; or what the caller has `given` in its place. Text that names code is refused."""
+    if given is None:
+        refuse_code(stored, where=where)
+        return stored
+    refuse_code(given, where="A settings file")
+    model = given.located() if isinstance(given, Factory) else given
+    if model != stored:
+        say(f"{where} names the model {stored!r}; {str(model)!r} is used instead, as you say.")
+    return model
+
+
+def refuse_code(name: str | None, *, where: str = "") -> None:
+    """Refuse a name of code that did not come from whoever runs it."""
+    if name is not None and ":" in name and not isinstance(name, Factory):
+        raise ConfigError(
+            f"{where or 'A file'} names code as its model, {name!r}. What a file names is never imported: nothing was "
+            f"run. If you know that code and want it to run, say so on this command: --model {name} (in Python: "
+            f"fedveil.models.Factory({name!r}))."
+        )
+
+
 def call_factory(
-    reference: str,
+    reference: Factory,
     *,
     data: Mapping[str, object],
     options: Mapping[str, OptionValue],
@@ -47,7 +94,7 @@ def call_factory(
     return model
 
 
-def _find(reference: str) -> Callable[..., object]:
+def _find(reference: Factory) -> Callable[..., object]:
     """The callable that ``module:attribute`` names."""
     place, _, attribute = reference.rpartition(":")
     if not place or not attribute:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError
-from fedveil.models.layers import at_least, conv, he_init, image_norm
+from fedveil.models.layers import at_least, conv, he_init, image_norm, not_too_deep
 
 STEM_CHANNELS = 16
 DENSE_BLOCKS = 3
@@ -42,6 +42,7 @@ def densenet(
 ) -> nn.Module:
     """Three dense blocks of ``(depth - 4)/3`` layers; transitions keep ``compression`` of the channels."""
     at_least(1, growth=growth)
+    not_too_deep(depth)
     per_block, rest = divmod(depth - OTHER_LAYERS, DENSE_BLOCKS)
     if per_block < 1 or rest:
         nearest = OTHER_LAYERS + DENSE_BLOCKS * max(1, per_block)

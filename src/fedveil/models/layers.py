@@ -56,6 +56,15 @@ def he_init(layers: Iterable[nn.Module], *, mode: Literal["fan_in", "fan_out"] =
                 nn.init.zeros_(layer.bias)
 
 
+MOST_LAYERS = 1000
+
+
+def not_too_deep(depth: int) -> None:
+    """Refuse a depth that would take forever to build."""
+    if depth > MOST_LAYERS:
+        raise ConfigError(f"The model option 'depth' must be at most {MOST_LAYERS}, not {depth}.")
+
+
 def at_least(minimum: int, **options: int) -> None:
     """Refuse options smaller than ``minimum``, naming the first of them."""
     for option, value in options.items():

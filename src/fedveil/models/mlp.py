@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from fedveil.errors import ConfigError
-from fedveil.models.layers import at_least, he_init, vector_norm
+from fedveil.models.layers import at_least, he_init, not_too_deep, vector_norm
 
 
 def mlp(
@@ -22,6 +22,7 @@ def mlp(
 ) -> nn.Module:
     """``depth`` linear layers with biases, ``width`` units in each hidden one, ReLU between them."""
     at_least(1, depth=depth, width=width)
+    not_too_deep(depth)
     if width == 1 and norm in ("layer", "group"):
         raise ConfigError(f"norm={norm!r} over a single unit is always zero: set width to 2 or more.")
 

@@ -42,7 +42,7 @@ from fedveil.uplink.vote import (
     tags,
     vote_label,
 )
-from fedveil.work.persample import clip_factors
+from fedveil.work.bounds import clipped
 
 Voting = Literal["tags", "histogram"]
 VOTES = ("tags", "histogram")
@@ -176,8 +176,8 @@ class Parallel:
         """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps."""
         assert self.noise is not None
         samples = context.samples()[context.cohort.index(state.client)]
-        clipped = part * clip_factors(part.norm(), samples * terms.work.clip)  # type: ignore[attr-defined]
-        words = gridded(self.noise, context, terms).encode(clipped)
+        bounded = clipped(part, samples * terms.work.clip)  # type: ignore[attr-defined]
+        words = gridded(self.noise, context, terms).encode(bounded)
         add_residual(words, state.client, self.noise, context, terms, secrets=secrets)
         return torch.from_numpy(words.view(np.int64))
 

@@ -13,6 +13,7 @@ from typing import Any
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line
+from fedveil.plain import read_named
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.ledger_file import read_ledger
 from fedveil.trials.store import finding_from, read_audit
@@ -189,7 +190,7 @@ def _once(folders: Iterable[Path]) -> list[Path]:
 def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
     """The run folders of a comparison, and what failed."""
     file = place / _COMPARE
-    content = _json(file)
+    content = read_named(file)
     runs = content.get("runs")
     if not isinstance(runs, list) or not all(isinstance(one, dict) for one in runs):
         raise CheckpointError(f"{file} is damaged or not a comparison: it holds no list of runs.")
@@ -212,8 +213,6 @@ def _run(path: Path) -> Run:
     folder = RunFolder(path)
     ended = folder.summary_file.exists()
     rows = folder.metrics()
-    if not all(isinstance(row, dict) and isinstance(row.get("round"), int) for row in rows):
-        raise CheckpointError(f"{folder.metrics_file} is damaged: every line is to be a round's figures.")
     try:
         toml = folder.config_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
@@ -223,7 +222,7 @@ def _run(path: Path) -> Run:
         settings=RunConfig.read(folder.config_file),
         toml=toml,
         rows=tuple(rows),
-        summary=_json(folder.summary_file) if ended else {},
+        summary=read_named(folder.summary_file) if ended else {},
         ledger=read_ledger(path) if folder.ledger_file.exists() else None,
         audit=_audit(path / "audit") if (path / "audit" / _AUDIT).exists() else None,
     )
@@ -241,16 +240,6 @@ def _audit(folder: Path) -> Audited:
         sentences=tuple(map(str, told.values())) if isinstance(told, dict) else (),
         findings=tuple(finding_from(one) for one in content["findings"]),
     )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise CheckpointError(f"{file} cannot be read: {reason}.") from reason
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is damaged: it holds no figures by name.")
-    return content
 
 
 _NO_MATTER = frozenset({"seed", "record", "record_rounds", "record_clients", "checkpoint_every", "evaluate_every"})

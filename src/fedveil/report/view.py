@@ -146,9 +146,14 @@ class View:
     audits: tuple[tuple[str, AuditView], ...]
     again: tuple[Again, ...]
 
+    @property
+    def holds_records(self) -> bool:
+        """Whether the page shows samples of clients, or what was rebuilt of them."""
+        return any(one.holds_records for _, one in self.audits)
 
-def view_of(material: Material) -> View:
-    """The page about what was gathered."""
+
+def view_of(material: Material, *, with_records: bool = False) -> View:
+    """The page about what was gathered; samples of clients, and what was rebuilt of them, only where asked for."""
     groups = grouped(material.runs)
     worth = worth_of(groups)
     common, own = _shared({group.label: _trained(group) for group in groups})
@@ -173,7 +178,7 @@ def view_of(material: Material) -> View:
         glance=tuple(short for group in groups if (short := _glance(group)) is not None),
         ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
         without_ledger=tuple(group.label for group in groups if group.worst.ledger is None),
-        audits=tuple((label, audit_view(one)) for label, one in audited),
+        audits=tuple((label, audit_view(one, with_records=with_records)) for label, one in audited),
         again=tuple(map(_again, groups)),
     )
 

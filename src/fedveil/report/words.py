@@ -11,7 +11,7 @@ from fedveil.errors import CheckpointError
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
 from fedveil.report.sources import DASH, Audited, plain
-from fedveil.trials.pictures import ROWS
+from fedveil.trials.pictures import RECORDS, ROWS
 from fedveil.trials.trial import NOT_TRIED, Finding
 from fedveil.trials.words import CAVEAT, SHORT
 
@@ -213,11 +213,16 @@ class AuditView:
     sentences: tuple[str, ...]
     tables: tuple[Table, ...]
     sheets: tuple[Sheet, ...]
+    left_out: int
+    """How many pictures are not shown, since they hold clients' records."""
+    holds_records: bool
     caveat: str = CAVEAT
 
 
-def audit_view(audit: Audited) -> AuditView:
-    """Everything an audit found; its pictures become part of the page."""
+def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
+    """Everything an audit found; its pictures become part of the page, clients' records only where asked for."""
+    pictured = [one for one in audit.findings if one.pictures]
+    shown = [one for one in pictured if with_records or not _holds_records(one)]
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for one in audit.findings:
         if one.attack != NOT_TRIED:
@@ -229,8 +234,15 @@ def audit_view(audit: Audited) -> AuditView:
             Table(f"{_capital(who)}, after {asset}, from {seen}", tuple(map(_row, found)))
             for (who, asset, seen), found in groups.items()
         ),
-        sheets=tuple(_sheet(one, audit.folder / "pictures") for one in audit.findings if one.pictures),
+        sheets=tuple(_sheet(one, audit.folder / "pictures") for one in shown),
+        left_out=len(pictured) - len(shown),
+        holds_records=any(map(_holds_records, shown)),
     )
+
+
+def _holds_records(one: Finding) -> bool:
+    """Whether a picture shows samples of clients, or what was rebuilt of them."""
+    return one.asset == _ORIGINALS or one.pictures.endswith(RECORDS)
 
 
 def _row(one: Finding) -> Row:

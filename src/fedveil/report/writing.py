@@ -18,15 +18,20 @@ from fedveil.runs.files import write_atomically
 from fedveil.version import __version__
 
 
-def write_report(sources: Sequence[Path], out: Path) -> Path:
+def write_report(sources: Sequence[Path], out: Path, *, with_records: bool = False) -> Path:
     """Write a report on run folders, comparisons and audits to `out`; returns it.
 
     The file holds everything it shows, opens from disk, and its own policy forbids browsers any connection.
+    Pictures of clients' samples, and of what attacks rebuilt of them, are left out; `with_records` puts them in, and
+    then the file's name says so: report.html becomes report.with-records.html.
     """
     plotly = _plotly()
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: give the report's file, like {out / 'report.html'}.")
-    page = rendered(view_of(gather([Path(one) for one in sources])), plotly=plotly)
+    view = view_of(gather([Path(one) for one in sources]), with_records=with_records)
+    page = rendered(view, plotly=plotly)
+    if view.holds_records and "records" not in out.name:
+        out = out.with_name(f"{out.stem}.with-records{out.suffix}")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page)
     return out

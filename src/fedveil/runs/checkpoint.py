@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from fedveil.downlink import Weights
 from fedveil.errors import CheckpointError
+from fedveil.plain import made, named, parsed
 from fedveil.protocol import ServerState
 from fedveil.runs.digest import digest_of
 from fedveil.runs.files import write_atomically
@@ -21,8 +24,22 @@ _KEPT = 2
 _HEADER_LENGTH = 8
 
 
+@dataclass(frozen=True)
+class _Metadata:
+    format: str
+    facts: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Facts:
+    fingerprint: str
+    round: int
+    head_level: float | None
+
+
 def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
-    """Write the state of a round boundary atomically; the two newest checkpoints are kept."""
+    """Write the state of a round boundary atomically. Of earlier ones the newest is kept, of later ones all."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(state)
     facts = json.dumps(
@@ -31,7 +48,8 @@ def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Pa
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     path = folder / f"round-{state.round:08d}.safetensors"
     write_atomically(path, save_tensors(tensors, metadata))
-    for old in sorted(folder.glob("round-*.safetensors"))[:-_KEPT]:
+    earlier = sorted(one for one in folder.glob("round-*.safetensors") if one.name < path.name)
+    for old in earlier[: 1 - _KEPT]:
         old.unlink()
     return path
 
@@ -42,18 +60,21 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
         raw = path.read_bytes()
         tensors = load_tensors(raw)
         length = int.from_bytes(raw[:_HEADER_LENGTH], "little")
-        metadata = json.loads(raw[_HEADER_LENGTH : _HEADER_LENGTH + length]).get("__metadata__", {})
-        facts = json.loads(metadata["facts"])
-    except (OSError, SafetensorError, ValueError, KeyError) as reason:
+        header = named(raw[_HEADER_LENGTH : _HEADER_LENGTH + length], where=path.name)
+        metadata = made(_Metadata, header.get("__metadata__"), where=path.name)
+        facts = made(_Facts, parsed(metadata.facts, where=path.name), where=path.name)
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, CheckpointError) as reason:
         raise CheckpointError(f"Checkpoint {path.name} is damaged or not a checkpoint.") from reason
-    if metadata.get("format") != _FORMAT or metadata.get("digest") != digest_of(tensors, metadata["facts"]):
+    if metadata.format != _FORMAT or metadata.digest != digest_of(tensors, metadata.facts):
         raise CheckpointError(f"Checkpoint {path.name} is damaged: its checksum does not match.")
-    if facts["fingerprint"] != fingerprint:
+    if facts.fingerprint != fingerprint:
         raise CheckpointError(f"Checkpoint {path.name} belongs to a run with other settings.")
+    if facts.round < 0 or not math.isfinite(facts.head_level or 0.0):
+        raise CheckpointError(f"Checkpoint {path.name} is damaged: it names no round.")
     device = like.parameters.device
-    for name, expected in (("parameters", like.parameters), ("epsilon", like.epsilon)):
-        if tensors[name].shape != expected.shape or tensors[name].dtype != expected.dtype:
-            raise CheckpointError(f"Checkpoint {path.name} belongs to another model.")
+    expected = _tensors(ServerState.fresh(like))
+    if {name: _form(one) for name, one in tensors.items()} != {name: _form(one) for name, one in expected.items()}:
+        raise CheckpointError(f"Checkpoint {path.name} belongs to another model.")
     placed = {name: value.to(device) for name, value in tensors.items()}
     weights = Weights(
         placed["parameters"],
@@ -61,7 +82,7 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
         placed["statistics"],
         {name.removeprefix("buffer."): value for name, value in placed.items() if name.startswith("buffer.")},
     )
-    return ServerState(weights, placed["velocity"], round=facts["round"], head_level=facts["head_level"])
+    return ServerState(weights, placed["velocity"], round=facts.round, head_level=facts.head_level)
 
 
 def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[ServerState | None, list[str]]:
@@ -79,6 +100,10 @@ def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[Serve
             "or start anew with another --out."
         )
     return None, refused
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _tensors(state: ServerState) -> dict[str, Tensor]:

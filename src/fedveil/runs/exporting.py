@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,21 @@ from fedveil.runs.model_file import load_model, save_model
 from fedveil.secrets import OsSecrets
 
 
-def export_run(run: Path, out: Path, *, spread: float = 4.0) -> Coverage:
+def export_run(
+    run: Path,
+    out: Path,
+    *,
+    spread: float = 4.0,
+    model: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Coverage:
     """Export the model of a run folder to a file; the scales are drawn from the operating system.
+
+    `model` is the caller's own code that builds it, where the run had such a model.
 
     Returns what is hidden in the file: everything but the last bias, which the outputs determine.
     """
-    loaded = load_model(run)
+    loaded = load_model(run, model=model, say=say)
     if loaded.kind == "export":
         raise ConfigError(f"{run} is an export already.")
     if out.exists():
@@ -43,9 +52,9 @@ def export_run(run: Path, out: Path, *, spread: float = 4.0) -> Coverage:
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may know of a run: where its data came from, and the seed of a simulation only.
 
-    The seed decides the model's first values, and in a simulation the secrets too.
+    In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
     kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
     if RunConfig.from_mapping(config).simulated_secrets:
-        kept["seed"] = config["seed"]
+        kept["seed"] = config.get("seed")
     return kept

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedveil.config import RunConfig
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.models.custom import vouched
+from fedveil.plain import parsed, read_named, read_text
 from fedveil.runs.files import write_atomically
 
 
@@ -34,6 +37,8 @@ class RunFolder:
         self.events_file = self.path / "events.jsonl"
         self.relay_file = self.path / "relay.state"
         self._attempts = self.path / "attempts.json"
+        self._beside_file = self.path / "metrics.resumed.jsonl"
+        self._rows_file = self.metrics_file
 
     def require_free(self) -> None:
         """Refuse a folder that holds anything."""
@@ -66,11 +71,22 @@ class RunFolder:
             )
         return RunConfig.read(self.config_file)
 
+    def config(
+        self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
+    ) -> RunConfig:
+        """The run's settings with `changes`, which alone may name code as its model."""
+        settings, given = self.stored_settings(), dict(changes or {})
+        found = RunConfig.from_mapping({**settings, **given}, where=str(self.config_file))
+        stored = RunConfig.from_mapping(settings, where=str(self.config_file)).model
+        model = vouched(stored, given.get("model"), where=str(self.config_file), say=say)
+        return found if model is None else found.with_changes(model=model)
+
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""
         write_atomically(self.config_file, config.to_toml())
         facts = self._remembered()
-        before = int(facts.get("attempts", 1))
+        known = facts.get("attempts")
+        before = known if type(known) is int and known > 0 else 1
         self._remember({**facts, "attempts": before + 1})
         return before
 
@@ -95,27 +111,73 @@ class RunFolder:
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one round's line."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
+        with self._rows_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        self._take_place(row["round"])
 
     def metrics(self) -> list[dict[str, Any]]:
         """Every whole line (a torn last one, from a kill, is left out)."""
-        rows = []
-        if self.metrics_file.exists():
-            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                try:
-                    rows.append(json.loads(line))
-                except ValueError:
-                    break
-        return rows
+        return _rows(self.metrics_file)
 
-    def rewind_metrics(self, rounds: int) -> list[dict[str, Any]]:
-        """Keep the lines of the first `rounds` rounds: later ones are repeated after a resume."""
-        kept = [row for row in self.metrics() if row["round"] <= rounds]
-        write_atomically(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+    def go_on(self, rounds: int) -> list[dict[str, Any]]:
+        """The rows of the first `rounds` rounds, after which a resumed run goes on.
+
+        What it adds is written beside the rows that stand, and takes their place once it has come as far.
+        """
+        beside = _rows(self._beside_file)
+        lineage = beside if beside and beside[-1]["round"] >= rounds else self.metrics()
+        kept = [row for row in lineage if row["round"] <= rounds]
+        write_atomically(self._beside_file, "".join(json.dumps(row) + "\n" for row in kept))
+        self._rows_file = self._beside_file
+        self._take_place(rounds)
         return kept
+
+    def _take_place(self, rounds: int) -> None:
+        if self._rows_file is self._beside_file and rounds >= self._rows_reached():
+            self._beside_file.replace(self.metrics_file)
+            self._rows_file = self.metrics_file
+
+    def settle(self) -> None:
+        """Let the rows of the attempt that has ended stand, where no model had come further; others are kept aside."""
+        if self._rows_file is self._beside_file:
+            self.metrics_file.replace(self.path / "metrics.unfinished.jsonl")
+            self._beside_file.replace(self.metrics_file)
+            self._rows_file = self.metrics_file
+
+    def _rows_reached(self) -> int:
+        return max((int(row["round"]) for row in self.metrics()), default=0)
+
+    def reached(self) -> int:
+        """How many rounds what lies here has come: the rows, or the summary."""
+        summary = self.summary()
+        return max(self._rows_reached(), 0 if summary is None else int(summary["rounds"]))
+
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the run, if it has ended."""
+        if not self.summary_file.exists():
+            return None
+        found = read_named(self.summary_file)
+        rounds = found.get("rounds")
+        figures = all(isinstance(value, int | float | None) for name, value in found.items() if name in _CLOSING)
+        if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures:
+            raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
+        return found
+
+    def finished(self, config: RunConfig) -> dict[str, Any] | None:
+        """The summary, if nothing is left to do for these settings; what would shorten the run is refused."""
+        reached, summary = self.reached(), self.summary()
+        if reached > config.rounds:
+            raise ConfigError(
+                f"The run in {self.path} has done {reached} rounds already: resume it with --rounds {reached} or more."
+            )
+        if summary is None or summary["rounds"] < config.rounds:
+            return None
+        started = RunConfig.from_mapping(self.stored_settings(), where=str(self.config_file))
+        if started.fingerprint() != config.fingerprint():
+            raise CheckpointError(f"The run in {self.path} is finished, and belongs to a run with other settings.")
+        return summary
 
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""
@@ -124,3 +186,46 @@ class RunFolder:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+
+_CLOSING = frozenset(
+    {
+        "train_loss",
+        "seconds",
+        "bytes_down",
+        "bytes_up",
+        "test_accuracy",
+        "test_mse",
+        "test_loss",
+        "parameters",
+        "clients",
+    }
+)
+_FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    text = read_text(file)
+    lines = text.split("\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        if last and not line:
+            break
+        try:
+            rows.append(_row(parsed(line, where=f"{file}, line {number}")))
+        except CheckpointError as reason:
+            if last:  # torn by a kill
+                break
+            raise CheckpointError(f"{file}, line {number} is damaged: mend it, or take it out.") from reason
+    return rows
+
+
+def _row(row: object) -> dict[str, Any]:
+    if not isinstance(row, dict) or type(row.get("round")) is not int or row["round"] < 1:
+        raise CheckpointError("it is no round's figures")
+    if not all(isinstance(row.get(name, 0), int | float | None) for name in _FIGURES):
+        raise CheckpointError("a figure is no number")
+    return row

@@ -25,9 +25,10 @@ from fedveil.engines import ClientPool
 from fedveil.errors import ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
+from fedveil.models.building import parameters_of
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
-from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
+from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
 from fedveil.work.clipped import refuse_batch_norm
 
@@ -62,8 +63,23 @@ class ModelFacts:
             train.labels,
         )
 
-    def build(self, *, seed: int) -> nn.Module:
-        """The architecture, with the first values that follow from a seed."""
+    def check_size(self, *, most: int, unlike: str) -> None:
+        """Refuse a model of the catalogue that has more than `most` parameters, before anything is allocated for it."""
+        assert self.name is not None
+        if isinstance(self.name, models.Factory):
+            return
+        found = parameters_of(
+            self.name,
+            input_shape=self.input_shape,
+            outputs=self.outputs,
+            vocabulary=self.vocabulary,
+            options=self.options,
+        )
+        if found > most:
+            raise ConfigError(f"{unlike}: that has {found:,} parameters, and there are {most:,} numbers.")
+
+    def build(self, *, seed: int | SecretStream) -> nn.Module:
+        """The architecture, with the first values that follow from a seed or from a secret stream."""
         assert self.name is not None
         return models.build(
             self.name,
@@ -123,12 +139,11 @@ def located(config: RunConfig) -> RunConfig:
     changes = {}
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
-    file, colon, factory = config.model.partition(":")
     for name in ("policy", "roster", "identities"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    if colon and file.endswith(".py") and Path(file).exists():
-        changes["model"] = f"{Path(file).resolve()}:{factory}"
+    if isinstance(config.model, models.Factory):
+        changes["model"] = config.model.located()
     return config.with_changes(**changes) if changes else config
 
 
@@ -177,13 +192,22 @@ def dealt(config: RunConfig, train: Dataset) -> list[Tensor]:
     )
 
 
+def first_seed(config: RunConfig) -> int | SecretStream:
+    """What a model's first values are drawn from: the seed of a simulation, or the operating system.
+
+    The seed of other runs is no secret: it decides about batches and cohorts, which everybody may know.
+    """
+    assert config.seed is not None
+    return config.seed if config.simulated_secrets else OsSecrets().stream("first model")
+
+
 def job_from_config(config: RunConfig) -> Job:
     """Load the data, build the model, deal the data to clients."""
     schemes.find(config.scheme)
     assert config.seed is not None
     split = loaded(config)
     facts = ModelFacts.of(config, split.train)
-    model = facts.build(seed=config.seed)
+    model = facts.build(seed=first_seed(config))
     parts = dealt(config, split.train)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
     return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)

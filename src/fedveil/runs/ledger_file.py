@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
-from fedveil.ledger.releases import Release
-from fedveil.ledger.statement import Ledger, Line, PaperFigure
+from fedveil.ledger.statement import Ledger
+from fedveil.plain import made, read_named
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import job_from_config
 from fedveil.runs.privacy import Books
 
 
-def read_ledger(run: str | Path) -> Ledger:
-    """The ledger of a run folder, or of a ledger.json."""
+def read_ledger(run: str | Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> Ledger:
+    """The ledger of a run folder, or of a ledger.json; `model` is the caller's own code, for a run that goes on."""
     path = Path(run)
     file = RunFolder(path).ledger_file if path.is_dir() else path
     if not file.exists():
         if (path / "config.toml").exists():
-            return _so_far(RunFolder(path))
+            return _so_far(RunFolder(path), {} if model is None else {"model": model}, say)
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as reason:
-        raise CheckpointError(f"{file} is damaged or not a ledger: {reason}.") from reason
-    return ledger_from(data, where=str(file))
+    return ledger_from(read_named(file), where=str(file))
 
 
-def _so_far(folder: RunFolder) -> Ledger:
+def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:
     """The ledger of a run that has not ended, from its journal."""
-    config = RunConfig.from_mapping(folder.stored_settings(), where=str(folder.config_file))
+    config = folder.config(changes, say=say)
     if config.dataset == "python":
         raise CheckpointError(
             f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
@@ -45,19 +39,9 @@ def _so_far(folder: RunFolder) -> Ledger:
     return replace(found, notes=("the run has not ended: this is what it has spent so far", *found.notes))
 
 
-def ledger_from(data: Mapping[str, Any], *, where: str = "the ledger") -> Ledger:
+def ledger_from(data: object, *, where: str = "the ledger") -> Ledger:
     """A ledger from plain data, as `Ledger.as_data` makes it."""
-    try:
-        paper = data["paper"]
-        return Ledger(
-            scheme=data["scheme"],
-            rounds=data["rounds"],
-            lines=tuple(Line(**{**one, "assumptions": tuple(one["assumptions"])}) for one in data["lines"]),
-            unprotected=tuple(data["unprotected"]),
-            paper=None if paper is None else PaperFigure(**{k: v for k, v in paper.items() if k != "saving"}),
-            simulation=data["simulation"],
-            releases=tuple(Release(**{**one, "to": tuple(one["to"])}) for one in data["releases"]),
-            notes=tuple(data["notes"]),
-        )
-    except (AttributeError, KeyError, TypeError) as reason:
-        raise CheckpointError(f"{where} is damaged or not a ledger: {type(reason).__name__} {reason}.") from reason
+    paper = data.get("paper") if isinstance(data, dict) else None
+    if isinstance(data, dict) and isinstance(paper, dict):  # what follows from other figures is not read back
+        data = {**data, "paper": {name: value for name, value in paper.items() if name != "saving"}}
+    return made(Ledger, data, where=f"{where} is not a ledger, or")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedveil import data
-from fedveil.errors import ConfigError, DataError
+from fedveil.config import RunConfig
+from fedveil.data.npz import read_array
+from fedveil.errors import CheckpointError, ConfigError, DataError
 from fedveil.runs.evaluate import predict as outputs_of
 from fedveil.runs.files import write_atomically
 from fedveil.runs.model_file import LoadedModel, load_model
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +35,17 @@ class Predictions:
     split_known: bool = True
 
 
-def predict_dataset(path: Path, *, dataset: str | None, part: str) -> Predictions:
-    """Predict a data set's train or test part, split as the run split it."""
+def predict_dataset(
+    path: Path, *, dataset: str | None, part: str, model: str | None = None, say: Say = lambda text: None
+) -> Predictions:
+    """Predict a data set's train or test part, split as the run split it; `model` is the caller's own code."""
     if part not in ("test", "train"):
         raise ConfigError(f"part must be test or train (got {part!r}).")
-    loaded = load_model(path)
+    loaded = load_model(path, model=model, say=say)
     config = loaded.config
+    RunConfig.from_mapping({name: value for name, value in config.items() if value is not None}, where=str(path))
+    if not isinstance(config.get("dataset"), str):
+        raise CheckpointError(f"{path} does not say what data it was trained on: give inputs with --inputs FILE.npy.")
     if dataset is not None and not _same_source(dataset, config["dataset"]):
         raise ConfigError(
             f"{dataset} is not the data this model was trained on ({config['dataset']}). Standardisation and "
@@ -67,13 +76,13 @@ def _same_source(given: str, trained: str) -> bool:
     return given == trained or Path(given).resolve() == Path(trained).resolve()
 
 
-def predict_file(path: Path, inputs: Path) -> Predictions:
-    """Predict inputs from a .npy file, taken as they are."""
-    loaded = load_model(path)
+def predict_file(path: Path, inputs: Path, *, model: str | None = None, say: Say = lambda text: None) -> Predictions:
+    """Predict inputs from a .npy file, taken as they are; `model` is the caller's own code."""
+    loaded = load_model(path, model=model, say=say)
     try:
-        x = torch.from_numpy(np.load(inputs, allow_pickle=False))
-    except (OSError, ValueError) as reason:
-        raise DataError(f"Cannot read {inputs} as a .npy array: {reason}") from reason
+        x = torch.from_numpy(read_array(inputs))
+    except TypeError as reason:
+        raise DataError(f"Cannot read {inputs} as a .npy array of numbers: {reason}") from reason
     return Predictions(loaded.kind, loaded.facts.task, _outputs(loaded, x), loaded.facts.labels)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.errors import ConfigError
+from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.account import Account
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
@@ -24,6 +24,7 @@ from fedveil.protocol.parts import bounded
 from fedveil.runs.assumed_noise import notes_on
 from fedveil.runs.job import Job
 from fedveil.schemes import remarks
+from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.plan import NoisePlan, Target
 
 _DELTA = 1e-5
@@ -106,7 +107,13 @@ class Books:
         self._terms = _Terms.of(job.scheme, self._sizes)
         if journal is not None:
             _mend(journal)
-            self._replay(_entries(journal))
+            try:
+                self._replay(_entries(journal))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
+                raise CheckpointError(
+                    f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
+                    "the file back, or start anew with another --out."
+                ) from reason
             self._terms = _Terms.of(job.scheme, self._sizes)
 
     def begin(self, begins: RoundBegins) -> None:
@@ -333,9 +340,10 @@ def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None
         return PaperFigure(formula) if formula else None
     # Noise that stays in the sum, in the units of a summed contribution.
     used = math.sqrt(float(first.residual.sum()))
-    by_paper = plan.paper_scale(float(first.sensitivity.max()))
+    reach = float(first.sensitivity.max()) / (1 + ROUNDING)  # the paper's numbers are real ones
+    by_paper = plan.paper_scale(reach)
     if plan.per_sample:
-        by_paper /= float(first.sensitivity.max()) / bounded(scheme.work).sensitivity(1)
+        by_paper /= reach / bounded(scheme.work).sensitivity(1)
     if plan.layout == "local":
         by_paper *= math.sqrt(len(first.members))
     return PaperFigure(formula, plan.target.epsilon, by_paper, used)
@@ -360,6 +368,6 @@ def _entries(journal: Path) -> list[dict[str, Any]]:
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:  # torn by a kill; what came after it counts
+        except (ValueError, RecursionError):  # torn by a kill; what came after it counts
             continue
     return found

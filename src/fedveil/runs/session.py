@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
-from fedveil.errors import ConfigError
+from fedveil.errors import CheckpointError
 from fedveil.protocol import ServerState
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.following import Follower, Following
 from fedveil.runs.job import Job, job_from_config, located, settled
-from fedveil.runs.model_file import save_model
+from fedveil.runs.model_file import load_weights, save_model
 from fedveil.runs.progress import progress_for, working
 from fedveil.runs.recorded import chosen
 from fedveil.runs.rehearsal import rehearse
@@ -61,7 +61,7 @@ def resume(
     `changes` may raise the number of rounds; anything that alters the model makes checkpoints foreign.
     """
     folder = RunFolder(out)
-    config = RunConfig.from_mapping({**folder.stored_settings(), **(changes or {})}, where=str(folder.config_file))
+    config = folder.config(changes or {}, say=say)
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
@@ -78,20 +78,32 @@ def continue_in(
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
+    done = folder.finished(config)
+    if done is not None:
+        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
+        return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
     for reason in refused:
         say(f"{reason} Using the previous one.")
-    if state is not None and state.round > config.rounds:
-        raise ConfigError(
-            f"The run in {folder.path} has done {state.round} rounds already: resume it with --rounds {state.round} or "
-            "more."
-        )
     if state is None:
         state = fresh_state(job)
         say("No checkpoint yet: starting from the first round.")
     state.attempt = folder.resume(config)
-    folder.rewind_metrics(state.round)
-    return train_into(job, folder, state, quiet=quiet, say=say, train=train, follow=follow), state
+    earlier = folder.go_on(state.round)
+    summary = train_into(job, folder, state, earlier=earlier, quiet=quiet, say=say, train=train, follow=follow)
+    return summary, state
+
+
+def _final_state(job: Job, folder: RunFolder, *, rounds: int) -> ServerState:
+    """The state a finished run ended in: its last checkpoint's, or its model without the server's momentum."""
+    try:
+        state, _ = newest_good(folder.checkpoints, job.weights, fingerprint=job.config.fingerprint())
+    except CheckpointError:
+        state = None
+    if state is None or state.round != rounds:
+        state = ServerState.fresh(load_weights(folder.model_file, job.blueprint, job.weights))
+        state.round = rounds
+    return state
 
 
 class Trainer(Protocol):
@@ -116,14 +128,17 @@ def train_into(
     folder: RunFolder,
     state: ServerState,
     *,
+    earlier: Sequence[Row] = (),
     quiet: bool,
     say: Say = lambda text: None,
     train: Trainer = train_job,
     follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
-    """Train a job from `state`, writing metrics and checkpoints as they come; `follow` is told of them."""
+    """Train a job from `state`, writing metrics and checkpoints as they come; `follow` is told of them.
+
+    `earlier` are the rows of the rounds before.
+    """
     config = job.config
-    earlier = folder.metrics()
     followers = Following(follow)
 
     def boundary(row: Row, now: ServerState) -> None:
@@ -140,8 +155,8 @@ def train_into(
         with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
             outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
-        outcome.rows = earlier + outcome.rows
-        summary = _leave(job, folder, outcome)
+        outcome.rows = [*earlier, *outcome.rows]
+        summary = _leave(job, folder, outcome, say)
         followers.end(summary)
     except BaseException as reason:
         followers.stopped(reason)
@@ -149,8 +164,19 @@ def train_into(
     return summary
 
 
-def _leave(job: Job, folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """Write the model, the ledger and the summary of a run that is over."""
+def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say) -> dict[str, Any]:
+    """Write the model, the ledger and the summary of a run that is over; what has come further stays."""
+    reached, stands = folder.reached(), folder.summary()
+    if stands is not None and reached > outcome.state.round:
+        say(
+            f"This attempt ended after {outcome.state.round} rounds, and the run had come to {reached} before: the "
+            f"model of round {reached} stays. What was asked of clients again is counted in the ledger."
+        )
+        summary = {**stands, "ledger": outcome.books.ledger(rounds=reached).as_data()}
+        folder.write_ledger(summary["ledger"])
+        folder.write_summary(summary)
+        return summary
+    folder.settle()
     if job.model_here:
         module = assemble(job.blueprint, outcome.state.weights).eval()
         kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)

@@ -27,9 +27,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "seed": config.seed,
         "simulation": job.secrets.simulation,
         "loss": job.loss.name,
-        "train_loss": next((row["loss"] for row in reversed(rows) if row["loss"] is not None), None),
+        "train_loss": next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None),
         "parameters": job.blueprint.size,
-        "seconds": round(sum(row["seconds"] for row in rows), 3),
+        "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
         "bytes_down": outcome.bytes_down,
         "bytes_up": outcome.bytes_up,
         "device": config.device,
@@ -42,7 +42,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary |= outcome.scores.as_data()
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
-    losses = [row["loss"] for row in rows if row["loss"] is not None]
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
     if losses and losses[0] and not losses[-1] < 10 * losses[0]:
         noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, clip"
         summary["warning"] = f"the training loss has grown more than tenfold: lower the learning rate{noise}"

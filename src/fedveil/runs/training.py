@@ -45,12 +45,12 @@ class Outcome:
     @property
     def bytes_down(self) -> float:
         """Mean bytes a client receives in a round."""
-        return float(sum(row["bytes_down"] for row in self.rows) / max(len(self.rows), 1))
+        return float(sum(row.get("bytes_down") or 0.0 for row in self.rows) / max(len(self.rows), 1))
 
     @property
     def bytes_up(self) -> float:
         """Mean bytes a client sends in a round."""
-        return float(sum(row["bytes_up"] for row in self.rows) / max(len(self.rows), 1))
+        return float(sum(row.get("bytes_up") or 0.0 for row in self.rows) / max(len(self.rows), 1))
 
 
 def fresh_state(job: Job) -> ServerState:

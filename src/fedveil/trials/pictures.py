@@ -1,4 +1,4 @@
-"""Contact sheets: originals above what attacks made of them."""
+"""Contact sheets: originals above what attacks made of them. Those with originals say so in their names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from fedveil.trials.png import write_png
 from fedveil.trials.trial import Attempt, Found, Trial
 
 ROWS = ("original", "this run", "without protection")
+RECORDS = ".records.png"
+"""How the names of pictures end that show clients' samples."""
 MOST_PICTURES = 24
 _SIDE = 64
 _GAP = 4
@@ -68,7 +70,7 @@ def sheet_of(trial: Trial, found: Sequence[Found], bare: Sequence[Found], *, fol
             (ROWS[2], torch.cat([_twin_in_order(one, each) for one, each in zip(bare, trial.attempts, strict=True)]))
         )
     box = trial.settings.get("box")
-    name = trial.name.replace("/", "-") + ".png"
+    name = trial.name.replace("/", "-") + (RECORDS if isinstance(trial.measure, Likeness) else ".png")
     contact_sheet(rows, folder / name, box=None if box is None else (box[0], box[1]))
     return name
 

@@ -7,15 +7,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from fedveil.audit.record import Record
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.plain import made, read_named
 from fedveil.runs.files import write_atomically
 from fedveil.trials.scene import Effort
-from fedveil.trials.trial import Finding, Verdict
+from fedveil.trials.trial import Finding
 from fedveil.version import __version__
 
 FORMAT = "fedveil-audit-1"
@@ -83,10 +84,10 @@ def identity_of(record: Record, effort: Effort) -> dict[str, Any]:
 def read_audit(path: Path) -> dict[str, Any]:
     """What an audit.json holds; anything else is refused."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise CheckpointError(f"{path} cannot be read: {reason}. Remove it to audit anew.") from reason
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        content = read_named(path)
+    except CheckpointError as reason:
+        raise CheckpointError(f"{reason} Remove it to audit anew.") from reason
+    if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no audit of this version. Remove it to audit anew.")
     findings = content.get("findings")
     if not isinstance(content.get("identity"), dict) or not isinstance(findings, list):
@@ -94,12 +95,11 @@ def read_audit(path: Path) -> dict[str, Any]:
     return content
 
 
-def finding_from(data: Mapping[str, Any]) -> Finding:
+def finding_from(data: object) -> Finding:
     """A finding back from plain data."""
+    own = {one.name for one in fields(Finding)}
+    given = {name: value for name, value in data.items() if name in own} if isinstance(data, Mapping) else data
     try:
-        found = Finding(**{one.name: data[one.name] for one in fields(Finding) if one.name in data})
-        if found.verdict not in get_args(Verdict):
-            raise TypeError(f"{found.verdict!r} is no verdict")
-        return found
-    except TypeError as reason:
-        raise CheckpointError(f"A finding of an audit is damaged: {reason}. Remove audit.json to audit anew.") from None
+        return made(Finding, given, where="A finding of an audit")
+    except CheckpointError as reason:
+        raise CheckpointError(f"{reason} Remove audit.json to audit anew.") from reason

@@ -102,8 +102,13 @@ class Subject:
         return data.take(rows)
 
 
-def from_folder(path: str | Path, *, device: str = "cpu") -> Subject:
-    """A run's folder, if it was recorded; what has to be computed again is computed on `device`."""
+def from_folder(
+    path: str | Path, *, device: str = "cpu", model: str | None = None, say: Callable[[str], None] = lambda text: None
+) -> Subject:
+    """A run's folder, if it was recorded; what has to be computed again is computed on `device`.
+
+    `model` is the caller's own code that builds the model, where the run had such a one.
+    """
     folder = RunFolder(path)
     if not folder.config_file.exists():
         raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
@@ -112,15 +117,17 @@ def from_folder(path: str | Path, *, device: str = "cpu") -> Subject:
             f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with --record "
             "(and another --out)."
         )
-    config = RunConfig.from_mapping(folder.stored_settings(), where=str(folder.config_file))
+    config = folder.config({} if model is None else {"model": model}, say=say)
     if not folder.model_file.exists():
         raise CheckpointError(
             f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
         )
     from fedveil.runs.model_file import load_model
 
-    model = load_model(folder.model_file).module
-    return Subject(Record(folder.record), job_from_config(config.with_changes(device=device)), model)
+    named = None if model is None else config.model
+    trained = load_model(folder.model_file, model=named).module
+    record = Record(folder.record, model=named)
+    return Subject(record, job_from_config(config.with_changes(device=device)), trained)
 
 
 def enacted(
@@ -148,7 +155,7 @@ def enacted(
         train_job(replace(job, test=None), state=state, on_round=boundary, record=place)
     except _EnoughError:
         pass
-    return Subject(Record(folder), job, model_of(job, state.weights))
+    return Subject(Record(folder, model=job.facts.name), job, model_of(job, state.weights))
 
 
 def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, rounds: int) -> Subject:

@@ -27,7 +27,7 @@ from fedveil.ledger.correlated import Covering
 from fedveil.uplink.discrete import add_discrete_gaussian
 from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
 
-ROUNDING = 2.0**-12
+ROUNDING = 2.0**-20
 """By how much rounding to the grid may lengthen the largest change of a contribution, relatively."""
 
 FINEST = 1024.0

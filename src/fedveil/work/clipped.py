@@ -13,12 +13,13 @@ from fedveil.downlink.blueprint import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.errors import ConfigError, NumericError
-from fedveil.flat import Layout
+from fedveil.flat import LARGEST, Layout
 from fedveil.work.batches import Batches
+from fedveil.work.bounds import clipped, safe_bound, working
 from fedveil.work.dropout import has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss
 from fedveil.work.messages import Bench, ClientData, one_by_one
-from fedveil.work.persample import PerSample, Sums, clip_factors, joined, looped, trained_names
+from fedveil.work.persample import PerSample, Sums, joined, looped, trained_names
 from fedveil.work.step import prepare, weighted
 from fedveil.work.updates import LocalSteps
 
@@ -55,10 +56,16 @@ def bounded_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
     return Layout((("gradients", (1, blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
 
+SMALLEST_CLIP = 1e-12
+"""Below, what single precision loses by underflow would no longer be small beside the bound."""
+
+
 def check_bound(clip: float) -> None:
-    """Refuse a clipping bound that is not a positive number."""
+    """Refuse a clipping bound that is not a positive number of a size that can be computed with."""
     if not (math.isfinite(clip) and clip > 0):
         raise ConfigError(f"The clipping bound must be a positive number, not {clip}.")
+    if not SMALLEST_CLIP <= clip <= LARGEST:
+        raise ConfigError(f"The clipping bound must lie between {SMALLEST_CLIP:g} and 2^36, not be {clip:g}.")
 
 
 def _refuse_head(broadcast: Broadcast) -> None:
@@ -76,8 +83,9 @@ class ClippedSamples:
         n_k · (1/b)·Σ_{i in batch} g_i·min(1, C/‖g_i‖)
 
     Parameters the model's author froze count as zero. `vectorise` = False takes the samples one by one; True
-    and None take many at once where vmap can. Norms are computed in the parameters' precision, so the bound
-    holds up to its rounding.
+    and None take many at once where vmap can. A sample whose gradient is not finite counts as zero: a refusal
+    that depends on one record would tell about it. The bound holds for the sum as it is rounded, since C is taken
+    a little smaller (`bounds.safe_bound`).
 
     With `sampling` q, the batch is drawn by the client's own secrets: each record with probability q,
     independently (Poisson), and the sum is divided by its expected size q·n_k.
@@ -176,34 +184,10 @@ class ClippedSamples:
             prepare(bench.blueprint, bench.module, broadcast)
             found = joined([self._loop(bench, data, which, round) for data, which in zip(part, chosen, strict=True)])
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
-        sums = found.sums
-        if not bool(found.norms.isfinite().all()):
-            sums = self._without_odd_samples(bench, engine, part, chosen, found, round)
-        return [weighted(row / expected, len(data)) for row, data in zip(sums, part, strict=True)]
-
-    def _without_odd_samples(
-        self,
-        bench: Bench,
-        engine: PerSample,
-        part: Sequence[ClientData],
-        chosen: Sequence[Tensor],
-        found: Sums,
-        round: int,
-    ) -> Tensor:
-        """The sums again, samples without a finite gradient counted as zero.
-
-        Zero is within every bound; a refusal that depends on one record would tell about it.
-        """
-        sums = found.sums.clone()
-        for number, (data, which) in enumerate(zip(part, chosen, strict=True)):
-            kept = found.norms[number].isfinite().cpu()
-            if bool(kept.all()):
-                continue
-            sums[number] = 0.0
-            if bool(kept.any()):
-                again = self._together(bench, engine, [data], [which[kept]], round) if bench.vectorisable else None
-                sums[number] = (again or self._loop(bench, data, which[kept], round)).sums[0]
-        return sums
+        return [
+            weighted(row, len(data), share=1.0 / expected, dtype=_dtype(bench))
+            for row, data in zip(found.sums, part, strict=True)
+        ]
 
     def _chosen(self, bench: Bench, data: ClientData, round: int) -> Tensor:
         if self.sampling is None:
@@ -218,7 +202,7 @@ class ClippedSamples:
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
         try:
             with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
-                return engine(x, y, clients=len(part), clip=self.clip)
+                return engine(x, y, clients=len(part), clip=self._bound(bench, part[0]))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
             bench.vectorisable = False
             return None
@@ -226,11 +210,17 @@ class ClippedSamples:
     def _loop(self, bench: Bench, data: ClientData, chosen: Tensor, round: int) -> Sums:
         x, y = data.take(chosen)
         with seeded_dropout(bench.module, self.batches.seed, data.client, round):
-            return looped(bench.module, trained_names(bench.blueprint), self.loss, x, y, self.clip)
+            bound = self._bound(bench, data)
+            return looped(bench.module, trained_names(bench.blueprint), self.loss, x, y, bound)
+
+    def _bound(self, bench: Bench, data: ClientData) -> float:
+        # Never the number of records that were drawn in secret: a record more would move everybody's weight.
+        samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
+        return safe_bound(self.clip, _dtype(bench), samples)
 
 
 def _dtype(bench: Bench) -> torch.dtype:
-    return next(bench.module.parameters()).dtype
+    return working(next(bench.module.parameters()).dtype)
 
 
 def refuse_broken(broadcast: Broadcast, round: int) -> None:
@@ -288,8 +278,7 @@ class ClippedUpdate(BoundedUpdate):
             moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
         except NumericError:  # a refusal would tell about the data
             moved = torch.zeros_like(broadcast.parameters)
-        bound = self.clip * len(data)
-        return weighted(moved * (clip_factors(moved.norm(), bound) / len(data)), len(data))
+        return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int

@@ -1,5 +1,7 @@
 """Clipped sums of per-sample gradients: Σ_i min(1, C/‖g_i‖)·g_i, a bounded number of samples at a time.
 
+A sample whose gradient is not finite counts as zero.
+
 Every sample goes through the network as a batch of its own, under vmap or in a loop, so that a network
 that mixes the samples of a batch cannot carry one sample's influence past another's clipping.
 """
@@ -13,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.blueprint import Blueprint
+from fedveil.work.bounds import clip_weights, full_precision, working
 from fedveil.work.dropout import has_random_layers
-from fedveil.work.factors import Dense, Factor
+from fedveil.work.factors import Dense, Factor, measured
 from fedveil.work.losses import Loss
 from fedveil.work.recorded import Recorded, Recorder, install, restore
 
 CPU_BYTES = 64 << 20
 GPU_BYTES = 4 << 30
-
-_MARGIN = 2.0**-16
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,38 +46,30 @@ def _summed(parts: Iterator[Sums]) -> Sums:
     first = next(parts)
     sums, norms, losses = first.sums, [first.norms], [first.losses]
     for part in parts:
-        sums += part.sums
+        sums = sums.double().add_(part.sums)  # so that many parts round no more than one does
         norms.append(part.norms)
         losses.append(part.losses)
     return Sums(sums, torch.cat(norms, 1), torch.cat(losses, 1))
-
-
-def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C/‖g‖); 1 for a zero gradient, NaN for one that is not a number.
-
-    In single precision C is taken a little smaller, so that the bound holds in spite of rounding.
-    """
-    margin = 0.0 if norms.dtype == torch.float64 else _MARGIN
-    return (clip * (1.0 - margin) / norms).clamp(max=1.0)
 
 
 def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tensor, clip: float) -> Sums:
     """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with."""
     named = dict(module.named_parameters())
     moving = [named[name] for name in trained]
-    total = [torch.zeros_like(one) for one in moving]
+    total = [one.new_zeros(1, one.numel(), dtype=torch.float64) for one in moving]
     norms, losses = [], []
     for number in range(len(y)):
         with torch.enable_grad():
             value = loss.mean(module(x[number : number + 1]), y[number : number + 1])
             grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        norm = torch.stack([one.square().sum() for one in grads]).sum().sqrt()
-        factor = clip_factors(norm, clip)
-        torch._foreach_add_(total, [factor * one for one in grads])
+        kept, norm = measured({name: Dense(one.reshape(1, -1)) for name, one in zip(trained, grads, strict=True)})
+        weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
+        for sum, factor in zip(total, kept.values(), strict=True):
+            sum += factor.total(weights)
         norms.append(norm)
         losses.append(value.detach())
-    sums = {name: one.reshape(1, -1) for name, one in zip(trained, total, strict=True)}
-    return Sums(_placed(named, sums, 1), torch.stack(norms)[None], torch.stack(losses)[None])
+    sums = dict(zip(trained, total, strict=True))
+    return Sums(_placed(named, sums, 1), torch.stack(norms, 1), torch.stack(losses)[None])
 
 
 def trained_names(blueprint: Blueprint) -> list[str]:
@@ -148,10 +141,13 @@ class PerSample:
 
     def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float) -> Sums:
         factors, losses = self._factors(plan, x, y)
-        squares = [factor.squares() for factor in factors.values()]
-        norms = torch.stack(squares).sum(0).sqrt() if squares else torch.zeros_like(losses)
-        weights = clip_factors(norms, clip).reshape(clients, -1)
-        sums = {name: factor.total(weights) for name, factor in factors.items()}
+        if factors:
+            factors, norms = measured(factors)
+        else:
+            norms = torch.zeros_like(losses, dtype=torch.float64)
+        weights = clip_weights(norms, clip, working(losses.dtype)).reshape(clients, -1)
+        with full_precision():
+            sums = {name: factor.total(weights) for name, factor in factors.items()}
         placed = _placed(dict(self.module.named_parameters()), sums, clients)
         return Sums(placed, norms.reshape(clients, -1), losses.reshape(clients, -1))
 

@@ -98,9 +98,9 @@ def step(blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tens
     return torch.cat([*rows, phi.detach(), collect_statistics(module, phi)])
 
 
-def weighted(vector: Tensor, samples: int) -> Tensor:
-    """n_k × everything, and n_k itself at the end: what a client contributes to a sum."""
-    result = vector.new_empty(len(vector) + 1)
-    torch.mul(vector, float(samples), out=result[:-1])
+def weighted(vector: Tensor, samples: int, *, share: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    """n_k × `share` × everything, rounded once, and n_k itself at the end: what a client contributes to a sum."""
+    result = vector.new_empty(len(vector) + 1, dtype=dtype)
+    torch.mul(vector, samples * share, out=result[:-1])
     result[-1] = float(samples)
     return result

@@ -14,6 +14,7 @@ from fedveil.downlink import Broadcast, assemble
 from fedveil.engines import LocalEngine
 from fedveil.ledger.correlated import Covering
 from fedveil.protocol import ClientState, ServerState, Train, Upload
+from fedveil.protocol.grid import gridded
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.runs.job import Job
 from fedveil.runs.roles import client_role
@@ -36,7 +37,9 @@ class Heard:
     def gradients(self, round: int, client: int) -> Tensor:
         """The gradients section of an upload, flat."""
         layout = self.job.scheme.layout(self.job.blueprint)
-        return layout.split(self.uploads[round][client].double())["gradients"].reshape(-1)
+        sent = self.uploads[round][client]
+        unit = self.step(round) if sent.dtype == torch.int64 else 1.0
+        return layout.split(sent.double() * unit)["gradients"].reshape(-1)
 
     def bare(self, round: int, client: int) -> Tensor:
         """A client's contribution before it is covered."""
@@ -59,6 +62,12 @@ class Heard:
         plan = self.job.scheme.uplink.plan
         assert plan is not None
         return planned(plan, self.context(round), self.job.scheme.work)
+
+    def step(self, round: int) -> float:
+        """What one of an upload's whole numbers is, under noise."""
+        plan = self.job.scheme.uplink.plan
+        assert plan is not None
+        return gridded(plan, self.context(round), self.job.scheme.terms(self.job.blueprint)).step
 
 
 class _Wire:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from audit.attacks.listening import Heard, listen
-from federation import distance, job
+from federation import job
 from fedveil.audit.attacks.collusion import (
     pair_noise,
     remaining_variance,
@@ -23,7 +23,7 @@ from fedveil.audit.attacks.collusion import (
 )
 from fedveil.errors import ConfigError, DataError
 from fedveil.ledger.correlated import charges
-from fedveil.protocol.noised import pair_purpose, partners
+from fedveil.protocol.grid import pair_purpose, pair_seed, partners
 
 CLIENTS = 6
 VICTIM = 2
@@ -42,14 +42,14 @@ def shared(heard: Heard, colluder: int, victim: int) -> Tensor | None:
     variance = dict(partners(covering, covering.members.index(colluder))).get(victim)
     if variance is None:
         return None
-    seed = heard.states[colluder].ring().pair(victim).seed(round=0, attempt=0, purpose=pair_purpose(context))
-    length = len(heard.uploads[0][victim])
-    return pair_noise(seed, colluder=colluder, victim=victim, variance=variance, length=length)
+    seed, length = pair_seed(heard.states[colluder], victim, context), len(heard.uploads[0][victim])
+    return pair_noise(seed, colluder=colluder, victim=victim, variance=variance, step=heard.step(0), length=length)
 
 
 def stripped(heard: Heard, victim: int, colluders: tuple[int, ...]) -> Tensor:
     parts = [shared(heard, one, victim) for one in colluders]
-    return without_shared(heard.uploads[0][victim], [one for one in parts if one is not None])
+    words = without_shared(heard.uploads[0][victim], [one for one in parts if one is not None])
+    return words.double() * heard.step(0)
 
 
 def variance_left(heard: Heard, found: Tensor) -> tuple[float, float]:
@@ -107,10 +107,11 @@ def test_seeds_of_another_round_take_nothing_off() -> None:
     heard = run()
     covering, length = heard.covering(0), len(heard.uploads[0][VICTIM])
     variance = dict(partners(covering, covering.members.index(0)))[VICTIM]
-    purpose = pair_purpose(heard.context(0))
+    purpose = pair_purpose(heard.context(0).graph_seed().hex())
     seed = heard.states[0].ring().pair(VICTIM).seed(round=1, attempt=0, purpose=purpose)
-    part = pair_noise(seed, colluder=0, victim=VICTIM, variance=variance, length=length)
-    measured, allowed = variance_left(heard, without_shared(heard.uploads[0][VICTIM], [part]))
+    part = pair_noise(seed, colluder=0, victim=VICTIM, variance=variance, step=heard.step(0), length=length)
+    found = without_shared(heard.uploads[0][VICTIM], [part]).double() * heard.step(0)
+    measured, allowed = variance_left(heard, found)
     before = remaining_variance(covering, VICTIM)
     assert abs(measured / (before + variance) - 1.0) < allowed
 
@@ -126,7 +127,7 @@ def test_pairs_cancel_between_the_two_ends() -> None:
     one, other = shared(heard, 0, VICTIM), shared(heard, VICTIM, 0)
     assert one is not None
     assert other is not None
-    assert distance(one, -other) == 0.0
+    assert torch.equal(one, -other)
 
 
 def test_bad_requests_are_refused() -> None:

@@ -13,6 +13,7 @@ from fedveil.crypto.roster import Roster
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
+from fedveil.models.custom import Factory
 from fedveil.runs.identities import read_identity
 from fedveil.runs.job import read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_required, terms_of
@@ -113,8 +114,7 @@ class Home:
             if model not in self.models:
                 raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / _FILE}")
             file, _, factory = model.rpartition(":")
-            if file.endswith(".py"):
-                model = f"{self.path / file}:{factory}"
+            model = Factory(f"{self.path / file}:{factory}" if file.endswith(".py") else model)
         return config.with_changes(model=model, device=self.device)
 
     def terms(self) -> list[Term]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,20 @@ from fedveil.engines.flower.setup import Setup
 from fedveil.engines.flower.sources import described
 from fedveil.engines.flower.standing import Standing, bring_up_to_date
 from fedveil.errors import ConfigError, FedVeilError
+from fedveil.models.custom import typed
 from fedveil.protocol import RelayRole, ServerState
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.job import Guard, Job, Surroundings, agreed, assemble_job, located, read_roster, settled
+from fedveil.runs.job import (
+    Guard,
+    Job,
+    Surroundings,
+    agreed,
+    assemble_job,
+    first_seed,
+    located,
+    read_roster,
+    settled,
+)
 from fedveil.runs.rehearsal import rehearse
 from fedveil.runs.roles import server_role
 from fedveil.runs.session import Say, continue_in, train_into
@@ -55,10 +65,11 @@ def _serve(grid: Grid, context: Context) -> None:
     config, extras = settings_of(context.run_config)
     folder = RunFolder(Path(extras.out or f"runs/flower-{context.run_id}").resolve(), engine="flower")
     if extras.resume:
-        stored = folder.stored_settings()
-        config = RunConfig.from_mapping({**stored, **_given(context)}, where=str(folder.config_file))
+        config = folder.config(_given(context))
     else:
         folder.require_free()
+        # The app is code that whoever submits it has run here, and what it names is no less theirs.
+        config = config.with_changes(model=typed(config.model))
     config = located(settled(config))
     job = server_job(config, extras.data)
     rehearse(job)
@@ -75,21 +86,26 @@ def _serve(grid: Grid, context: Context) -> None:
         summary = train_into(job, folder, fresh_state(job), quiet=True, say=say, train=train)
     elif job.model_here:
         summary, _ = continue_in(job, folder, quiet=True, say=say, train=train)
+    elif (done := folder.finished(config)) is not None:
+        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do.")
+        summary = done
     else:
         state = fresh_state(job)
         state.round = 0 if standing is None else standing.round
         state.attempt = folder.resume(config)
-        kept = folder.rewind_metrics(state.round)
+        kept = folder.go_on(state.round)
         if standing is not None and len(kept) < standing.round:  # killed between the two files
             folder.append_metrics(standing.row)
-        summary = train_into(job, folder, state, quiet=True, say=say, train=train)
+            kept.append(standing.row)
+        summary = train_into(job, folder, state, earlier=kept, quiet=True, say=say, train=train)
     tell("done", out=str(folder.path), summary=summary)
 
 
 def _given(context: Context) -> dict[str, Any]:
     """What the app and the command line say about the run, without what is about Flower."""
     own = {one.name for one in dataclasses.fields(Extras)}
-    return {name: value for name, value in merged_settings(context.run_config).items() if name not in own}
+    given = {name: value for name, value in merged_settings(context.run_config).items() if name not in own}
+    return {**given, "model": typed(str(given["model"]))} if "model" in given else given
 
 
 def server_job(config: RunConfig, module: str) -> Job:
@@ -104,7 +120,7 @@ def server_job(config: RunConfig, module: str) -> Job:
     common = agreed(config, clients=config.clients, task=facts.task)
     held_here = common.scheme.holder == "server"
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
-    own = secrets.randbelow(1 << 62) if held_here and not config.simulated_secrets else seed
+    own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
     test = found.test if held_here else None

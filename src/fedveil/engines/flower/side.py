@@ -15,7 +15,7 @@ from fedveil.engines.flower.sources import own_data
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import ClientRole, Held, HolderRole
 from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
-from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
+from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work.messages import ClientData
 
 
@@ -51,15 +51,20 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
     device = device_of(config)
 
-    def beginning(own: int) -> tuple[Blueprint, Held]:
+    def beginning(own: int | SecretStream, source: SeededSecrets) -> tuple[Blueprint, Held]:
         model = facts.build(seed=own).to(dtype_of(config)).cpu()
         blueprint, weights = drawn(common.scheme, model, example, facts)
         if config.bn_eps == "secret":
             # Every client must begin with the same one, so it follows from what they share.
-            draw_secret_epsilon(weights, SeededSecrets(own).stream("epsilon"))
+            draw_secret_epsilon(weights, source.stream("epsilon"))
         return blueprint.to(device=device), Held.fresh(weights.to(device=device))
 
-    blueprint, template = beginning(seed)
+    def agreed_upon(secret: bytes) -> Held:
+        """The first model that follows from all of a secret of the group, which the server does not know."""
+        source = SeededSecrets(int.from_bytes(secret, "big"))
+        return beginning(source.stream("first model"), source)[1]
+
+    blueprint, template = beginning(seed, SeededSecrets(seed))
     source: SecretSource = SeededSecrets(seed).branch("clients") if config.simulated_secrets else OsSecrets()
     own = {
         "secrets": source,
@@ -78,7 +83,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         blueprint,
         start=begin,
         optimiser=common.optimiser,
-        first=(lambda secret: beginning(int.from_bytes(secret[:8], "big") >> 1)[1]) if hidden else None,
+        first=agreed_upon if hidden else None,
         **own,  # type: ignore[arg-type]
     )
     return Side(config, facts, holder, blueprint, data, begin, hidden)

@@ -1,0 +1,146 @@
+"""Plain data that others may have written: parsed and checked piece by piece before anybody relies on it.
+
+Whatever is wrong with it (no JSON, a missing name, a text where a number belongs, nesting without end) is one error
+that names the place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fedveil.errors import CheckpointError
+
+T = TypeVar("T")
+LARGEST_WHOLE = 1 << 63
+
+
+def parsed(text: str | bytes, *, where: str) -> Any:
+    """What a JSON text says."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise CheckpointError(f"{where} is damaged: it is no JSON ({_short(reason)}).") from reason
+
+
+def named(text: str | bytes, *, where: str) -> dict[str, Any]:
+    """What a JSON text says by name."""
+    content = parsed(text, where=where)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where} is damaged: it holds no values by name.")
+    return content
+
+
+def read_named(file: Path) -> dict[str, Any]:
+    """What a JSON file says by name."""
+    return named(read_text(file), where=str(file))
+
+
+def read_text(file: Path) -> str:
+    """A text file's content; what is no file, like a device that never ends, is not opened."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no file.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as reason:
+        raise CheckpointError(f"{file} cannot be read: {_short(reason)}.") from reason
+
+
+def made(kind: type[T], data: object, *, where: str) -> T:
+    """A dataclass from plain data: every field there, none besides, each of its type, at every depth."""
+    try:
+        found: T = _made(kind, data)
+    except (_WrongError, ValueError, OverflowError, RecursionError) as reason:
+        raise CheckpointError(f"{where} is damaged, or of another version: {_short(reason)}.") from reason
+    return found
+
+
+class _WrongError(Exception):
+    """Something is not of the type it should have."""
+
+
+def _made(kind: Any, data: object) -> Any:
+    if not isinstance(data, Mapping):
+        raise _WrongError(f"{_shown(data)} stands where values by name belong")
+    hints = get_type_hints(kind)
+    own = {one.name: one for one in dataclasses.fields(kind)}
+    strange = [name for name in data if name not in own]
+    if strange:
+        raise _WrongError(f"{_shown(strange[0])} is no name in it")
+    given: dict[str, Any] = {}
+    for name, one in own.items():
+        if name in data:
+            given[name] = _fitting(hints[name], data[name], name)
+        elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+            raise _WrongError(f"{name} is missing")
+    return kind(**given)
+
+
+def _fitting(hint: Any, value: Any, name: str) -> Any:
+    """The value as the type wants it (lists become tuples, whole numbers floats)."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        return _of_several(inner, value, name)
+    if origin is Literal:
+        fits = isinstance(value, str | int | bool | None) and value in inner
+    elif dataclasses.is_dataclass(hint):
+        return _made(hint, value)
+    elif origin is tuple or origin is Sequence:
+        return _several(inner, value, name)
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {key: _fitting(inner[1], one, name) for key, one in value.items()}
+        fits = False
+    elif hint is float:
+        fits = isinstance(value, float) or (_whole(value) and abs(value) < LARGEST_WHOLE)
+        value = float(value) if fits else value
+    elif hint is int:
+        fits = _whole(value) and abs(value) < LARGEST_WHOLE
+    else:
+        fits = isinstance(value, type(None) if hint is None else hint)
+    if not fits:
+        raise _WrongError(f"{name} is {_shown(value)}")
+    return value
+
+
+def _of_several(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
+    # A whole number is taken as one where both are allowed.
+    for kind in sorted(kinds, key=lambda one: one is float):
+        try:
+            return _fitting(kind, value, name)
+        except _WrongError:
+            continue
+    raise _WrongError(f"{name} is {_shown(value)}")
+
+
+def _several(kinds: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise _WrongError(f"{name} is {_shown(value)}")
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(_fitting(kinds[0], one, name) for one in value)
+    if len(value) != len(kinds):
+        raise _WrongError(f"{name} is {_shown(value)}")
+    return tuple(_fitting(kind, one, name) for kind, one in zip(kinds, value, strict=True))
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _short(reason: BaseException) -> str:
+    text = " ".join(str(reason).split()) or type(reason).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
