@@ -16,7 +16,7 @@ from fedveil.deploy.cluster import Cluster
 
 _ANSWERED = re.compile(r"^(\S+ \S+) INFO fedveil\.worker: (a parcel of (\d+) bytes is in work|answered with (\d+))")
 _SCHEME = "veil-secagg, always"
-_BEFORE_ROUNDS = ("RollCall", "Hello", "Directory")
+_BEFORE_ROUNDS = ("RollCall", "Hello", "Directory", "Nonces")
 _IN_ROUNDS = ("Train", "Unmask")
 _PER_NODE = 800 << 20
 """Bytes that a node, its app processes and its worker may take together."""

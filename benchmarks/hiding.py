@@ -49,13 +49,13 @@ class _Federated:
     """Ten clients who hide the same long vector, the server that adds, a client that reads."""
 
     def __init__(self, cipher: Cipher) -> None:
-        states, directory = federation(CLIENTS)
+        states, directory, beacon = federation(CLIENTS)
         self.cipher = cipher
         opening = cipher.fresh_opening(CLIENTS)
         self._public = cipher.public_of(opening)
         self._group = Group("bench", bytes(32), opening)
         self._states = {client: replace(state, group=self._group) for client, state in states.items()}
-        self._context = RoundContext(1, 0, tuple(range(CLIENTS)), directory)
+        self._context = RoundContext(1, 0, tuple(range(CLIENTS)), directory, beacon)
         self._values = torch.randn(VALUES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         self.sent: list[Hidden] = [self.hide(client) for client in range(CLIENTS)]
         self._told = {

@@ -20,6 +20,7 @@ from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil.downlink import Decomposed, HeadNoise, Plain, Rescaling
 from fedveil.downlink.messages import Downlink
 from fedveil.flat import Layout
+from fedveil.protocol.asking import Gathered
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import OsSecrets
@@ -132,21 +133,27 @@ def _over(top: Timed, bottom: Timed, times: int) -> Ratio:
 
 
 @cache
-def federation(clients: int) -> tuple[dict[int, ClientState], Directory]:
-    """Clients who know each other's keys."""
-    from fedveil.protocol.directory import Announce, Directory, Hello
-    from fedveil.protocol.handshake import introduce
+def federation(clients: int) -> tuple[dict[int, ClientState], Directory, bytes]:
+    """Clients who know each other's keys, their directory, and the beacon of its epoch."""
+    from fedveil.protocol.cohort import Cohort
+    from fedveil.protocol.handshake import Introductions, introduce
 
-    def told(state: ClientState, request: Hello | Directory) -> tuple[ClientState, object]:
-        return introduce(state, request, samples=BATCH, how="keys", secrets=OsSecrets(), roster=None, identity=None)
-
-    states, announced = {}, []
-    for client in range(clients):
-        states[client], reply = told(ClientState(client), Hello("bench"))
-        assert isinstance(reply, Announce)
-        announced.append(reply)
-    directory = Directory.of("bench", announced)
-    return {client: told(state, directory)[0] for client, state in states.items()}, directory
+    states = {client: ClientState(client) for client in range(clients)}
+    known = Introductions("keys", "bench", cohort=Cohort(clients, clients, 0), rounds=100)
+    steps, answer = known.steps(range(clients), 0), None
+    while True:
+        try:
+            ask = steps.send(answer)
+        except StopIteration:
+            break
+        for client in ask.to:
+            states[client], reply = introduce(
+                states[client], ask.common, samples=BATCH, how="keys", secrets=OsSecrets(), roster=None, identity=None
+            )
+            ask.into.add(reply)
+        answer = Gathered(ask.to, {}, (), 0, 0)
+    assert known.directory is not None
+    return states, known.directory, known.beacon
 
 
 def _terms(bed: Bed, downlink: Downlink) -> Terms:
@@ -156,9 +163,9 @@ def _terms(bed: Bed, downlink: Downlink) -> Terms:
 
 def _protecting(bed: Bed, downlink: Downlink, uplink: Uplink) -> Callable[[], object]:
     """Protection and, under masks, the revelation; the run's keys are already agreed on."""
-    states, directory = federation(CLIENTS)
+    states, directory, beacon = federation(CLIENTS)
     terms, secrets = _terms(bed, downlink), OsSecrets()
-    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory)
+    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory, beacon)
     contribution = torch.randn(terms.layout.length, generator=torch.Generator().manual_seed(0))
     reveal = _revelation(uplink, context, terms)
 
@@ -175,7 +182,7 @@ def _revelation(uplink: Uplink, context: RoundContext, terms: Terms) -> Callable
 
     if not isinstance(uplink, Masked):
         return lambda state: None
-    states, _ = federation(CLIENTS)
+    states, _, _ = federation(CLIENTS)
     nothing = torch.zeros(terms.layout.length)
     total = uplink.accumulator(context, terms, device=CPU)
     assert isinstance(total, MaskedSum)
@@ -199,11 +206,9 @@ class _Round:
     """A round of masked uploads that can be opened again and again."""
 
     def __init__(self, bed: Bed, uplink: Uplink, clients: int) -> None:
-        from fedveil.protocol.asking import Gathered
-
-        states, directory = federation(clients)
+        states, directory, beacon = federation(clients)
         self._uplink, self._terms = uplink, _terms(bed, head(1))
-        self._context = RoundContext(0, 0, tuple(range(clients)), directory)
+        self._context = RoundContext(0, 0, tuple(range(clients)), directory, beacon)
         self._arrived = Gathered(self._context.cohort, {}, (), 0, 0)
         nothing = torch.zeros(self._terms.layout.length)
         told, self._uploads = {}, []

@@ -79,7 +79,7 @@ class RunConfig:
         "DP schemes: largest L2 norm of a sample's gradient (of an update, with local training)"
     )
     accounting: str | None = _option("DP schemes: exact, or paper (the paper's formula)")
-    collusion: float | None = _option("nadp, veil-dp: share of clients that may side with the server")
+    collusion: float | None = _option("nadp, veil-dp, veil-secagg: share of clients that may side with the server")
     pair_strength: float | None = _option("nadp, veil-dp, mpdp: strength of the noise that cancels")
     dropouts: str | None = _option("nadp, veil-dp: repair, or tolerate")
     repair_limit: float | None = _option("nadp, veil-dp: largest share of a cohort that clients repair for")

@@ -33,14 +33,17 @@ from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
 from fedveil.protocol import grid as grid_module
 from fedveil.protocol import noised as noised_module
-from fedveil.protocol.directory import Announce, Directory, Hello
+from fedveil.protocol.directory import Directory, Hello, Nonce
+from fedveil.protocol.epoch import WINDOW
 from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
+from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, planned
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.privacy import Books
 from fedveil.runs.training import client_role
 from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.work.messages import Bench, ClientData
+from protocol.masking import epoch_of, nonces_of
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
 EPSILON = epsilon_of(1.5, 1e-5)
@@ -127,19 +130,28 @@ class Table:
         self.honest, self.canary = worlds(len(one.pool))
         self.states = [ClientState(data.client) for data in self.honest]
         self.bench = Bench(one.blueprint, one.scheme.layout(one.blueprint))
-        announced: list[Announce] = []
-        for k, data in enumerate(self.honest):
-            self.states[k], reply = self.role.handle(self.states[k], Hello("games"), data)
-            assert isinstance(reply, Announce)
-            announced.append(reply)
-        directory = Directory.of("games", announced)
-        for k, data in enumerate(self.honest):
-            self.states[k], _ = self.role.handle(self.states[k], directory, data)
-        self.directory = directory
         self.cohort = tuple(range(len(self.honest)))
         self.ratios: list[float] = []
         self.round = 0
+        self.enter()
         self.broadcast = self.veiled()
+
+    def enter(self) -> None:
+        """The next epoch of a run of a great many rounds."""
+        epoch = epoch_of(len(self.honest), rounds=1 << 20, number=self.round // WINDOW, first=self.round)
+        announced = self.told(Hello("games", epoch))
+        self.directory = Directory.of("games", announced, epoch)
+        shown = self.told(self.directory)
+        if isinstance(shown[0], Nonce):
+            self.told(nonces_of(self.directory, shown))
+        self.beacon = self.states[0].ring().beacon
+
+    def told(self, request: Request) -> list[Any]:
+        replies = []
+        for k, data in enumerate(self.honest):
+            self.states[k], reply = self.role.handle(self.states[k], request, data)
+            replies.append(reply)
+        return replies
 
     def veiled(self) -> Broadcast:
         """The model as clients see it; the server knows what it hid."""
@@ -150,6 +162,8 @@ class Table:
     def play(self, changed: bool) -> Seen:
         """One round in one of the two worlds."""
         one, number = self.job, self.round
+        if number not in self.directory.epoch:
+            self.enter()
         self.round += 1
         if one.scheme.downlink.traced and number % 20 == 19:
             self.broadcast = self.veiled()
@@ -163,7 +177,7 @@ class Table:
         work = one.scheme.work
         bare = [work.run(self.bench, train.broadcast, own, round=number) for own in (*self.honest, self.canary)]
         shift = (bare[-1] - bare[0])[:-1]
-        context = RoundContext(number, 0, self.cohort, self.directory)
+        context = RoundContext(number, 0, self.cohort, self.directory, self.beacon)
         plan = one.scheme.uplink.plan
         assert plan is not None
         covering = planned(plan, context, one.scheme.work)

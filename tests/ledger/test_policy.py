@@ -20,6 +20,7 @@ from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState, RoundDone, Train
 from fedveil.protocol.directory import Hello
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.noised import Repair
 from fedveil.runs.job import Job
 from fedveil.runs.training import client_role, fresh_state, train_job
@@ -290,7 +291,7 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
     _, states = driven(one, role)
     spent = states[0].spent
     assert spent > 0
-    state, _ = role.handle(states[0], Hello("another run"), one.pool.clients[0])
+    state, _ = role.handle(states[0], Hello("another run", Epoch(0, 0, 5, 5, 5, 0)), one.pool.clients[0])
     assert state.spent == spent
     assert state.answering(0, 1).spent == spent
 

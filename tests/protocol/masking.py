@@ -13,7 +13,8 @@ from torch import Tensor
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.flat import Layout
 from fedveil.protocol.asking import Ask, Gathered
-from fedveil.protocol.directory import Announce, Directory, Hello
+from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, beacon, from_bytes
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.masked import Masked
 from fedveil.protocol.messages import Request
@@ -27,6 +28,17 @@ from fedveil.work.messages import LocalWork
 
 CPU = torch.device("cpu")
 RUN = "a run"
+
+
+def epoch_of(clients: int, *, rounds: int = 1000, number: int = 0, first: int = 0) -> Epoch:
+    """An epoch of a run in which all clients take part in every round."""
+    return Epoch(number, first, rounds, clients, clients, 0)
+
+
+def nonces_of(directory: Directory, shown: Iterable[Nonce]) -> Nonces:
+    """What a server makes of the nonces of all."""
+    by_client = {one.client: one.nonce for one in shown}
+    return Nonces(from_bytes(directory.digest), torch.stack([by_client[one] for one in directory.present.tolist()]))
 
 
 class Federation:
@@ -47,19 +59,27 @@ class Federation:
         self.terms = Terms(cast(Blueprint, None), layout, cast(LocalWork, None))
         self.members = tuple(range(clients))
         self.states = {client: ClientState(client) for client in self.members}
-        announced = [cast(Announce, self._introduced(client, Hello(RUN))) for client in self.members]
-        self.directory = Directory.of(RUN, announced)
-        for client in self.members:
-            self._introduced(client, self.directory)
+        self.enter(epoch_of(clients))
 
-    def _introduced(self, client: int, request: Hello | Directory) -> object:
+    def enter(self, epoch: Epoch) -> None:
+        """Everybody goes into an epoch."""
+        announced = [cast(Announce, self._introduced(client, Hello(RUN, epoch))) for client in self.members]
+        self.directory = Directory.of(RUN, announced, epoch)
+        shown = [cast(Nonce, self._introduced(client, self.directory)) for client in self.members]
+        told = nonces_of(self.directory, shown)
+        self.beacon = beacon(self.directory, told)
+        for client in self.members:
+            self._introduced(client, told)
+
+    def _introduced(self, client: int, request: Hello | Directory | Nonces) -> object:
         self.states[client], reply = introduce(
             self.states[client], request, samples=1, how="keys", secrets=self.secrets, roster=None, identity=None
         )
         return reply
 
     def context(self, round: int = 0, attempt: int = 0, cohort: Sequence[int] | None = None) -> RoundContext:
-        return RoundContext(round, attempt, self.members if cohort is None else tuple(cohort), self.directory)
+        members = self.members if cohort is None else tuple(cohort)
+        return RoundContext(round, attempt, members, self.directory, self.beacon)
 
     def graph(self, context: RoundContext) -> Graph:
         return self.uplink.graph(context)
@@ -78,8 +98,10 @@ class Federation:
         state = self.states[client]
         if private is not None:
             check(private)
-        self.uplink.admit(state, context, private)
-        state = state.answering(context.round, context.attempt)
+        state = self.uplink.admit(state, context, private)
+        # A resumed run has another name; here attempts share their keys, so that what differs is the attempt.
+        run = f"{RUN}{f', attempt {context.attempt}' * (context.attempt > 0)}"
+        state = state.answering(context.round, context.attempt, run=run, epoch=self.directory.epoch.number)
         self.states[client], reply = self.uplink.protect(state, vector, context, self.terms, secrets=self.secrets)
         return cast(MaskedUpload, reply)
 

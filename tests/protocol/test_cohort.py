@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from federation import job, trained
 from fedveil.errors import ConfigError
 from fedveil.protocol import Cohort
 
@@ -52,3 +53,10 @@ def test_over_many_rounds_everybody_is_asked_about_as_often() -> None:
 def test_a_cohort_that_does_not_fit_is_refused(cohort: float) -> None:
     with pytest.raises(ConfigError, match="of 10 clients"):
         Cohort.of(10, cohort=cohort, seed=1)
+
+
+def test_a_seed_of_any_size_draws_cohorts_that_clients_can_be_told_of() -> None:
+    one = job(scheme="nadp", clients=4, rounds=1, cohort=3, loss=None, seed=2**63 - 1)
+    assert one.cohort.seed < 2**53
+    (done,) = trained(one)[1]
+    assert len(done.gathered.arrived) == 3

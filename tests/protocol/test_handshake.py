@@ -14,18 +14,25 @@ from federation import job, next_ask, same_bits, server_of, trained
 from fedveil.crypto.roster import Roster
 from fedveil.engines import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol import ClientRole, ClientState, Gathered, RoundDone, Train
-from fedveil.protocol.directory import Announce, Directory, Hello, Ready, from_bytes, to_bytes
+from fedveil.protocol import ClientRole, ClientState, Gathered, RoundDone, Train, epoch
+from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready, from_bytes, to_bytes
+from fedveil.protocol.epoch import Epoch, committed
 from fedveil.protocol.keyring import Keyring
 from fedveil.protocol.messages import Reply
+from fedveil.protocol.unmasking import Unmask
 from fedveil.runs.identities import create_identities
 from fedveil.runs.job import Job
 from fedveil.runs.training import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
+from protocol.masking import epoch_of, nonces_of
 
 KEY = bytes(range(32))
 PAIRED = ("nadp", "veil-secagg", "veil-dp", "mpdp")
 SIZED = ("ldp", "cdp", "mp-cdp")
+
+
+IMPOSTORS = bytes(32)
+"""What an impostor commits to."""
 
 
 @dataclass
@@ -38,17 +45,30 @@ class Village:
     announced: dict[int, Announce]
 
     def directory(self, **changed: Announce) -> Directory:
-        return Directory.of("spring", ({**self.announced} | {one.client: one for one in changed.values()}).values())
+        said = ({**self.announced} | {one.client: one for one in changed.values()}).values()
+        return Directory.of("spring", said, self.epoch)
+
+    @property
+    def epoch(self) -> Epoch:
+        return epoch_of(self.job.cohort.clients)
 
     def send(self, client: int, directory: Directory) -> ClientState:
         state, reply = self.role.handle(self.states[client], directory, self.job.pool.clients[client])
-        assert isinstance(reply, Ready)
+        assert isinstance(reply, Nonce if reply_has_nonce(directory) else Ready)
         assert to_bytes(reply.digest) == directory.digest
         return state
 
+    def _nonce(self, client: int, directory: Directory) -> bytes:
+        own = self.states[client].ring()._nonce
+        said = committed(own, run="spring", epoch=0, client=client)
+        return own if directory.commitment(client) == said else IMPOSTORS
+
     def train(self, client: int, directory: Directory) -> Reply:
-        """Send a directory, then a round."""
+        """Send a directory, then everybody's nonces, then a round."""
         state = self.send(client, directory)
+        if reply_has_nonce(directory):
+            shown = [Nonce(k, directory.present, from_bytes(self._nonce(k, directory))) for k in self.states]
+            state, _ = self.role.handle(state, nonces_of(directory, shown), self.job.pool.clients[client])
         broadcast = self.job.scheme.downlink.veil(
             self.job.blueprint, self.job.weights, stream=SeededSecrets(3).stream("veil"), head_level=None
         ).broadcast()
@@ -56,12 +76,16 @@ class Village:
         return self.role.handle(state, request, self.job.pool.clients[client])[1]
 
 
+def reply_has_nonce(directory: Directory) -> bool:
+    return directory.commitments.shape[1] > 0
+
+
 def village(scheme: str = "nadp", *, pinned: bool = False, clients: int = 5, run: str = "spring") -> Village:
     one = job(scheme=scheme, clients=clients, loss="square")
     bare = ClientRole(one.scheme, one.blueprint, secrets=SeededSecrets(5))
     states, announced = {}, {}
     for data in one.pool.clients:
-        states[data.client], reply = bare.handle(ClientState(data.client), Hello(run), data)
+        states[data.client], reply = bare.handle(ClientState(data.client), Hello(run, epoch_of(clients)), data)
         assert isinstance(reply, Announce)
         announced[data.client] = reply
     roster = Roster({k: to_bytes(reply.identity) for k, reply in announced.items()}) if pinned else None
@@ -71,7 +95,9 @@ def village(scheme: str = "nadp", *, pinned: bool = False, clients: int = 5, run
 
 def impostor(client: int, samples: int) -> Announce:
     """A self-consistent announcement under a client's number: its own identity, key and signature."""
-    return Keyring(client, "spring", identity=bytes([7]) * 32, key=bytes([9]) * 32).announce(samples)
+    ring = Keyring(client, "spring", identity=bytes([7]) * 32, key=bytes([9]) * 32)
+    ring.enter(epoch_of(5), lambda: IMPOSTORS)
+    return ring.announce(samples)
 
 
 def stolen(announced: Announce) -> Announce:
@@ -178,19 +204,25 @@ def test_a_directory_that_contradicts_an_earlier_one_is_refused(change: str, sea
     assert there.states[0].ring().known().entry(2)[1] == to_bytes(village().announced[2].key)
 
 
-def test_a_directory_that_only_grew_is_taken() -> None:
+def test_a_directory_that_only_grew_is_taken_with_the_next_epoch() -> None:
     there = village()
-    everybody = there.directory()
     late = there.announced.pop(4)
     there.states[0] = there.send(0, there.directory())
+    later = epoch_of(5, number=1, first=3)
+    for client in range(4):
+        data = there.job.pool.clients[client]
+        there.states[client], there.announced[client] = there.role.handle(
+            there.states[client], Hello("spring", later), data
+        )
     there.announced[4] = late
-    assert there.send(0, there.directory()).ring().known().digest == everybody.digest
+    grown = Directory.of("spring", there.announced.values(), later)
+    assert there.send(0, grown).ring().known().digest == grown.digest
 
 
 def test_the_directory_of_another_run_is_refused_and_another_run_has_other_keys() -> None:
     spring, autumn = village(), village(run="autumn")
     with pytest.raises(ProtocolError, match="client 0 was sent the directory of another run"):
-        spring.send(0, Directory.of("autumn", autumn.announced.values()))
+        spring.send(0, Directory.of("autumn", autumn.announced.values(), autumn.epoch))
     assert not torch.equal(spring.announced[0].key, autumn.announced[0].key)
     # Signed for one run, a key is worth nothing in another.
     with pytest.raises(ProtocolError, match="client 2"):
@@ -200,11 +232,11 @@ def test_the_directory_of_another_run_is_refused_and_another_run_has_other_keys(
 def test_a_repeated_hello_is_answered_alike_and_a_new_run_replaces_the_keys() -> None:
     there = village()
     data = there.job.pool.clients[1]
-    state, again = there.role.handle(there.states[1], Hello("spring"), data)
+    state, again = there.role.handle(there.states[1], Hello("spring", there.epoch), data)
     assert isinstance(again, Announce)
     assert torch.equal(again.signature, there.announced[1].signature)
     assert state.keys is there.states[1].keys
-    state, _ = there.role.handle(there.states[1], Hello("autumn"), data)
+    state, _ = there.role.handle(there.states[1], Hello("autumn", there.epoch), data)
     assert state.ring().run == "autumn"
     assert state.ring().directory is None
 
@@ -226,14 +258,22 @@ MALFORMED: dict[str, Callable[[Directory], Directory]] = {
     "numbers as bytes": lambda d: changed(d, clients=d.clients.to(torch.uint8)),
     "signatures as numbers": lambda d: changed(d, signatures=d.signatures.long()),
     "a scalar": lambda d: changed(d, clients=torch.tensor(0)),
-    "nobody": lambda d: Directory(d.run, *(c[:0] for c in (d.clients, d.samples, d.identities, d.keys, d.signatures))),
+    "nobody": lambda d: changed(
+        d, **{name: getattr(d, name)[:0] for name in ("clients", "samples", "identities", "keys", "signatures")}
+    ),
+    "a commitment too few": lambda d: changed(d, commitments=d.commitments[:-1]),
+    "a short commitment": lambda d: changed(d, commitments=d.commitments[:, :-1]),
+    "commitments as numbers": lambda d: changed(d, commitments=d.commitments.long()),
+    "the present out of order": lambda d: changed(d, present=d.present.flip(0)),
+    "a stranger present": lambda d: changed(d, present=torch.tensor([0, 1, 2, 3, 77])),
+    "rounds that cannot be": lambda d: replace(d, epoch=replace(d.epoch, first=-1)),
 }
 
 
 @pytest.mark.parametrize("spoil", MALFORMED.values(), ids=MALFORMED)
 def test_a_malformed_directory_is_refused(spoil: Callable[[Directory], Directory]) -> None:
     there = village()
-    with pytest.raises(ProtocolError, match="directory"):
+    with pytest.raises(ProtocolError, match=r"directory|epoch"):
         there.send(0, spoil(there.directory()))
     assert there.states[0].ring().directory is None
 
@@ -255,7 +295,7 @@ def test_a_scheme_without_introductions_refuses_to_introduce_itself() -> None:
     one = job()
     role = ClientRole(one.scheme, one.blueprint)
     with pytest.raises(ProtocolError, match="client 0 was asked to introduce itself"):
-        role.handle(ClientState(0), Hello("spring"), one.pool.clients[0])
+        role.handle(ClientState(0), Hello("spring", epoch_of(5)), one.pool.clients[0])
 
 
 @pytest.mark.parametrize("scheme", SIZED)
@@ -263,6 +303,7 @@ def test_where_only_sizes_matter_they_are_signed_and_no_key_is_made_or_sent(sche
     there = village(scheme)
     for announced in there.announced.values():
         assert (announced.identity.numel(), announced.key.numel(), announced.signature.numel()) == (32, 0, 64)
+        assert announced.commitment.numel() == 0
     state = there.send(1, there.directory())
     with pytest.raises(ProtocolError, match="client 1 has no keys"):
         state.ring().pair(2)
@@ -418,6 +459,7 @@ def test_a_client_that_never_introduces_itself_is_left_out_and_the_run_goes_on()
     assert ("Train", 2) not in absent.asked
     others = sorted(entry for entry in absent.asked if entry[0] == "Directory")
     assert others == [("Directory", client) for client in (0, 1, 3, 4)]
+    assert ("Nonces", 2) not in absent.asked
 
 
 def test_a_client_that_refuses_the_directory_is_left_out_and_not_asked_every_round() -> None:
@@ -436,6 +478,67 @@ def test_a_client_that_refuses_the_directory_is_left_out_and_not_asked_every_rou
     _, boundaries = trained(one, role=role)
     assert [done.cohort for done in boundaries] == [(0, 1, 3, 4)] * 12
     assert len(asked) == 3  # at the start, with round 1, with round 11
+
+
+class Silent:
+    """A client that does not answer `kind` the first `misses` times."""
+
+    def __init__(self, kind: type, client: int, misses: int) -> None:
+        self.kind, self.client, self.left = kind, client, misses
+        self.epochs: list[int] = []
+
+    def __call__(self, request: Any, client: int) -> bool:
+        if isinstance(request, Hello) and client == 0:
+            self.epochs.append(request.epoch.number)
+        if isinstance(request, self.kind) and client == self.client and self.left > 0:
+            self.left -= 1
+            return True
+        return False
+
+
+@pytest.mark.parametrize("scheme", ["nadp", "veil-secagg"])
+def test_a_client_that_keeps_back_its_nonce_voids_the_epoch_and_is_asked_three_times(scheme: str) -> None:
+    """All or none: a beacon of those who showed theirs would be one of several to choose from."""
+    one = job(scheme=scheme, rounds=22, loss="square")
+    silent = Silent(Directory, 2, NEVER)
+    boundaries, stops = run_with(one, silent)
+    assert stops == []
+    assert [done.cohort for done in boundaries] == [(0, 1, 3, 4)] * 22
+    assert silent.left == NEVER - 3  # at the start, with round 1, with round 11
+    assert silent.epochs == [0, 1, 2, 3, 4, 5]  # each void one is followed by another, with new nonces
+
+
+def test_a_client_that_missed_everybodys_nonces_is_a_dropout_until_it_is_told_them() -> None:
+    """It stays in the graph: who is asked is no choice."""
+    one = job(scheme="veil-secagg", rounds=12, clients=8)
+    boundaries, _ = run_with(one, Silent(Nonces, 3, 2))  # at the start, with round 1
+    assert [done.failed for done in boundaries] == [""] * 12
+    assert all(done.cohort == tuple(range(8)) for done in boundaries)
+    assert [3 in done.gathered.arrived for done in boundaries] == [False] * 10 + [True] * 2
+
+
+def test_an_epoch_is_followed_by_another_when_its_rounds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epoch, "WINDOW", 3)
+    seen = Silent(Nonces, 0, 0)
+    boundaries, stops = run_with(job(scheme="veil-secagg", rounds=8, clients=6), seen)
+    assert stops == []
+    assert [done.failed for done in boundaries] == [""] * 8
+    assert all(not done.gathered.refused for done in boundaries)
+    assert seen.epochs == [0, 1, 2]
+
+
+def test_a_round_that_fails_while_clients_reveal_is_followed_by_a_new_epoch() -> None:
+    class Gone(Silent):
+        def __call__(self, request: Any, client: int) -> bool:
+            super().__call__(request, client)
+            return isinstance(request, Unmask) and request.round == 1 and client > 2
+
+    seen = Gone(Nonces, 0, 0)
+    boundaries, stops = run_with(job(scheme="veil-secagg", rounds=4, clients=6), seen)
+    assert stops == []
+    assert [bool(done.failed) for done in boundaries] == [False, True, False, False]
+    assert sorted(boundaries[2].gathered.arrived) == [0, 1, 2, 3, 4, 5]
+    assert seen.epochs == [0, 1]
 
 
 def test_without_any_introduction_the_run_stops_and_says_why() -> None:
@@ -508,8 +611,10 @@ def test_a_spoilt_announcement_is_refused_and_the_honest_one_still_welcome(
     assert isinstance(told.common, Directory)
     assert told.common.clients.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ProtocolError, match="has not taken the directory"):
-        told.into.add(Ready(0, from_bytes(bytes(32))))
-    with pytest.raises(ProtocolError, match="a Announce arrived where a ready belongs"):
+        told.into.add(Nonce(0, from_bytes(bytes(32)), from_bytes(bytes(32))))
+    with pytest.raises(ProtocolError, match="a Ready arrived where a nonce belongs"):
+        told.into.add(Ready(0, from_bytes(told.common.digest)))
+    with pytest.raises(ProtocolError, match="a Announce arrived where a nonce belongs"):
         told.into.add(there.announced[0])
 
 
@@ -534,9 +639,11 @@ def test_a_server_that_swaps_keys_cannot_start_a_run_with_a_roster(
     roster = create_identities(tmp_path / "keys", clients=5)
     honest = Directory.of
 
-    def swapping(run: str, announced: Any) -> Directory:
+    def swapping(run: str, announced: Any, epoch: Epoch, present: Any = None) -> Directory:
         ring = Keyring(2, run, identity=bytes([7]) * 32, key=bytes([9]) * 32)
-        return honest(run, [ring.announce(one.samples) if one.client == 2 else one for one in announced])
+        ring.enter(epoch, lambda: bytes(32))
+        said = [ring.announce(one.samples) if one.client == 2 else one for one in announced]
+        return honest(run, said, epoch, present)
 
     monkeypatch.setattr(Directory, "of", staticmethod(swapping))
     guarded = job(scheme="nadp", rounds=1, loss=None, roster=str(roster))

@@ -21,6 +21,7 @@ from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, HolderRole, RoundDone
 from fedveil.protocol.directory import Hello
 from fedveil.protocol.dividing import Begin, Divide
+from fedveil.protocol.epoch import Epoch
 from fedveil.runs.job import Guard, Job
 from fedveil.runs.roles import client_role
 from fedveil.runs.training import fresh_state, train_job
@@ -180,10 +181,11 @@ def test_a_round_with_too_few_clients_is_refused(scheme: str, file: File) -> Non
 def test_a_cohort_that_shrinks_after_the_vote_is_refused_too() -> None:
     one = Hall(guarded(Policy(min_cohort=4), clients=5, rounds=1, **NOISED["tags, ckks"]))
     one.until(Divide)
-    fewer = replace(one.ask.common, cohort=torch.arange(3))  # type: ignore[type-var]
+    fewer = replace(one.ask.common, voters=torch.arange(3))  # type: ignore[type-var]
     assert "takes part in no round of 3 clients: its policy asks for 4" in one.refusal(0, fewer)
-    begin = Begin(1, 0, torch.arange(3), 0, None)
-    assert "takes part in no round of 3 clients" in one.refusal(0, begin)
+    for voters in (torch.arange(1, 5), torch.tensor([0, 1, 2, 3, 9])):
+        odd = replace(one.ask.common, voters=voters)  # type: ignore[type-var]
+        assert "names voters that were not asked, or not this client" in one.refusal(0, odd)
 
 
 # ---- what was spent is remembered
@@ -215,6 +217,6 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
     run = held_run(one)
     state = run.engine.state_of(0)
     assert state.spent > 0
-    again, _ = run.role.handle(state, Hello("another run"), one.pool.clients[0])
+    again, _ = run.role.handle(state, Hello("another run", Epoch(0, 0, 5, 5, 5, 0)), one.pool.clients[0])
     assert again.spent == state.spent
     assert state.answering(0, 1).spent == state.spent

@@ -11,7 +11,7 @@ import pytest
 from federation import held_run, job, relay_of
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Release, UndeclaredError
-from fedveil.protocol.directory import Announce, Directory, Hello, Ready
+from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready
 from fedveil.protocol.dividing import (
     Aggregate,
     Begin,
@@ -24,6 +24,7 @@ from fedveil.protocol.dividing import (
     Lent,
     Vote,
 )
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.group import Found, Founded, Invitation, Join, Joined
 from fedveil.protocol.hiding import Ciphertext
 from fedveil.protocol.messages import Reply, Request
@@ -35,7 +36,7 @@ from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES, Recording
 
 pytest.importorskip("tenseal")
 
-GROUP = {Hello, Announce, Directory, Ready, Found, Founded, Join, Invitation, Joined}
+GROUP = {Hello, Announce, Directory, Nonce, Nonces, Ready, Found, Founded, Join, Invitation, Joined}
 ROUND = {Begin, Divided, Lend, Lent, Borrowed, Finish, Finished}
 UNMASKING = {Unmask, Relayed, Revealed}
 VOTED = GROUP | ROUND | {Vote, Divide}
@@ -75,8 +76,8 @@ def named(message: Any) -> Iterator[str]:
         return
     for one in fields(message):
         value = getattr(message, one)
-        if isinstance(value, Aggregate):
-            yield from (f"aggregate.{inner}" for inner in fields(value))
+        if isinstance(value, (Aggregate, Epoch)):
+            yield from (f"{value.released_as}.{inner}" for inner in fields(value))
             continue
         yield f"{type(message).__name__.lower()}.{one}"
         if isinstance(value, (Ciphertext, MaskedUpload)):

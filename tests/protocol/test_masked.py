@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,17 @@ from torch import Tensor
 from federation import job, same_bits, server_of, trained
 from fedveil.crypto import stream
 from fedveil.engines import LocalEngine
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import ClientRole, RoundDone, ServerState
 from fedveil.protocol.asking import Ask
-from fedveil.protocol.masked import Masked
+from fedveil.protocol.masked import MOST_UNEXPLAINED, Masked
 from fedveil.protocol.messages import Request, Train
-from fedveil.protocol.unmasking import Evidence, Unmask
+from fedveil.protocol.unmasking import Unmask
 from fedveil.runs.job import Job
 from fedveil.runs.training import fresh_state, train_job
 from fedveil.secrets import OsSecrets
 from fedveil.uplink.fixed_point import FixedPoint
-from protocol.adversary import relayed
-from protocol.masking import Federation, mask_purpose, words
+from protocol.masking import Federation, epoch_of, mask_purpose, words
 from shell import fedveil
 
 SAMPLES = 300
@@ -397,25 +397,53 @@ def test_the_ledger_states_how_much_collusion_a_threshold_bears() -> None:
 # ---- client state
 
 
-def test_evidence_is_not_asked_for_where_nothing_was_revealed_or_a_new_attempt_began() -> None:
+def test_evidence_is_not_asked_for_where_nothing_was_revealed() -> None:
     federation = Federation(5)
     vectors, context = federation.vectors(), federation.context()
-    uploads = federation.uploads(vectors, context)
+    federation.uploads(vectors, context)
     federation.upload(0, vectors[0], federation.context(1))  # revealed nothing in round 0
-    federation.answer(1, federation.unmask(context, range(5)), relayed(uploads, 1))
-    federation.upload(1, vectors[1], federation.context(0, 1))  # the server resumed from a checkpoint
 
 
-def test_a_round_the_server_could_not_open_is_accepted_without_signatures() -> None:
+def test_a_round_that_could_not_be_opened_is_accounted_for_or_costs_the_epoch_and_only_so_often() -> None:
     federation = Federation(5)
-    vectors, context = federation.vectors(), federation.context()
-    total, ask = federation.collected(federation.uploads(vectors, context), context)
+    vectors = federation.vectors()
+    for number in range(MOST_UNEXPLAINED + 1):
+        context = federation.context(number)
+        total, ask = federation.collected(
+            {one: federation.upload(one, vectors[one], context) for one in range(5)}, context
+        )
+        assert ask is not None
+        for one in ask.to[:2]:
+            total.add(federation.answer(one, ask.common, ask.each[one]))
+        assert federation.uplink.parting(total) == dict.fromkeys(range(5))  # an honest server has nothing to show
+        with pytest.raises(ProtocolError, match="was not shown what its neighbours signed there: it takes no further"):
+            federation.upload(1, vectors[1], federation.context(number + 1))
+        for one in (2, 3, 4):
+            federation.answer(one, ask.common, ask.each[one])
+        federation.enter(epoch_of(5, number=number + 1, first=number + 1))
+    with pytest.raises(ProtocolError, match="has revealed shares in 4 rounds of this run without being shown"):
+        federation.upload(1, vectors[1], federation.context(MOST_UNEXPLAINED + 1))
+
+
+def test_a_round_that_cannot_be_opened_is_given_up_before_anybody_reveals() -> None:
+    federation = Federation(40, Masked(degree=6))
+    context = federation.context()
+    near = federation.graph(context).neighbours(0)
+    there = [one for one in federation.members if one not in near[:2]]
+    uploads = federation.uploads(federation.vectors(), context, only=there)
+    with pytest.raises(ProtocolError, match=r"4 of 5 needed neighbours of client \d+ are left, of 6"):
+        federation.collected(uploads, context)
+
+
+def test_a_signature_that_neighbours_would_not_take_is_refused_by_the_server() -> None:
+    federation = Federation(5)
+    context = federation.context()
+    total, ask = federation.collected(federation.uploads(federation.vectors(), context), context)
     assert ask is not None
-    federation.answer(1, ask.common, ask.each[1])
-    told = federation.uplink.parting(total)[1]
-    assert isinstance(told, Evidence)
-    assert not told.opened
-    federation.upload(1, vectors[1], federation.context(1), told)
+    reply = federation.answer(1, ask.common, ask.each[1])
+    with pytest.raises(ProtocolError, match="does not sign the survivor list"):
+        total.add(replace(reply, signature=reply.signature ^ 1))
+    total.add(reply)
 
 
 def test_masks_of_fresh_randomness_differ_between_runs_of_equal_seeds() -> None:

@@ -15,7 +15,8 @@ from fedveil.engines.local import Absent
 from fedveil.errors import ProtocolError
 from fedveil.flat import Layout
 from fedveil.protocol import Ask, ClientRole, RoundBegins, Train, Upload
-from fedveil.protocol.directory import Announce, Directory, Hello, Ready
+from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.noised import Repair, Repaired
 from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 from fedveil.protocol.wire import registered
@@ -27,12 +28,13 @@ from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
-INSIDE = {Broadcast: "train", PublicHead: "train.head"}
-REQUESTS = (Hello, Directory, Train, Unmask, Relayed, Evidence, Repair)
-REPLIES = (Announce, Ready, Upload, MaskedUpload, Revealed, Repaired)
+INSIDE = {Broadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
+REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
+REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, Revealed, Repaired)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {MaskedUpload: "upload"}
 COMMON = {Train, Upload}
 SIZES = {Hello, Directory, Announce, Ready}
+KEYS = SIZES | {Nonce, Nonces}
 REPAIR = {Repair, Repaired}
 MASKS = {MaskedUpload, Unmask, Relayed, Revealed, Evidence}
 # The message classes that each scheme sends, where every client arrives in one round and one is missing in another.
@@ -42,16 +44,16 @@ SPEAKS: dict[str, set[type]] = {
     "pbpfl": COMMON,
     "ldp": COMMON | SIZES,
     "cdp": COMMON | SIZES,
-    "nadp": COMMON | SIZES | REPAIR,
+    "nadp": COMMON | KEYS | REPAIR,
     "dp-fedavg": COMMON | SIZES,
-    "mpdp": COMMON | SIZES,
-    "mpdp-naive": COMMON | SIZES,
+    "mpdp": COMMON | KEYS,
+    "mpdp-naive": COMMON | KEYS,
     "mp-cdp": COMMON | SIZES,
-    "veil-secagg": (COMMON | SIZES | MASKS) - {Upload},
-    "veil-dp": COMMON | SIZES | REPAIR,
-    "veil-dp, masks": (COMMON | SIZES | MASKS) - {Upload},
-    "veil-secagg, on dropout": (COMMON | SIZES | MASKS) - {Upload, Evidence},
-    "nadp, tolerant": COMMON | SIZES,
+    "veil-secagg": (COMMON | KEYS | MASKS) - {Upload},
+    "veil-dp": COMMON | KEYS | REPAIR,
+    "veil-dp, masks": (COMMON | KEYS | MASKS) - {Upload},
+    "veil-secagg, on dropout": (COMMON | KEYS | MASKS) - {Upload, Evidence},
+    "nadp, tolerant": COMMON | KEYS,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
@@ -171,7 +173,11 @@ def test_nothing_is_declared_twice_or_without_words_or_by_the_wrong_party(name: 
     releases = one.scheme.releases(one.blueprint)
     names = [release.field for release in releases]
     assert sorted(set(names)) == sorted(names)
-    senders = {PREFIXES[kind]: "server" for kind in REQUESTS} | {PREFIXES[kind]: "client" for kind in REPLIES}
+    senders = (
+        {"epoch": "server"}
+        | {PREFIXES[kind]: "server" for kind in REQUESTS}
+        | {PREFIXES[kind]: "client" for kind in REPLIES}
+    )
     for release in releases:
         assert release.what
         assert release.to
@@ -268,7 +274,10 @@ def test_an_undeclared_section_stops_the_server_before_anything_is_sent(name: st
         server_of(one)
 
 
-@pytest.mark.parametrize("forgotten", ["train.round", "unmask.survivors", "relayed.bundles", "evidence.opened"])
+@pytest.mark.parametrize(
+    "forgotten",
+    ["train.round", "unmask.survivors", "relayed.bundles", "evidence.signers", "nonces.nonces", "epoch.seed"],
+)
 def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str) -> None:
     """Also in phases that come late, and in what is sent to one client alone."""
     one = of("veil-secagg", rounds=2)

@@ -14,7 +14,7 @@ from federation import job, next_ask, same_bits, server_of, trained
 from fedveil.engines import LocalEngine
 from fedveil.errors import NumericError, ProtocolError
 from fedveil.protocol import Ask, ClientState, Gathered, RoundDone, ServerRole, ServerState, Train, Upload
-from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.noised import NoisedSum
 from fedveil.protocol.unmasking import Unmask
@@ -273,7 +273,7 @@ class Hall:
         self.steps = server_of(one, state).run()
         self.states = {data.client: ClientState(data.client) for data in one.pool.clients}
         self.ask = next_ask(self.steps)
-        while isinstance(self.ask.common, (Hello, Directory)):
+        while isinstance(self.ask.common, (Hello, Directory, Nonces)):
             self.ask = self.go_on([self.answer(client) for client in self.ask.to])
 
     def answer(self, client: int) -> Any:
@@ -367,7 +367,7 @@ def test_an_upload_of_an_earlier_round_or_attempt_cannot_be_played_again(name: s
 def test_a_client_cannot_be_made_to_upload_or_reveal_twice() -> None:
     hall = Hall(of("masked", clients=4))
     replies = [hall.answer(client) for client in range(4)]
-    with pytest.raises(ProtocolError, match="client 1 was asked for round 1, attempt 0, which it has answered"):
+    with pytest.raises(ProtocolError, match="client 1 was asked for round 1 of this run, which it has answered"):
         hall.answer(1)
     hall.ask = hall.go_on(replies)
     assert isinstance(hall.ask.common, Unmask)

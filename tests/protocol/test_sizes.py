@@ -22,6 +22,7 @@ from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState
+from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.handshake import Introductions
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.parts import RoundContext
@@ -63,6 +64,12 @@ def boasted(one: Job, boasters: tuple[int, ...], claimed: int = MILLION) -> Job:
         for data in one.pool.clients
     ]
     return replace(one, pool=ClientPool(clients))
+
+
+@pytest.fixture
+def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same graph in every run, where what is compared is something else."""
+    monkeypatch.setattr(RoundContext, "graph_seed", lambda context: bytes(32))
 
 
 def covariance(covering: Covering, honest: list[int]) -> np.ndarray:
@@ -117,7 +124,7 @@ def test_who_claims_a_million_samples_and_adds_no_noise_gains_what_the_ledger_sa
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_no_claim_makes_the_noise_of_others_smaller(name: str) -> None:
+def test_no_claim_makes_the_noise_of_others_smaller(name: str, one_graph: None) -> None:
     """The noise of clients that are all honest, and that of the same clients beside one that claims a million."""
     one = job(clients=10, rounds=1, loss=None, max_size_ratio=1e9, **SHARED[name])
     modest, bold = (train_job(each, state=fresh_state(each)).books.first for each in (one, boasted(one, (3,))))
@@ -189,7 +196,7 @@ def test_no_set_of_dishonest_clients_sees_more_than_was_charged(
 
 
 @pytest.mark.parametrize("neighbours", [None, 5], ids=["complete", "sparse"])
-def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int | None) -> None:
+def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int | None, one_graph: None) -> None:
     """Its limit holds although three of ten cheat; the run, which counts one, would have let them."""
     given = {"scheme": "nadp", "clients": 10, "rounds": 1, "loss": None, "epsilon": 2.0, "honest_arrivals": True}
     one = job(**given, neighbours=neighbours)
@@ -291,8 +298,8 @@ def test_a_client_is_held_to_what_it_announced_in_an_earlier_attempt_of_the_run(
 
 def test_the_word_for_it_names_both_sizes() -> None:
     one = job(scheme="ldp", clients=2, rounds=1, loss=None)
-    known = Introductions("sizes", "run", earlier={0: 61})
-    steps = known.steps((0, 1))
+    known = Introductions("sizes", "run", cohort=Cohort(2, 2, 0), rounds=1, earlier={0: 61})
+    steps = known.steps((0, 1), 0)
     ask = next(steps)
     role, data = client_role(one), one.pool.clients[0]
     assert isinstance(role, ClientRole)

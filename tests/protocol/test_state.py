@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,17 @@ def test_a_resumed_server_may_repeat_rounds_as_a_new_attempt() -> None:
         state = state.answering(round_, 1)
     with pytest.raises(ProtocolError):
         state.answering(7, 0)
+
+
+def test_within_a_run_rounds_go_forward_whatever_the_attempt() -> None:
+    """Two sums of one round that differ by a client show what it sent: a resumed run has another name, and new keys."""
+    state = ClientState(0).answering(5, 0, run="spring", epoch=2)
+    for round_, attempt in ((5, 1), (4, 1), (0, 7)):
+        with pytest.raises(ProtocolError, match="answered or left behind: a run that is resumed begins with new keys"):
+            state.answering(round_, attempt, run="spring", epoch=3)
+    assert state.answering(9, 0, run="spring", epoch=2).answered == (9, 0)
+    resumed = replace(state, unexplained=2, misread=1).answering(3, 1, run="autumn", epoch=0)
+    assert (resumed.answered, resumed.epoch, resumed.unexplained, resumed.misread) == ((3, 1), 0, 0, 0)
 
 
 def test_a_state_unsealed_in_another_process_still_refuses_what_was_answered() -> None:

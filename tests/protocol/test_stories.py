@@ -95,8 +95,8 @@ class Outcomes:
         self.size = self.hall.job.blueprint.size
         self.count = self.hall.role._uplink.count(0, self.size)
         self.group = self.hall.states[BAD].membership()
-        known = self.hall.states[BAD].ring().known()
-        self.context = RoundContext(0, 0, tuple(range(7)), known)
+        ring = self.hall.states[BAD].ring()
+        self.context = RoundContext(0, 0, tuple(range(7)), ring.known(), ring.beacon)
         pending = self.hall.states[BAD].pending
         assert pending is not None
         order = torch.argsort(pending.contribution[: self.size].abs(), stable=True)
@@ -187,7 +187,8 @@ def test_clients_that_were_told_different_sums_leave_a_uniform_sum(kind: str, mo
         hidden[0] += 1
         forged = replace(begin, latest=replace(begin.latest, hidden=hidden))
         replies = [one.answer(client, forged if different and client == 3 else begin) for client in range(5)]
-        context = RoundContext(1, 0, tuple(range(5)), one.states[0].ring().known())
+        ring = one.states[0].ring()
+        context = RoundContext(1, 0, tuple(range(5)), ring.known(), ring.beacon)
         cipher = pads(one) if kind == "uploads" else one.role._uplink.ballots
         assert cipher is not None
         total = signed(added(one.hidden if kind == "uploads" else one for one in replies))
@@ -212,7 +213,8 @@ def test_a_round_is_not_answered_again_as_another_attempt(make: Callable[[], Job
     for attempt, cohort in ((1, range(1, 5)), (1, range(5)), (2, range(5))):
         begin = Begin(0, attempt, torch.tensor(cohort), 0, None)
         for client in cohort:
-            assert "has answered or left behind" in one.refusal(client, begin)
+            why = "has answered or left behind" if len(cohort) == 5 else "other clients than the epoch's schedule"
+            assert why in one.refusal(client, begin)
 
 
 def test_an_earlier_round_is_not_answered_as_another_attempt() -> None:
@@ -243,13 +245,20 @@ def test_clients_that_were_told_different_cohorts_leave_a_uniform_sum(monkeypatc
 
     def summed() -> NDArray[np.uint64]:
         one = hall(whole(**WIDE, clients=12, unmask="on-dropout", neighbours=2), Begin)
-        known = one.states[0].ring().known()
-        told = cornered(pads(one).masks.graph, lambda cohort: RoundContext(0, 0, cohort, known).stage(1))
+        ring = one.states[0].ring()
+        masks = pads(one).masks.graph
+        told = cornered(masks, lambda cohort: RoundContext(0, 0, cohort, ring.known(), ring.beacon).stage(1))
         begins = {client: Begin(0, 0, torch.tensor(cohort), 0, None) for client, cohort in told.items()}
+        for client, begin in begins.items():
+            assert "names other clients than the epoch's schedule" in one.refusal(client, begin)
+        # What holds besides: masks are bound to the graph, whoever lets it be chosen.
+        monkeypatch.setattr(RoundContext, "check_scheduled", lambda context: None)
         return added(one.answer(client, begin).hidden for client, begin in begins.items())
 
     covered = watch_uploads(monkeypatch)
+    checked = RoundContext.check_scheduled
     assert_uniform(summed())
+    monkeypatch.setattr(RoundContext, "check_scheduled", checked)
     monkeypatch.setattr(masked, "_label", by_numbers)
     covered.clear()
     bare = summed()

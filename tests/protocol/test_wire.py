@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedveil.errors import ProtocolError
 from fedveil.protocol import Upload, dividing, noised
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.wire import decode, encode, message, registered, size
 from fedveil.shapes import Declared, Number, Shape, declared
@@ -89,7 +90,7 @@ def header_of(message: object) -> Any:
 def test_every_message_is_tried_here_and_none_has_a_tensor_without_a_shape() -> None:
     assert {kind.__name__ for kind in KINDS} == {
         *("Broadcast", "PublicHead", "Train", "Upload"),
-        *("Hello", "Announce", "Directory", "Ready"),
+        *("Epoch", "Hello", "Announce", "Directory", "Nonce", "Nonces", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),
         *("Found", "Founded", "Join", "Invitation", "Joined"),
@@ -243,7 +244,7 @@ def test_a_header_beyond_the_limit_is_refused_unread() -> None:
 @pytest.mark.parametrize("text", ["x" * 257, "naïve", "\ud800", "two\nlines"])
 def test_a_text_that_is_long_or_not_plain_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError, match="the run of a hello"):
-        decode(framed({"m": "Hello", "f": {"run": text}}))
+        decode(framed({"m": "Hello", "f": {"run": text, "epoch": header_of(Epoch(0, 0, 1, 1, 1, 0))}}))
 
 
 @pytest.mark.parametrize("number", [-1, 2**53, 2**64, 10**300])

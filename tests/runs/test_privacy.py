@@ -224,7 +224,7 @@ def test_the_server_tells_what_it_will_reveal_before_it_asks(tmp_path: Path) -> 
 
     with pytest.raises(Killed):
         engine.drive(server(one, books).run(), on_round=boundary, on_begin=begin)
-    assert order == ["Hello", "Directory", "begins, 0 revealed", "Train", "begins, 5 revealed", "Repair"]
+    assert order == ["Hello", "Directory", "Nonces", "begins, 0 revealed", "Train", "begins, 5 revealed", "Repair"]
     assert len(done[0].revealed) == 5
 
 

@@ -24,7 +24,7 @@ def shared_part(
     """
     if uplink.introduction != "keys" or peer == state.client or peer not in state.seat:
         return None
-    context = RoundContext(round, attempt, state.seat, state.ring().known())
+    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
     if isinstance(uplink, Noised):
         return _noise(uplink, terms, state, peer, context)
     if isinstance(uplink, AssumedNoise):

@@ -87,7 +87,11 @@ Accounting = Annotated[
     _flag(_PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"),
 ]
 Collusion = Annotated[
-    float | None, _flag(_PRIVACY, "nadp, veil-dp: share of clients that may side with the server. (default: 0)")
+    float | None,
+    _flag(
+        _PRIVACY,
+        "nadp, veil-dp, veil-secagg: share of clients that may side with the server. (default: noise: 0; masks: 0.1)",
+    ),
 ]
 PairStrength = Annotated[
     float | None,
@@ -102,7 +106,7 @@ Neighbours = Annotated[
     _flag(
         _PRIVACY,
         "With how many others each client shares noise or masks; even for masks. (default: noise: all; mpdp: 5; "
-        "masks: all up to 32 clients, then about 4·log₂ of them)",
+        "masks: as many as collusion calls for, all up to 32 clients)",
     ),
 ]
 Dropouts = Annotated[

@@ -86,9 +86,10 @@ class AssumedNoise(OnePhase):
                 "share it with. Use more clients."
             )
 
-    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Refuse a round without this client."""
         context.check_member(state.client)
+        return state
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource

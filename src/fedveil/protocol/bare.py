@@ -39,8 +39,9 @@ class Bare(OnePhase):
     def fits(self, clients: int) -> None:
         """Any number will do."""
 
-    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Every round is as good as another."""
+        return state
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
-from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
@@ -144,8 +144,10 @@ class ClientRole:
                 yield state, reason
 
     def _begin(self, state: ClientState, request: Train, private: Request | None) -> tuple[ClientState, RoundContext]:
-        context = self._context(request, None if state.keys is None else state.keys.directory)
-        self._uplink.admit(state, context, private)
+        ring = state.keys
+        context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
+        context.check_scheduled()
+        state = self._uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
         context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
         spent = state.spent
@@ -155,14 +157,18 @@ class ClientRole:
             colluders = plan.colluders(len(context.cohort))
             spent = self._policy.charged(covering, client=state.client, spent=spent, colluders=colluders)
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
-        return replace(state.answering(request.round, request.attempt), spent=spent), context
+        known = context.directory
+        run, epoch = ("", -1) if known is None else (known.run, known.epoch.number)
+        return replace(state.answering(request.round, request.attempt, run=run, epoch=epoch), spent=spent), context
 
-    def _context(self, request: Train, directory: Directory | None) -> RoundContext:
+    def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
         """One context per message: simulated clients that were sent the same one share it."""
-        if self._latest is None or self._latest[0] is not request or self._latest[1].directory is not directory:
+        last = self._latest
+        if last is None or last[0] is not request or last[1].directory is not directory or last[1].beacon != beacon:
             cohort = () if request.cohort is None else tuple(request.cohort.tolist())
-            self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory))
-        return self._latest[1]
+            self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory, beacon))
+            return self._latest[1]
+        return last[1]
 
     def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
         return self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
@@ -170,7 +176,7 @@ class ClientRole:
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
-        if isinstance(request, (Hello, Directory)):
+        if isinstance(request, (Hello, Directory, Nonces)):
             how = self._uplink.introduction
             if how == "none":
                 raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")

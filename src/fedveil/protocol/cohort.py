@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fedveil.errors import ConfigError
+from fedveil.shapes import MOST
 from fedveil.work.batches import mixed_seed
 
 _PURPOSE = 0xC0408
@@ -24,6 +25,7 @@ class Cohort:
     @staticmethod
     def of(clients: int, *, cohort: float | None, seed: int) -> Cohort:
         """A cohort given as a fraction (0 < f ≤ 1, not the whole number 1) or as a count."""
+        seed %= MOST  # clients are told it, to draw cohorts for themselves
         if cohort is None:
             return Cohort(clients, clients, seed)
         fraction = isinstance(cohort, float) and cohort <= 1.0

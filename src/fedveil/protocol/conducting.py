@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import fields
 from typing import Protocol
 
 from fedveil.downlink.blueprint import Blueprint
@@ -13,8 +12,7 @@ from fedveil.ledger.account import Account
 from fedveil.ledger.releases import check_declared
 from fedveil.protocol.asking import Ask, Gathered, RunStopped, Step, Steps
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import Directory, Hello
-from fedveil.protocol.handshake import Introductions
+from fedveil.protocol.handshake import Introductions, Phases
 from fedveil.protocol.messages import released_fields
 from fedveil.protocol.parts import RoundContext, Scheme
 from fedveil.secrets import SecretSource
@@ -61,32 +59,37 @@ class Conductor(ABC):
         self._introductions = (
             None
             if how == "none"
-            else Introductions(how, name + drawn, max_size_ratio=scheme.max_size_ratio, earlier=announced)
+            else Introductions(
+                how,
+                name + drawn,
+                cohort=cohort,
+                rounds=max(rounds, 1),
+                max_size_ratio=scheme.max_size_ratio,
+                earlier=announced,
+            )
         )
-        if self._introductions is not None:
-            asked = (f"{kind.__name__.lower()}.{one.name}" for kind in (Hello, Directory) for one in fields(kind))
-            check_declared(asked, self._declared)
 
     def run(self) -> Steps:
         """Train until the last round; every boundary yields a `RoundDone`."""
         if self._introductions is not None:
-            yield from self._introductions.steps(range(self._cohort.clients))
+            everybody = range(self._cohort.clients)
+            yield from self._introduced(self._introductions.steps(everybody, self._progress.round))
         while not self._stopped and self._progress.round < self._rounds:
-            context = yield from self._assembled()
-            if len(context.cohort) < self._fewest:
-                yield RunStopped(self._why_stopped(context))
+            context, able = yield from self._assembled()
+            if len(able) < self._fewest:
+                yield RunStopped(self._why_stopped(context, able))
                 return
             try:
-                self._scheme.uplink.fits(len(context.cohort))
+                self._scheme.uplink.fits(len(able))
             except ConfigError as reason:
                 yield RunStopped(self._refusal() or str(reason).rstrip("."))
                 return
-            yield from self._round(context)
+            yield from self._round(context, able)
         yield from self._finish()
 
     @abstractmethod
-    def _round(self, context: RoundContext) -> Steps:
-        """One round, to its boundary."""
+    def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
+        """One round, to its boundary; of its cohort, `able` can be asked."""
 
     def _finish(self) -> Steps:
         """What follows the last round."""
@@ -96,23 +99,50 @@ class Conductor(ABC):
     def _fewest(self) -> int:
         return 1 if self._account is None or self._account.limit is None else min(2, self._cohort.size)
 
-    def _assembled(self) -> Generator[Step, Gathered | None, RoundContext]:
-        """This round's clients: drawn, known to each other, and with privacy left to spend."""
-        cohort = self._cohort.draw(self._progress.round)
-        known = self._introductions
+    def _assembled(self) -> Generator[Step, Gathered | None, tuple[RoundContext, tuple[int, ...]]]:
+        """This round's clients, with privacy left to spend, and those of them that know everything they must.
+
+        Where clients know each other the cohort is the epoch's schedule and nobody's choice: one that is away stays in
+        it and counts as missing, and one without privacy left to spend leaves with a new epoch.
+        """
+        round, known = self._progress.round, self._introductions
         if known is not None:
-            yield from known.steps(cohort, again=self._progress.round % _LATECOMERS_EVERY == 0)
-            cohort = yield from self._acquainted(known.known(cohort))
-        directory = None if known is None else known.directory
+            yield from self._introduced(known.steps(self._cohort.draw(round), round, again=self._asks_again()))
         while True:
-            context = RoundContext(self._progress.round, self._progress.attempt, cohort, directory)
-            if self._account is None or not cohort:
-                return context
-            covering = self._scheme.covering(context, self._terms)
-            over = set() if covering is None else self._account.exceeded_by(covering)
+            cohort = self._cohort.draw(round) if known is None else known.cohort(round)
+            context = self._context(cohort)
+            able = cohort if known is None else known.known(cohort)
+            over = self._over(context) if able else set()
             if not over:
-                return context
-            cohort = tuple(one for one in cohort if one not in over)
+                return context, (yield from self._acquainted(able))
+            assert known is not None
+            known.leave_out(over)
+            yield from self._introduced(known.steps(cohort, round))
+
+    def _asks_again(self) -> bool:
+        return self._progress.round % _LATECOMERS_EVERY == 0
+
+    def _context(self, cohort: tuple[int, ...]) -> RoundContext:
+        known = self._introductions
+        at = self._progress
+        if known is None:
+            return RoundContext(at.round, at.attempt, cohort)
+        return RoundContext(at.round, at.attempt, cohort, known.directory, known.beacon)
+
+    def _over(self, context: RoundContext) -> set[int]:
+        """Whom this round would bring over the privacy target."""
+        covering = None if self._account is None else self._scheme.covering(context, self._terms)
+        return set() if covering is None or self._account is None else self._account.exceeded_by(covering)
+
+    def _introduced(self, phases: Phases) -> Generator[Step, Gathered | None, None]:
+        """Introductions, with nothing in them that is not declared."""
+        answer = None
+        while True:
+            try:
+                ask = phases.send(answer)
+            except StopIteration:
+                return
+            answer = yield self._declared_only(ask)
 
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         """Those of `clients` that can take part, once everything they share has been dealt out."""
@@ -129,13 +159,13 @@ class Conductor(ABC):
         """Who takes no part because of the size it claims, and why."""
         return {} if self._introductions is None else self._introductions.left_out
 
-    def _why_stopped(self, context: RoundContext) -> str:
+    def _why_stopped(self, context: RoundContext, able: tuple[int, ...]) -> str:
         refusal = self._refusal()
         if refusal:
             return refusal
         if self._account is not None and self._account.limit is not None:
             return (
-                f"round {context.round + 1} would bring clients over the privacy target, and {len(context.cohort)} are "
+                f"round {context.round + 1} would bring clients over the privacy target, and {len(able)} are "
                 "left that it would not"
             )
         return "no client has introduced itself"

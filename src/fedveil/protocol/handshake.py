@@ -1,17 +1,32 @@
-"""How a run begins: clients introduce themselves, and everybody learns who takes part."""
+"""How an epoch begins: clients introduce themselves, everybody learns who takes part, and graphs are drawn."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from fedveil.errors import ProtocolError
 from fedveil.protocol.asking import Ask, Gathered, Inbox
-from fedveil.protocol.directory import Announce, Directory, Hello, Ready, from_bytes, to_bytes
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import (
+    Announce,
+    Directory,
+    Hello,
+    Nonce,
+    Nonces,
+    Ready,
+    beacon,
+    check_nonce,
+    from_bytes,
+    outsized,
+    to_bytes,
+)
+from fedveil.protocol.epoch import NONCE_BYTES, Epoch
 from fedveil.protocol.keyring import Keyring
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.messages import Reply
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 
@@ -19,19 +34,23 @@ if TYPE_CHECKING:
     from fedveil.crypto.roster import Roster
 
 Introduction = Literal["none", "sizes", "keys"]
+Phases = Generator[Ask, "Gathered | None", None]
 
 KEY_SIZES: dict[Introduction, dict[str, int]] = {
     "none": {},
     # Sizes alone are signed too: a roster is to vouch for them as it does for keys.
-    "sizes": {"identity": 32, "key": 0, "signature": 64},
-    "keys": {"identity": 32, "key": 32, "signature": 64},
+    "sizes": {"identity": 32, "key": 0, "signature": 64, "commitment": 0},
+    "keys": {"identity": 32, "key": 32, "signature": 64, "commitment": NONCE_BYTES},
 }
-"""The bytes of keys and signatures in an introduction."""
+"""The bytes of keys, signatures and commitments in an introduction."""
+
+_MOST_VOIDED = 3
+"""So many epochs may a client void, by keeping back its nonce, before it is asked no more."""
 
 
 def introduce(
     state: ClientState,
-    request: Hello | Directory,
+    request: Hello | Directory | Nonces,
     *,
     samples: int,
     how: Introduction,
@@ -39,16 +58,25 @@ def introduce(
     roster: Roster | None,
     identity: bytes | None,
 ) -> tuple[ClientState, Reply]:
-    """Client side: announce, or take the directory."""
+    """Client side: announce and commit; take the directory and show the nonce; take everybody's nonces."""
     if isinstance(request, Hello):
         ring = state.keys
         if ring is None or ring.run != request.run:
             identity = identity or secrets.stream("identity", state.client).bytes(32)
             key = secrets.stream("run key", state.client, request.run).bytes(32) if how == "keys" else b""
             ring = Keyring(state.client, request.run, identity=identity, key=key)
+        number = request.epoch.number
+        ring.enter(
+            request.epoch,
+            lambda: secrets.stream("graph nonce", state.client, request.run, number).bytes(NONCE_BYTES),
+        )
         return replace(state, keys=ring), ring.announce(samples)
-    state.ring().accept(request, samples=samples, roster=roster)
-    return state, Ready(state.client, from_bytes(request.digest))
+    if isinstance(request, Nonces):
+        return state, Ready(state.client, from_bytes(state.ring().draw(request)))
+    nonce = state.ring().accept(request, samples=samples, roster=roster)
+    if not nonce:
+        return state, Ready(state.client, from_bytes(request.digest))
+    return state, Nonce(state.client, from_bytes(request.digest), from_bytes(nonce))
 
 
 class _Announcements(Inbox[Announce]):
@@ -61,23 +89,26 @@ class _Announcements(Inbox[Announce]):
         self.heard: dict[int, Announce] = {}
 
     def ask(self, clients: Sequence[int]) -> None:
-        """Wait for these."""
+        """From these, one announcement each for a new epoch."""
         self.expect(Announce, clients, sizes=self._lengths)
 
     def _fold(self, reply: Announce) -> None:
         if reply.samples < 1:
             raise ProtocolError("an announcement of a client without samples")
-        before = self._earlier.get(reply.client, reply.samples)
+        known = self.heard.get(reply.client)
+        before = self._earlier.get(reply.client, reply.samples if known is None else known.samples)
         if reply.samples != before:
             raise ProtocolError(
                 f"a client announces {reply.samples:,} samples that announced {before:,} earlier in this run: it is "
                 "held to those"
             )
+        if known is not None and _lasting(known) != _lasting(reply):
+            raise ProtocolError("a client announces other keys than before in this run")
         if any(self._lengths.values()):
             from fedveil.crypto.keys import check_key_signature
 
             # One that the others would refuse must not get into the directory: they would refuse all of it.
-            identity, key, signature = (to_bytes(one) for one in (reply.identity, reply.key, reply.signature))
+            identity, key, signature = _lasting(reply)
             said = {"run": self._run, "client": reply.client, "public": key, "samples": reply.samples}
             try:
                 check_key_signature(identity, signature, **said)  # type: ignore[arg-type]
@@ -86,10 +117,15 @@ class _Announcements(Inbox[Announce]):
         self.heard[reply.client] = reply
 
 
-class _Agreements(Inbox[Ready]):
-    """Collects consents to one directory."""
+def _lasting(said: Announce) -> tuple[bytes, bytes, bytes]:
+    """What stays the same from epoch to epoch, besides the sample count that it is signed with."""
+    return to_bytes(said.identity), to_bytes(said.key), to_bytes(said.signature)
 
-    def __init__(self, digest: bytes, clients: Sequence[int]) -> None:
+
+class _Agreements(Inbox[Ready]):
+    """Collects consents to one directory or beacon."""
+
+    def __init__(self, digest: bytes, clients: Collection[int]) -> None:
         self._digest = digest
         self.expect(Ready, clients)
 
@@ -98,8 +134,29 @@ class _Agreements(Inbox[Ready]):
             raise ProtocolError("a client has not taken the directory it was sent")
 
 
+class _Shown(Inbox[Nonce]):
+    """Collects the nonces that belong to a directory's commitments."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self.nonces: dict[int, bytes] = {}
+        self.expect(Nonce, directory.present.tolist())
+
+    def _fold(self, reply: Nonce) -> None:
+        if to_bytes(reply.digest) != self._directory.digest:
+            raise ProtocolError("a client has not taken the directory it was sent")
+        nonce = to_bytes(reply.nonce)
+        check_nonce(self._directory, reply.client, nonce)
+        self.nonces[reply.client] = nonce
+
+    def told(self) -> Nonces:
+        """Everybody's, in the order of the directory."""
+        content = b"".join(self.nonces[one] for one in self._directory.present.tolist())
+        return Nonces(from_bytes(self._directory.digest), from_bytes(content).reshape(-1, NONCE_BYTES))
+
+
 class Introductions:
-    """Server side: who is known, and who knows them.
+    """Server side: who is known, who is of the epoch, and who knows its beacon.
 
     Nobody takes part who claims more than `max_size_ratio` times the median number of samples, or another number than
     `earlier` in the same run.
@@ -110,57 +167,126 @@ class Introductions:
         how: Introduction,
         run: str,
         *,
+        cohort: Cohort,
+        rounds: int,
         max_size_ratio: float = math.inf,
         earlier: Mapping[int, int] | None = None,
     ) -> None:
         self.how = how
         self._announced = _Announcements(how, run, {} if earlier is None else earlier)
         self._max_size_ratio = max_size_ratio
-        self._informed: dict[int, bytes] = {}
-        self._told: dict[int, bytes] = {}
         self._run = run
+        self._cohort = cohort
+        self._rounds = rounds
+        self._next = 0
+        self._stale = True
+        self._left: set[int] = set()
+        self._voided: Counter[int] = Counter()
+        self._nonces: Nonces | None = None
+        self._ready: set[int] = set()
         self.directory: Directory | None = None
+        self.beacon = b""
         self.refused: dict[int, str] = {}
 
-    def steps(self, clients: Sequence[int], *, again: bool = True) -> Generator[Ask, Gathered | None, None]:
-        """Hear from clients that are still unknown, then send everybody of `clients` what is new.
+    def steps(self, cohort: Sequence[int], round: int, *, again: bool = True) -> Phases:
+        """Have an epoch that this round belongs to.
 
-        Unless `again`, only what has not been said before: strangers stay strangers, and who has not taken
-        the present directory is not asked twice.
+        A new one begins where the last has run out or was given up, and, with `again`, where somebody of `cohort`
+        answers that is not of it. `again`, too, whoever has not confirmed the beacon is told once more.
         """
-        heard = self._announced.heard
-        strangers = tuple(client for client in clients if client not in heard) if again else ()
-        if strangers:
-            self._announced.ask(strangers)
-            answer = yield self._ask(strangers, Hello(self._run), self._announced)
-            self.refused.update({} if answer is None else answer.refused)
-            if not heard:
-                return
-            self.directory = Directory.of(self._run, heard.values())
-        if self.directory is None:
+        if self._stale or self.directory is None or round not in self.directory.epoch:
+            yield from self._begin(self._candidates(), round)
             return
-        digest = self.directory.digest
-        reached = self._informed if again else self._told
-        unaware = tuple(one for one in clients if one in heard and reached.get(one) != digest)
-        if unaware:
-            self._told.update(dict.fromkeys(unaware, digest))
-            answer = yield self._ask(unaware, self.directory, _Agreements(digest, unaware))
-            assert answer is not None
-            self.refused.update(answer.refused)
-            self._informed.update(dict.fromkeys(answer.arrived, digest))
+        if not again:
+            return
+        present = set(self.directory.present.tolist())
+        apart = present.union(self.left_out)
+        strangers = [one for one in self._candidates() if one in cohort and one not in apart]
+        if strangers and self._spare(round):
+            arrived = yield from self._hello(strangers, self._epoch(round))
+            if arrived:
+                yield from self._begin(sorted(present - self._left), round, already=arrived)
+                return
+        yield from self._tell([one for one in self.directory.cohort(round) if one not in self._ready])
+
+    def leave_out(self, clients: Collection[int]) -> None:
+        """Begin the next epoch without these."""
+        self._left |= set(clients)
+        self._stale = True
+
+    def renew(self) -> None:
+        """Begin a new epoch before the next round."""
+        self._stale = True
+
+    def cohort(self, round: int) -> tuple[int, ...]:
+        """The clients of a round; nobody where no epoch could be begun."""
+        if self._stale or self.directory is None or round not in self.directory.epoch:
+            return ()
+        return self.directory.cohort(round)
 
     def known(self, clients: Sequence[int]) -> tuple[int, ...]:
-        """Those of `clients` that have taken the present directory, and whose size is not out of proportion."""
-        if self.directory is None:
-            return ()
-        odd, digest = self.left_out, self.directory.digest
-        return tuple(one for one in clients if self._informed.get(one) == digest and one not in odd)
+        """Those of `clients` that have confirmed the epoch's beacon."""
+        return tuple(one for one in clients if one in self._ready)
 
     @property
     def left_out(self) -> dict[int, str]:
-        """Who takes no part because of the size it claims, and why."""
-        return {} if self.directory is None else self.directory.outsized(self._max_size_ratio)
+        """Who is of no epoch because of the size it claims, and why."""
+        return outsized({one: said.samples for one, said in self._announced.heard.items()}, self._max_size_ratio)
 
-    @staticmethod
-    def _ask(to: tuple[int, ...], request: Request, into: _Announcements | _Agreements) -> Ask:
-        return Ask(to, request, into)
+    def _candidates(self) -> list[int]:
+        gone = {one for one, times in self._voided.items() if times >= _MOST_VOIDED}
+        return [one for one in range(self._cohort.clients) if one not in self._left and one not in gone]
+
+    def _epoch(self, round: int) -> Epoch:
+        return Epoch(self._next, round, self._rounds, self._cohort.clients, self._cohort.size, self._cohort.seed)
+
+    def _spare(self, round: int) -> bool:
+        """Whether a further epoch leaves enough of them for the rounds to come."""
+        epoch = self._epoch(round)
+        return epoch.number + -(-(epoch.rounds - round) // epoch.window) < epoch.most
+
+    def _hello(self, clients: Sequence[int], epoch: Epoch) -> Generator[Ask, Gathered | None, tuple[int, ...]]:
+        self._announced.ask(clients)
+        answer = yield Ask(tuple(clients), Hello(self._run, epoch), self._announced)
+        assert answer is not None
+        self.refused.update(answer.refused)
+        return answer.arrived
+
+    def _begin(self, clients: Sequence[int], round: int, *, already: tuple[int, ...] = ()) -> Phases:
+        """Draw a new epoch; where a nonce stays away, again without the client that kept it back."""
+        while True:
+            epoch = self._epoch(round)
+            if epoch.number >= epoch.most or not (clients or already):
+                return
+            announced = (yield from self._hello(clients, epoch)) if clients else ()
+            self._next += 1
+            # Before anybody shows a nonce: a round with a size out of proportion in it would be refused by all.
+            present = {*announced, *already} - set(self.left_out)
+            if not present:
+                return
+            directory = Directory.of(self._run, self._announced.heard.values(), epoch, present)
+            shown = _Shown(directory)
+            into = _Agreements(directory.digest, present) if self.how == "sizes" else shown
+            answer = yield Ask(tuple(sorted(present)), directory, into)
+            assert answer is not None
+            self.refused.update(answer.refused)
+            if set(answer.arrived) == present:
+                break
+            # Not with the nonces of some: who is left out would be a choice made after the graphs are known.
+            self._voided.update(present - set(answer.arrived))
+            clients, already = sorted(answer.arrived), ()
+        self.directory, self._stale, self._ready = directory, False, set()
+        if self.how == "sizes":
+            self.beacon, self._ready = directory.digest, present
+            return
+        self._nonces = shown.told()
+        self.beacon = beacon(directory, self._nonces)
+        yield from self._tell(sorted(present))
+
+    def _tell(self, clients: Sequence[int]) -> Phases:
+        if not clients or self._nonces is None:
+            return
+        answer = yield Ask(tuple(clients), self._nonces, _Agreements(self.beacon, clients))
+        assert answer is not None
+        self.refused.update(answer.refused)
+        self._ready |= set(answer.arrived)

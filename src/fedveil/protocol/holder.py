@@ -13,7 +13,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client import Answer, Promised, own_target
-from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.dividing import (
     Aggregate,
     Begin,
@@ -154,7 +154,9 @@ class HolderRole:
         # Who pads follows from the list, which is in ascending order (`fedveil.shapes`): told in another order each,
         # nobody would, and the server could read the sum.
         members = tuple(listed(cohort))
-        context = RoundContext(round, attempt, members, state.ring().known())
+        ring = state.ring()
+        context = RoundContext(round, attempt, members, ring.known(), ring.beacon)
+        context.check_scheduled()
         context.check_member(state.client)
         self._uplink.fits(len(members))
         state.ring().vouch_for(members)
@@ -225,7 +227,7 @@ class HolderRole:
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
-        if isinstance(request, (Hello, Directory)):
+        if isinstance(request, (Hello, Directory, Nonces)):
             return introduce(
                 state,
                 request,
@@ -262,12 +264,20 @@ class HolderRole:
         if pending is None or (pending.round, pending.attempt) != (request.round, request.attempt):
             raise ProtocolError(f"client {state.client} was told the outcome of a vote in which it has no part")
         context = self._context(state, request.round, request.attempt, request.cohort)
+        self._check_voters(state.client, context, listed(request.voters))
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
         story = told_outcome(self._keeper.held(state).story, request) if self._uplink.masks else b""
         return self._upload(state, context, replace(pending, winners=winners), story)
+
+    def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
+        """Whoever has not voted will not upload: those who have must still be enough."""
+        if client not in voters or not set(voters) <= set(context.cohort):
+            raise ProtocolError("the outcome of a vote names voters that were not asked, or not this client")
+        self._uplink.fits(len(voters))
+        self._policy.check_cohort(client, len(voters))
 
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
@@ -284,10 +294,8 @@ class HolderRole:
         else:
             if request.counts is None:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
-            # Pads and masks of the ballots belong to the cohort that was asked for them.
-            asked = RoundContext(request.round, request.attempt, state.seat, context.directory)
             try:
-                winners = uplink.counted(request.counts, state.membership(), asked, listed(request.voters), size)
+                winners = uplink.counted(request.counts, state.membership(), context, listed(request.voters), size)
             except ProtocolError as reason:
                 raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)
@@ -302,8 +310,8 @@ def _answering(state: ClientState, stage: RoundContext) -> ClientState:
             f"client {state.client} was asked for round {stage.round // 2 + 1} of this run, which it has answered or "
             "left behind: a run that is resumed begins with new keys"
         )
-    misread = state.misread if state.ran == run else 0
-    return replace(state.answering(stage.round, stage.attempt), ran=run, misread=misread)
+    assert stage.directory is not None
+    return state.answering(stage.round, stage.attempt, run=run, epoch=stage.directory.epoch.number)
 
 
 class _NoKeys:

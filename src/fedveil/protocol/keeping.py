@@ -129,7 +129,7 @@ class Keeper:
         if not contributors or not set(contributors) <= set(asked):
             raise ProtocolError("a round's sums name contributors that were not asked, or none")
         self._uplink.fits(len(contributors))
-        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known())
+        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), state.ring().beacon)
         mean = self._uplink.mean(
             state.membership(),
             rest=latest.rest,

@@ -9,9 +9,9 @@ nobody is told: the range is the server's, and a refusal would let it measure a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -48,19 +48,32 @@ from fedveil.protocol.unmasking import (
 )
 from fedveil.secrets import SecretSource
 from fedveil.uplink.fixed_point import FixedPoint, check_value_range
-from fedveil.uplink.graph import Graph, default_degree, ring
+from fedveil.uplink.graph import Graph, ring
 from fedveil.uplink.plan import NoisePlan
+from fedveil.uplink.surrounding import COLLUSION, masking_degree
 
 Unmasking = Literal["always", "on-dropout"]
 UNMASKING = ("always", "on-dropout")
 _MASK = "mask"
 _REVELATION = "revelation"
+MOST_UNEXPLAINED = 3
+"""After so many rounds of a run that nobody accounted for a client leaves."""
 
 
 @lru_cache(maxsize=8)
 def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
     # Remembered, because in a simulation every client derives the same graph.
     return ring(members, degree=degree, seed=seed)
+
+
+def _signed(context: RoundContext, client: int, signature: bytes, survivors: Sequence[int]) -> bool:
+    """Whether a client vouches for a survivor list: with a signature that its neighbours would not take, they leave."""
+    from fedveil.crypto.keys import signed_by
+
+    assert context.directory is not None
+    identity, _, _, _ = context.directory.entry(client)
+    digest = list_digest(survivors, graph=context.graph_seed())
+    return signed_by(identity, signature, digest, purpose=f"survivors of {context.directory.run}")
 
 
 def _label(state: ClientState, round: int, attempt: int) -> Label:
@@ -83,9 +96,10 @@ class Masked:
     `unmask = "always"`: a mask of one's own and a second phase every round. `"on-dropout"`: no such mask,
     and a second phase only when somebody is missing, which trusts the server to be honest about arrivals.
 
-    A round fails if more than a third of some neighbourhood is missing. With the default `degree` and
-    clients that drop out independently, that is 0.6 % of rounds at 10 % dropouts and 40 % at 20 % for
-    100 clients, and 0.4 % and 88 % for 1000: where dropouts are frequent, raise `degree`.
+    Without a `degree`, neighbourhoods are as large as it takes for a share `collusion` of a round's clients, chosen
+    before graphs are drawn, to surround nobody in a whole run, but with a chance of 2⁻³⁰.
+
+    A round fails if more than a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
     """
 
     value_range: float = 2.0**24
@@ -93,6 +107,7 @@ class Masked:
     quorum: Quorum = field(default_factory=Quorum)
     degree: int | None = None
     noise: NoisePlan | None = None
+    collusion: float = COLLUSION
 
     def __post_init__(self) -> None:
         if self.unmask not in UNMASKING:
@@ -100,6 +115,8 @@ class Masked:
         check_value_range(self.value_range)
         if self.degree is not None and (self.degree < 2 or self.degree % 2):
             raise ConfigError(f"neighbours must be an even number, at least 2, under masks (got {self.degree}).")
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
 
     @property
     def introduction(self) -> Introduction:
@@ -126,18 +143,24 @@ class Masked:
         return False
 
     def graph(self, context: RoundContext) -> Graph:
-        """Who masks with whom, derived from the round alone."""
-        return self._graph_of(context.cohort, context.graph_seed())
+        """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""
+        seed = context.graph_seed()
+        assert context.directory is not None
+        return self._graph_of(context.cohort, seed, draws=context.directory.epoch.draws)
 
-    def _graph_of(self, cohort: tuple[int, ...], seed: bytes) -> Graph:
-        count = len(cohort)
-        self.fits(count)
-        degree = default_degree(count) if self.degree is None else self.degree
-        return _ring(cohort, degree, seed)
+    def degree_of(self, clients: int, *, draws: int) -> int:
+        """How many neighbours each of a round's clients has, in a run of so many graphs."""
+        if self.degree is not None:
+            return min(self.degree, clients - 1)
+        return masking_degree(clients, share=self.collusion, needed=self.quorum.of, draws=draws)
+
+    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, *, draws: int) -> Graph:
+        self.fits(len(cohort))
+        return _ring(cohort, self.degree_of(len(cohort), draws=draws), seed)
 
     def _answered_graph(self, state: ClientState) -> Graph:
-        # By what the client remembers: its directory may have grown since it uploaded.
-        return self._graph_of(state.seat, bytes.fromhex(state.graph))
+        # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
+        return self._graph_of(state.seat, bytes.fromhex(state.graph), draws=state.ring().known().epoch.draws)
 
     def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
         """Fixed point for this cohort: by the range, or by what noise asks for."""
@@ -151,22 +174,34 @@ class Masked:
             )
         return FixedPoint(self.value_range, len(context.cohort))
 
-    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
-        """Refuse a server that showed other clients another survivor list in the round before."""
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
+        """Refuse a server that does not show that others signed the survivor list of the round before.
+
+        Whether that round could be opened makes no difference: the client's shares are out. A server that cannot show
+        it begins a new epoch, and a client goes along with that a few times a run.
+        """
         self.graph(context)
         context.check_member(state.client)
         if self.noise is not None:  # its size rests on everybody's sample count
             state.ring().vouch_for(context.cohort)
+        keys = state.ring()
         revealed_last = bool(state.listed) and state.revealed == state.answered
-        if self.unmask != "always" or not revealed_last or state.revealed[1] != context.attempt:
-            return
-        if not isinstance(private, Evidence):
+        if self.unmask != "always" or not revealed_last or state.ran != keys.run:
+            return state
+        if isinstance(private, Evidence):
+            self._check_evidence(state, private)
+            return state
+        if state.epoch == keys.known().epoch.number:
             raise ProtocolError(
                 f"client {state.client} revealed shares in round {state.revealed[0] + 1} and was not shown what its "
-                "neighbours signed there"
+                "neighbours signed there: it takes no further part in this epoch"
             )
-        if private.opened:
-            self._check_evidence(state, private)
+        if state.unexplained >= MOST_UNEXPLAINED:
+            raise ProtocolError(
+                f"client {state.client} has revealed shares in {state.unexplained + 1} rounds of this run without "
+                "being shown what its neighbours signed there, and takes no further part"
+            )
+        return replace(state, unexplained=state.unexplained + 1)
 
     def _check_evidence(self, state: ClientState, evidence: Evidence) -> None:
         from fedveil.crypto.keys import signed_by
@@ -312,6 +347,7 @@ class Masked:
             attempt=context.attempt,
             quorum=self.quorum,
             self_mask=self.unmask == "always",
+            signed=partial(_signed, context) if codec is not None else None,
         )
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
@@ -325,21 +361,26 @@ class Masked:
             raise ProtocolError(f"{len(alive)} of {needed} needed uploads arrived")
         if not total.graph.connected(alive):
             raise ProtocolError(f"the survivors fall into groups without a mask between them; {MORE_NEIGHBOURS}")
+        # Before anybody reveals: shares that open nothing would have to be accounted for all the same.
+        total.check_reach()
         if self.unmask == "on-dropout" and len(alive) == len(context.cohort):
             return None
+        total.asked = True
         request = Unmask(context.round, context.attempt, torch.tensor(alive, dtype=torch.int64))
         return Ask(alive, request, total, each={client: total.private(client) for client in alive})
 
-    def parting(self, total: Summing) -> Mapping[int, Request]:
-        """Each client's neighbours' signatures on the survivor list."""
+    def parting(self, total: Summing) -> Mapping[int, Request | None]:
+        """Each client's neighbours' signatures on the survivor list, whatever came of the round; None if too few."""
         assert isinstance(total, MaskedSum)
-        if self.unmask != "always":
+        if self.unmask != "always" or not total.asked:
             return {}
-        told: dict[int, Request] = {}
+        told: dict[int, Request | None] = {}
         for client in total.survivors:
-            signers = [one for one in total.graph.neighbours(client) if one in total.signatures]
+            near = total.graph.neighbours(client)
+            signers = [one for one in near if one in total.signatures]
             signed = from_bytes(b"".join(total.signatures[one] for one in signers)).reshape(-1, SIGNATURE_BYTES)
-            told[client] = Evidence(total.opened, torch.tensor(signers, dtype=torch.int64), signed)
+            enough = len(signers) >= self.quorum.of(len(near))
+            told[client] = Evidence(torch.tensor(signers, dtype=torch.int64), signed) if enough else None
         return told
 
     def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:

@@ -33,7 +33,6 @@ def masked_releases(layout: Layout, *, noised: bool, evidence: bool) -> tuple[Re
 
 
 _EVIDENCE = (
-    Release("evidence.opened", "server", ("clients",), "whether the round before could be opened"),
     Release("evidence.signers", "server", ("clients",), "who signed the last survivor list"),
     Release("evidence.signatures", "server", ("clients",), "their signatures"),
 )

@@ -102,11 +102,12 @@ class Noised:
                 "share it with. Use ldp, or more clients."
             )
 
-    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Refuse a round without this client, or one whose sample counts are not vouched for."""
         context.check_member(state.client)
         if self._paired:
             state.ring().vouch_for(context.cohort)
+        return state
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource

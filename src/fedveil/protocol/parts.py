@@ -41,6 +41,24 @@ class RoundContext:
     attempt: int
     cohort: tuple[int, ...]
     directory: Directory | None = None
+    beacon: bytes = b""
+
+    def check_scheduled(self) -> None:
+        """Refuse a round that is not of the epoch, or with other clients than were settled before graphs were drawn."""
+        if self.directory is None:
+            return
+        if not self.beacon:
+            raise ProtocolError("a round was asked for before its epoch's nonces were shown")
+        if self.round not in self.directory.epoch:
+            raise ProtocolError(
+                f"round {self.round + 1} is not of the epoch that begins with round {self.directory.epoch.first + 1}: "
+                "a server that skips rounds could pick the graph that suits it"
+            )
+        if self.cohort != self.directory.cohort(self.round):
+            raise ProtocolError(
+                f"round {self.round + 1} names other clients than the epoch's schedule: a server that picks them could "
+                "pick the graph that suits it"
+            )
 
     def check_member(self, client: int) -> None:
         """Refuse a round to a client that is not of its cohort."""
@@ -61,7 +79,7 @@ class RoundContext:
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
-        return RoundContext(2 * self.round + number, self.attempt, self.cohort, self.directory)
+        return RoundContext(2 * self.round + number, self.attempt, self.cohort, self.directory, self.beacon)
 
     def begins(self) -> RoundBegins:
         """What whoever keeps books is told before anything is asked."""
@@ -82,15 +100,9 @@ class RoundContext:
 
     @cached_property
     def _graph_seed(self) -> bytes:
-        if self.directory is None:
+        if self.directory is None or not self.beacon:
             raise ProtocolError("this round's clients have not introduced themselves")
-        return graph_seed(
-            run=self.directory.run,
-            round=self.round,
-            attempt=self.attempt,
-            members=self.cohort,
-            roster=self.directory.digest,
-        )
+        return graph_seed(beacon=self.beacon, round=self.round, members=self.cohort)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,8 +217,8 @@ class Channel(Protocol):
 class Uplink(Channel, Protocol):
     """How contributions travel to a server that holds the model, and become a sum."""
 
-    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> None:
-        """Client side: refuse a round before any work is done for it."""
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
+        """Client side: refuse a round before any work is done for it, or go into it."""
         ...
 
     def protect(
@@ -231,8 +243,8 @@ class Uplink(Channel, Protocol):
         """Server side: the next phase needed to open the sum, or None when it is open."""
         ...
 
-    def parting(self, total: Summing) -> Mapping[int, Request]:
-        """Server side: what each client is told in private with the next round's model."""
+    def parting(self, total: Summing) -> Mapping[int, Request | None]:
+        """Server side: what each client is owed in private with the next round's model; None where it cannot be had."""
         ...
 
     def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
@@ -264,6 +276,16 @@ UPLOAD_FIELDS = {
 }
 
 
+_EPOCH = {
+    "number": "the epoch's number",
+    "first": "its first round",
+    "rounds": "how many rounds the run has",
+    "clients": "how many clients there may be",
+    "size": "how many of them a round asks",
+    "seed": "from which a round's clients are drawn",
+}
+
+
 def introduction_releases(how: Introduction) -> tuple[Release, ...]:
     """What clients and server tell each other before the first round."""
     if how == "none":
@@ -273,18 +295,29 @@ def introduction_releases(how: Introduction) -> tuple[Release, ...]:
         "identity": "a client's public signing key",
         "key": "a client's public key for this run",
         "signature": "its signature on key, if any, and sample count",
+        "commitment": "a commitment to its nonce of the epoch",
     }
     named = {"samples": "samples", "identity": "identities", "key": "keys", "signature": "signatures"}
-    fields = ("samples", "identity", "key", "signature")
+    drawn = (
+        Release("nonce.client", "client", ("server",), "the client's number"),
+        Release("nonce.digest", "client", ("server",), "which directory it has taken"),
+        Release("nonce.nonce", "client", ("server", "clients"), "random bytes that graphs are drawn from"),
+        Release("nonces.digest", "server", ("clients",), "which directory the nonces belong to"),
+        Release("nonces.nonces", "server", ("clients",), "everybody's random bytes"),
+    )
     return (
         Release("hello.run", "server", ("clients",), "the run's name"),
+        *(Release(f"epoch.{one}", "server", ("clients",), what) for one, what in _EPOCH.items()),
         Release("announce.client", "client", ("server", "clients"), "the client's number"),
-        *(Release(f"announce.{one}", "client", ("server", "clients"), told[one]) for one in fields),
+        *(Release(f"announce.{one}", "client", ("server", "clients"), told[one]) for one in told),
         Release("directory.run", "server", ("clients",), "the run's name"),
         Release("directory.clients", "server", ("clients",), "who takes part"),
-        *(Release(f"directory.{named[one]}", "server", ("clients",), f"of each: {told[one]}") for one in fields),
+        *(Release(f"directory.{many}", "server", ("clients",), f"of each: {told[one]}") for one, many in named.items()),
+        Release("directory.present", "server", ("clients",), "who is of the epoch"),
+        Release("directory.commitments", "server", ("clients",), f"of each: {told['commitment']}"),
+        *(drawn if how == "keys" else ()),
         Release("ready.client", "client", ("server",), "the client's number"),
-        Release("ready.digest", "client", ("server",), "which directory it has taken"),
+        Release("ready.digest", "client", ("server",), "which directory, and which nonces, it has taken"),
     )
 
 

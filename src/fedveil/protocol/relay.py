@@ -120,19 +120,18 @@ class RelayRole(Conductor):
                 return dict.fromkeys(behind, Borrowed(loan.sealed))
         return {}
 
-    def _round(self, context: RoundContext) -> Steps:
-        loans = yield from self._loans(context.cohort)
-        able = tuple(one for one in context.cohort if one in loans or self._up_to_date(one))
+    def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
+        loans = yield from self._loans(able)
+        able = tuple(one for one in able if one in loans or self._up_to_date(one))
         if not able:
             yield RunStopped("no client that answers holds the present model any more")
             self._stopped = True
             return
-        context = RoundContext(context.round, context.attempt, able, context.directory)
         yield context.begins()
         heard = _Heard(able)
         failed, latest = "", None
         try:
-            latest = yield from self._sums(context, loans, heard)
+            latest = yield from self._sums(context, able, loans, heard)
         except UndeclaredError:
             raise
         except (ProtocolError, ConfigError) as reason:
@@ -144,7 +143,7 @@ class RelayRole(Conductor):
             self._take_back()
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
-        yield RoundDone(context.round, None, able, heard.gathered(), failed=failed, aggregate=latest)
+        yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
 
     def _take_back(self) -> None:
         """Give up sums that nobody could read: whoever was sent them still holds the model before them."""
@@ -152,7 +151,7 @@ class RelayRole(Conductor):
             self._latest, self._version, self._informed = None, self._version - 1, set()
 
     def _sums(
-        self, context: RoundContext, loans: Mapping[int, Request], heard: _Heard
+        self, context: RoundContext, able: tuple[int, ...], loans: Mapping[int, Request], heard: _Heard
     ) -> Generator[Step, Gathered | None, Aggregate]:
         """One round up to the sums: the vote, if there is one, then the uploads."""
         uplink = self._uplink
@@ -160,17 +159,15 @@ class RelayRole(Conductor):
         begin = Begin(context.round, context.attempt, _numbers(context.cohort), self._version, self._latest)
         request: Request = begin
         if uplink.votes(context.round, self._size):
-            request = yield from self._vote(context, begin, loans, heard)
-            context = RoundContext(context.round, context.attempt, heard.arrived, context.directory)
-            uplink.fits(len(context.cohort))
+            request = yield from self._vote(context, able, begin, loans, heard)
+            able = heard.arrived
+            uplink.fits(len(able))
         hidden = None
         if uplink.cipher is not None:
             length = count + self._length - self._size
             hidden = uplink.cipher.accumulator(length, context.stage(1), public=self._group.public)
         total = DividedSum(context, rest=self._size - count, hidden=hidden)
-        gathered = yield self._declared_only(
-            Ask(context.cohort, request, total, each=loans if request is begin else {})
-        )
+        gathered = yield self._declared_only(Ask(able, request, total, each=loans if request is begin else {}))
         self._heard(heard, gathered, began=request is begin)
         if not heard.arrived:
             raise ProtocolError("no upload arrived")
@@ -183,27 +180,33 @@ class RelayRole(Conductor):
         return total.aggregate(self._version + 1, heard.arrived)
 
     def _vote(
-        self, context: RoundContext, begin: Begin, loans: Mapping[int, Request], heard: _Heard
+        self,
+        context: RoundContext,
+        able: tuple[int, ...],
+        begin: Begin,
+        loans: Mapping[int, Request],
+        heard: _Heard,
     ) -> Generator[Step, Gathered | None, Divide]:
         """What the clients are told of the vote's outcome."""
         winners, counts = None, None
         if self._uplink.ballots is None:
             votes = Votes(context, most=self._uplink.count(context.round, self._size))
-            gathered = yield self._declared_only(Ask(context.cohort, begin, votes, each=loans))
+            gathered = yield self._declared_only(Ask(able, begin, votes, each=loans))
             self._heard(heard, gathered, began=True)
             if heard.arrived:
                 winners = votes.winners()
         else:
             ballots = self._uplink.ballots.accumulator(self._size, context.stage(0), public=b"")
-            gathered = yield self._declared_only(Ask(context.cohort, begin, ballots.masked, each=loans))
+            gathered = yield self._declared_only(Ask(able, begin, ballots.masked, each=loans))
             self._heard(heard, gathered, began=True)
             if heard.arrived:
                 yield from self._opened(ballots, heard)
                 counts = ballots.total()
         if not heard.arrived:
             raise ProtocolError("no vote arrived")
-        voters = _numbers(heard.arrived)
-        return Divide(context.round, context.attempt, voters, winners, counts, voters)
+        # The cohort stays: a graph among those alone who have voted would be one of the server's choosing.
+        cohort, voters = _numbers(context.cohort), _numbers(heard.arrived)
+        return Divide(context.round, context.attempt, cohort, winners, counts, voters)
 
     def _opened(self, total: DividedSum | PaddedSum, heard: _Heard) -> Generator[Step, Gathered | None, None]:
         """Whatever phases it takes before clients can read a sum."""

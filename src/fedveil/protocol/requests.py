@@ -31,6 +31,7 @@ class Gate:
         self._fixed: Sizes = {
             **KEY_SIZES[scheme.uplink.introduction],
             "clients": range(1, MOST_CLIENTS + 1),
+            "present": range(1, MOST_CLIENTS + 1),
             "parameters": blueprint.size,
             "epsilon": sum(len(one.epsilon) for one in blueprint.epsilon_norms(blueprint.skeleton)),
             "statistics": (0, blueprint.statistics_size),

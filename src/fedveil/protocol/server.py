@@ -74,7 +74,7 @@ class ServerRole(Conductor):
         self.state: ServerState = state
         check_declared((f"upload.{name}" for name in self._terms.layout.names), self._declared)
 
-    def _round(self, context: RoundContext) -> Steps:
+    def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         state, uplink = self.state, self._uplink
         veil = self._scheme.downlink.veil(
             self._blueprint,
@@ -85,8 +85,8 @@ class ServerRole(Conductor):
         total = uplink.accumulator(context, self._terms, device=state.weights.parameters.device)
         named = None if self._introductions is None else torch.tensor(context.cohort, dtype=torch.int64)
         request = Train(context.round, context.attempt, veil.broadcast(), named)
-        each = {client: self._private[client] for client in context.cohort if client in self._private}
-        ask = Ask(context.cohort, request, total, each=each)
+        each = {client: self._private[client] for client in able if client in self._private}
+        ask = Ask(able, request, total, each=each)
         begins = context.begins()
         yield begins
         gathered = yield self._declared_only(ask)
@@ -113,13 +113,22 @@ class ServerRole(Conductor):
             raise
         except ProtocolError as reason:
             failed = str(reason)
-        self._private.update(uplink.parting(total))
+        self._owe(uplink.parting(total))
         state.round += 1
         if failed:
             yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed)
             return
         self._move(recovered, round=context.round)
         yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed)
+
+    def _owe(self, told: Mapping[int, Request | None]) -> None:
+        """Tell clients with the next round what they are owed; where that cannot be had, they wait for a new epoch."""
+        for client, owed in told.items():
+            if owed is not None:
+                self._private[client] = owed
+            elif self._introductions is not None:
+                self._private.pop(client, None)
+                self._introductions.renew()
 
     def _check_affordable(
         self, context: RoundContext, gathered: Gathered, revealed: tuple[tuple[int, int], ...]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _PURPOSE = "client state"
 _NEVER = (-1, 0)
-_MOST_SKIPPED = 16
 
 
 @dataclass(frozen=True)
@@ -24,10 +23,11 @@ class ClientState:
     `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `seat`
     names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
     grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
-    uploads have cost so far by its own account. Where the model lives with clients, `group` is what they
-    share, `held` the model, `pending` what the round it works on has brought so far, `story` what its last
-    masks were bound to besides their graph, `ran` the run in which it answered last, and `misread` how
-    many sums of that run it has refused.
+    uploads have cost so far by its own account. `ran` and `epoch` are the run and the epoch in which it answered
+    last, and `unexplained` counts rounds of that run in which it has revealed shares and was never shown what its
+    neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
+    what the round it works on has brought so far, `story` what its last masks were bound to besides their graph,
+    and `misread` how many sums of that run it has refused.
     """
 
     client: int
@@ -44,26 +44,32 @@ class ClientState:
     story: str = ""
     ran: str = ""
     misread: int = 0
+    epoch: int = -1
+    unexplained: int = 0
 
-    def answering(self, round: int, attempt: int) -> ClientState:
-        """The state after answering (round, attempt); each is answered at most once.
+    def answering(self, round: int, attempt: int, *, run: str = "", epoch: int = -1) -> ClientState:
+        """The state after answering (round, attempt) in an epoch of a run; each is answered at most once.
 
-        A new attempt may go back to an earlier round: the server resumes from a checkpoint.
+        A new attempt may go back to an earlier round: the server resumes from a checkpoint. Where clients know each
+        other it does so as another run, with new keys: within a run rounds only go forward, whatever the attempt,
+        since two sums of one round that differ by a client show what it sent.
         """
         last_round, last_attempt = self.answered
         if round < 0 or attempt < 0:
             raise ProtocolError(f"client {self.client} was asked for round {round + 1}, attempt {attempt}")
-        if self.answered != _NEVER and attempt > last_attempt + _MOST_SKIPPED:
+        if run and run == self.ran and round <= last_round:
             raise ProtocolError(
-                f"client {self.client} was asked for attempt {attempt} after {last_attempt}: a server that skips "
-                "attempts could pick the graph that suits it"
+                f"client {self.client} was asked for round {round + 1} of this run, which it has answered or left "
+                "behind: a run that is resumed begins with new keys"
             )
         if (attempt, round) <= (last_attempt, last_round):
             raise ProtocolError(
                 f"client {self.client} was asked for round {round + 1}, attempt {attempt}, which it has answered "
                 "or left behind; a repeated round needs a new attempt"
             )
-        return replace(self, answered=(round, attempt))
+        if run != self.ran:
+            return replace(self, answered=(round, attempt), ran=run, epoch=epoch, misread=0, unexplained=0)
+        return replace(self, answered=(round, attempt), epoch=epoch)
 
     def revealing(self, round: int, attempt: int) -> ClientState:
         """The state after opening masks of the round it answered last; once per round and attempt."""
@@ -112,6 +118,8 @@ class ClientState:
             "story": self.story,
             "ran": self.ran,
             "misread": self.misread,
+            "epoch": self.epoch,
+            "unexplained": self.unexplained,
         }
         return seal(as_bytes(fields, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
 
@@ -143,6 +151,8 @@ class ClientState:
                 fields["story"],
                 fields["ran"],
                 fields["misread"],
+                fields["epoch"],
+                fields["unexplained"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as reason:
             raise ProtocolError("a client's stored state is damaged") from reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -82,14 +82,13 @@ class Revealed(Reply):
 @message
 @dataclass(frozen=True, eq=False)
 class Evidence(Request):
-    """Server → one client: its neighbours' signatures on the last round's survivor list.
+    """Server → one client: its neighbours' signatures on the survivor list of the round it revealed shares in last.
 
-    A round that could not be opened (`opened` false) may lack signatures. A server may say so of any
-    round: evidence shows that an honest server was honest, while what protects a client from another
-    one is the lock on revelations.
+    It is owed whether or not the round could be opened: a quorum of a client's neighbours on one list leaves too few
+    of them, with fewer than a third colluding, for another. Fewer than a quorum show nothing, since the others may
+    have signed another list.
     """
 
-    opened: bool
     signers: Annotated[Tensor, clients("signers")]
     signatures: Annotated[Tensor, octets("signers", SIGNATURE_BYTES)]
 
@@ -137,6 +136,7 @@ class MaskedSum(Inbox[Any]):
         attempt: int,
         quorum: Quorum,
         self_mask: bool,
+        signed: Callable[[int, bytes, Sequence[int]], bool] | None = None,
     ) -> None:
         self._codec = codec
         self._sum = np.zeros(length, dtype=np.uint64)
@@ -145,6 +145,8 @@ class MaskedSum(Inbox[Any]):
         self.attempt = attempt
         self._quorum = quorum
         self._self_mask = self_mask
+        self._signed = signed
+        self.asked = False
         self.survivors: tuple[int, ...] = ()
         self.relay: dict[int, Bundles] = defaultdict(dict)
         self.signatures: dict[int, bytes] = {}
@@ -176,6 +178,22 @@ class MaskedSum(Inbox[Any]):
         sizes = {"peers": range(among + 1), "locked": range(among * self._largest * ITEM_BYTES + SEAL_BYTES + 1)}
         self.expect(Revealed, self.survivors, which=(self.round, self.attempt), sizes=sizes)
 
+    def check_reach(self) -> None:
+        """Refuse to ask for shares where too few holders are left to open some client's secrets."""
+        alive = set(self.survivors)
+        gone = set(self.graph.members) - alive
+        # A client with everybody around it says nothing new: only what the missing have left open can fall short.
+        for around in gone | {near for one in gone for near in self.graph.neighbours(one)}:
+            if around in alive and not self._self_mask:
+                continue
+            holders = self.graph.neighbours(around)
+            left, needed = len(alive.intersection(holders)), self._quorum.of(len(holders))
+            if left < needed:
+                raise ProtocolError(
+                    f"{left} of {needed} needed neighbours of client {around} are left, of {len(holders)}: the sum "
+                    f"could not be opened; {MORE_NEIGHBOURS}"
+                )
+
     def private(self, client: int) -> Relayed:
         """The sealed shares that survivors dealt to a client."""
         alive = set(self.survivors)
@@ -185,7 +203,10 @@ class MaskedSum(Inbox[Any]):
         peers = reply.peers.tolist()
         if not set(peers) <= set(self.graph.neighbours(reply.client)):
             raise ProtocolError("a revelation of shares that are held by others")
-        self.signatures[reply.client] = to_bytes(reply.signature)
+        signature = to_bytes(reply.signature)
+        if self._signed is not None and not self._signed(reply.client, signature, self.survivors):
+            raise ProtocolError("a revelation does not sign the survivor list")
+        self.signatures[reply.client] = signature
         self._locked[reply.client] = to_bytes(reply.locked)
         for peer, share in zip(peers, reply.keys, strict=True):
             self._shares[(peer, LOCK)][reply.client] = to_bytes(share)

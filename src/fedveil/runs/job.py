@@ -238,6 +238,7 @@ def agreed(config: RunConfig, *, clients: int, task: str) -> Agreed:
         rounds=config.rounds,
         participations=cohort.most_participations(config.rounds),
         rate=cohort.size / cohort.clients,
+        cohort=cohort.size,
     )
     scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)

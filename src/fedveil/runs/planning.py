@@ -154,6 +154,7 @@ def _scheme(question: Question, cohort: Cohort, participations: int) -> Scheme:
         rounds=question.rounds,
         participations=participations,
         rate=cohort.size / cohort.clients,
+        cohort=cohort.size,
     )
     return schemes.assemble(question.scheme, setting, question.options)
 

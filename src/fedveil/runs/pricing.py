@@ -42,7 +42,7 @@ class Rounds:
         members = self.cohort.draw(round)
         samples = [self.samples[client] for client in members]
         reach = [self.work.sensitivity(count) for count in samples]
-        seed = graph_seed(run="planned", round=round, attempt=0, members=members, roster=b"")
+        seed = graph_seed(beacon=b"planned", round=round, members=members)
         return (plan or self.plan).covering(members, samples, reach, seed=seed)
 
 

@@ -59,4 +59,4 @@ def _check_graphs(cohort: Cohort, neighbours: int, *, rounds: int) -> None:
 
 
 def _seed(members: tuple[int, ...], round: int) -> bytes:
-    return graph_seed(run="rehearsal", round=round, attempt=0, members=members, roster=b"")
+    return graph_seed(beacon=b"rehearsal", round=round, members=members)

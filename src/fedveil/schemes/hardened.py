@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import unknown_name
 from fedveil.ledger.remarks import Remarks
 from fedveil.protocol import Scheme
+from fedveil.protocol.epoch import draws_of
 from fedveil.protocol.masked import Masked, Unmasking
 from fedveil.protocol.noised import Dropouts
 from fedveil.protocol.parts import Uplink
@@ -17,19 +19,43 @@ from fedveil.schemes.noised import CLIP, DELTA, EPSILON, clipped_work, pairwise,
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.schemes.veiled import lossless
 from fedveil.uplink.plan import Accounting, NoisePlan
+from fedveil.uplink.surrounding import COLLUSION, LEAST_BITS, colluding, masking_degree, surrounded_bits
 from fedveil.work.gradients import Gradients
 
 COVERS = ("noise", "masks")
 
 
-def masked_assumptions(threshold: float, unmask: Unmasking) -> tuple[str, ...]:
-    """How many neighbours may side with the server, and what else masks rest on."""
-    share = Quorum(threshold).colluding
+def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
+    """How many clients may side with the server, what that means for a neighbourhood, and what else masks rest on."""
+    threshold = masks.quorum.fraction
+    share = masks.quorum.colluding
     few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
     collusion = f"fewer than {few} of each client's neighbours collude (threshold {threshold:.3g})"
     if share < 1e-9:
         collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
-    return (collusion, remarks.HONEST_ARRIVALS) if unmask == "on-dropout" else (collusion,)
+    given = (collusion, *((_surrounded(setting, masks),) if setting.cohort > 2 else ()))
+    return (*given, remarks.HONEST_ARRIVALS) if masks.unmask == "on-dropout" else given
+
+
+def _surrounded(setting: Setting, masks: Masked) -> str:
+    """What share of a round's clients may collude so that this holds, and with which chance it does not."""
+    clients, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
+    degree = masks.degree_of(clients, draws=draws)
+    bits = surrounded_bits(clients, degree=degree, share=masks.collusion, needed=needed, draws=draws)
+    who = (
+        f"at most {colluding(clients, masks.collusion)} of a round's {clients} clients collude (collusion "
+        f"{masks.collusion:g}), and not by who is whose neighbour; "
+    )
+    if math.isinf(bits):
+        return f"{who}that many surround nobody who has {degree} neighbours"
+    chance = f"the chance that they surround an honest client of {degree} neighbours anywhere in the run is "
+    if degree == clients - 1:
+        return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
+    if bits >= LEAST_BITS:
+        return f"{who}{chance}at most 2^-{bits:.1f}"
+    fitting = masking_degree(clients, share=masks.collusion, needed=needed, draws=draws)
+    bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
+    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: give {fitting} neighbours or leave the choice to FedVeil"
 
 
 @scheme(
@@ -37,8 +63,8 @@ def masked_assumptions(threshold: float, unmask: Unmasking) -> tuple[str, ...]:
     paper="FedVeil: rescaling + secure aggregation (Bonawitz et al. 2017, Bell et al. 2020)",
     summary="veiled model down; up, everything masked modulo 2^64: the server learns the sum",
     protects=(
-        "client data from the server: it learns only sums (proven, with fewer than a third of a neighbourhood "
-        "colluding); the model from clients up to secret scales (measured)"
+        "client data from the server: it learns only sums (proven, but for a chance of 2^-30 a run, with a tenth of a "
+        "round's clients colluding); the model from clients up to secret scales (measured)"
     ),
     default_loss="square",
 )
@@ -53,10 +79,12 @@ def veil_secagg(
     threshold: float = 2 / 3,
     neighbours: int | None = None,
     value_range: float = 2.0**24,
+    collusion: float = COLLUSION,
     local_steps: int | None = None,
     local_epochs: int | None = None,
 ) -> Scheme:
-    """`lossless`, with everything a client sends under masks."""
+    """`lossless`, with everything a client sends under masks; `collusion` is the share of a round they withstand."""
+    masks = Masked(value_range, unmask, Quorum(threshold), neighbours, collusion=collusion)
     veiled = lossless(
         setting,
         head_groups=head_groups,
@@ -70,11 +98,11 @@ def veil_secagg(
         veiled,
         name="veil-secagg",
         work=Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False),
-        uplink=Masked(value_range, unmask, Quorum(threshold), neighbours),
+        uplink=masks,
         remarks=Remarks(
             assumptions=(
                 remarks.KEYS,
-                *masked_assumptions(threshold, unmask),
+                *masked_assumptions(setting, masks),
             ),
             unprotected=(
                 "the sum itself: no differential privacy is claimed for it",
@@ -126,7 +154,8 @@ def veil_dp(
             neighbours=neighbours,
             quorum=threshold,
         )
-        uplink = Masked(unmask=unmask, quorum=Quorum(threshold), degree=neighbours, noise=plan)
+        withstood = max(collusion, COLLUSION)  # less than that is only what the noise is sized for
+        uplink = Masked(unmask=unmask, quorum=Quorum(threshold), degree=neighbours, noise=plan, collusion=withstood)
     else:
         uplink = pairwise(
             setting,
@@ -150,7 +179,7 @@ def veil_dp(
                 remarks.SIZES,
                 remarks.KEYS,
                 *remarks.shared_noise(collusion, accounting),
-                *(masked_assumptions(threshold, unmask) if cover == "masks" else ()),
+                *(masked_assumptions(setting, uplink) if isinstance(uplink, Masked) else ()),
                 *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
             ),
             unprotected=(

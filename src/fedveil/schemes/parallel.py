@@ -39,7 +39,7 @@ def _local(setting: Setting, steps: int | None, epochs: int | None) -> LocalStep
 
 
 def _cipher(
-    name: str, value_range: float, unmask: Unmasking, threshold: float, neighbours: int | None
+    setting: Setting, name: str, value_range: float, unmask: Unmasking, threshold: float, neighbours: int | None
 ) -> tuple[Cipher, tuple[str, ...]]:
     """The cipher, and what hiding under it assumes."""
     if name not in CIPHERS:
@@ -47,7 +47,7 @@ def _cipher(
     masks = Masked(value_range, unmask, Quorum(threshold), neighbours)  # refuses nonsense also where it is not used
     if name == "ckks":
         return Ckks(value_range), (remarks.LATTICE, remarks.SHARED_KEY, remarks.UNCHANGED, remarks.LENDERS)
-    return Pads(masks), (remarks.GROUP, *masked_assumptions(threshold, unmask), remarks.UNCHANGED, remarks.LENDERS)
+    return Pads(masks), (remarks.GROUP, *masked_assumptions(setting, masks), remarks.UNCHANGED, remarks.LENDERS)
 
 
 def _plan(setting: Setting, epsilon: float, delta: float, accounting: Accounting) -> NoisePlan:
@@ -107,7 +107,7 @@ def ckks_fedavg(
     neighbours: int | None = None,
 ) -> Scheme:
     """Everything hidden, nothing noised."""
-    hiding, assumed = _cipher(cipher, value_range, unmask, threshold, neighbours)
+    hiding, assumed = _cipher(setting, cipher, value_range, unmask, threshold, neighbours)
     return Scheme(
         name="ckks-fedavg",
         downlink=Kept(),
@@ -143,7 +143,7 @@ def serial(
     neighbours: int | None = None,
 ) -> Scheme:
     """Everything noised, then everything hidden."""
-    hiding, assumed = _cipher(cipher, value_range, unmask, threshold, neighbours)
+    hiding, assumed = _cipher(setting, cipher, value_range, unmask, threshold, neighbours)
     return Scheme(
         name="serial",
         downlink=Kept(),
@@ -195,13 +195,13 @@ def paraaegis(
     if vote not in VOTES:
         raise unknown_name("vote", vote, VOTES)
     everything = (share, share_decay) == (1.0, 1.0)
-    hiding, assumed = _cipher(cipher, value_range, unmask, threshold, neighbours)
+    hiding, assumed = _cipher(setting, cipher, value_range, unmask, threshold, neighbours)
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(Masked(1.0, unmask, Quorum(threshold), neighbours)) if votes and vote == "histogram" else None
     local = _local(setting, local_steps, local_epochs)
     noised = (remarks.OWN_NOISE, *(_given(votes, tags=ballots is None) if share > 0 else ()))
     if ballots is not None:
-        assumed = tuple(dict.fromkeys((*assumed, remarks.GROUP, *masked_assumptions(threshold, unmask))))
+        assumed = tuple(dict.fromkeys((*assumed, remarks.GROUP, *masked_assumptions(setting, ballots.masks))))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),

@@ -20,7 +20,7 @@ class Setting:
     """What every scheme is given: the loss, the batches, the learning rate over rounds, and how long it all takes.
 
     `participations` is the largest number of rounds any one client takes part in, `rate` the share of
-    clients in a round.
+    clients in a round, `cohort` their number (0: not known).
     """
 
     loss: Loss
@@ -30,6 +30,7 @@ class Setting:
     rounds: int = 1
     participations: int = 1
     rate: float = 1.0
+    cohort: int = 0
 
 
 @dataclass(frozen=True)

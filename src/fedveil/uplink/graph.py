@@ -1,8 +1,8 @@
-"""Neighbourhoods: who masks with whom, derived by every client for itself from public facts.
+"""Neighbourhoods: who masks with whom, derived by every client for itself.
 
-Nobody hands a graph out: its seed is a hash of the run, the round, the attempt and the members, and the
-same members give the same graph whatever order they are listed in. A server can still try a few: it names
-the members and counts attempts, of which clients let it skip only so many.
+Nobody hands a graph out: its seed is a hash of the epoch's beacon, the round and the members, and the same
+members give the same graph whatever order they are listed in. The beacon is made of numbers that all clients
+commit to before any is shown (`protocol/epoch.py`), so that nobody can search for a graph that suits it.
 """
 
 from __future__ import annotations
@@ -92,17 +92,16 @@ class Graph:
         return int(connected_components(matrix, directed=False, return_labels=False)) == 1
 
 
-def graph_seed(*, run: str, round: int, attempt: int, members: Sequence[int], roster: bytes) -> bytes:
-    """SHA-256 of run, round, attempt, roster and the sorted members, each with its length."""
-    name = run.encode()
+def graph_seed(*, beacon: bytes, round: int, members: Sequence[int]) -> bytes:
+    """SHA-256 of beacon, round and the sorted members; not of the attempt: repeating a round draws nothing anew."""
     ordered = sorted(members)
-    head = struct.pack("<QQQQQ", round, attempt, len(name), len(roster), len(ordered))
+    head = struct.pack("<QQQ", round, len(beacon), len(ordered))
     numbers = np.asarray(ordered, dtype="<u8").tobytes()
-    return hashlib.sha256(b"fedveil graph 1" + head + name + roster + numbers).digest()
+    return hashlib.sha256(b"fedveil graph 2" + head + beacon + numbers).digest()
 
 
 def default_degree(clients: int) -> int:
-    """Everybody up to 32 clients, else the smallest even number ≥ 4·log₂(clients)."""
+    """What dropouts call for: everybody up to 32 clients, else the smallest even number ≥ 4·log₂(clients)."""
     _at_least_two(clients)
     if clients <= COMPLETE_UP_TO:
         return clients - 1

@@ -55,7 +55,7 @@ class Heard:
     def context(self, round: int) -> RoundContext:
         keys = next(iter(self.states.values())).keys
         assert keys is not None
-        return RoundContext(round, 0, tuple(sorted(self.uploads[round])), keys.directory)
+        return RoundContext(round, 0, tuple(sorted(self.uploads[round])), keys.directory, keys.beacon)
 
     def covering(self, round: int) -> Covering:
         """The noise of a round, as the ledger charges for it."""

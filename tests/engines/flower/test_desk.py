@@ -40,6 +40,7 @@ from fedveil.errors import (
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import ENDED
 from fedveil.protocol.directory import Hello
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.keeping import UNREADABLE, UnreadableError
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs.identities import create_identities
@@ -48,6 +49,8 @@ from fedveil.runs.terms import RequiredError
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
 LINEAGE = "0123456789abcdef" * 2
 CPU = torch.device("cpu")
+
+EPOCH = Epoch(0, 0, 5, 5, 5, 0)
 
 
 def a_setup(**changes: Any) -> Setup:
@@ -70,7 +73,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_the_same_message_gets_the_same_reply_even_from_another_process(home: Path) -> None:
     setup = a_setup(secrets="os")
-    hello = Hello(setup.name + "run")
+    hello = Hello(setup.name + "run", EPOCH)
     first = Desk(home).handle(parcel(setup, hello, "m1"))
     assert not code(first)
     assert Desk(home).handle(parcel(setup, hello, "m1")) == first
@@ -83,36 +86,36 @@ def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: P
     desk, setup = Desk(home), a_setup(secrets="os")
     other = a_setup(secrets="os", neighbours=2)
     assert setup.name != other.name
-    assert code(desk.handle(parcel(setup, Hello("run"), "m1"))) == refusals.PROTOCOL
-    assert code(desk.handle(parcel(setup, Hello(other.name + "run"), "m2"))) == refusals.PROTOCOL
-    assert code(desk.handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == ""
-    assert code(desk.handle(parcel(setup, Hello(setup.name + "another"), "m4"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello("run", EPOCH), "m1"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(other.name + "run", EPOCH), "m2"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == ""
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "another", EPOCH), "m4"))) == refusals.PROTOCOL
 
 
 def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
     desk, setup = Desk(home), a_setup(secrets="os")
-    desk.handle(parcel(setup, Hello(setup.name + "run"), "m1"))
+    desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m1"))
     later = replace(setup, attempt=1)
-    desk.handle(parcel(later, Hello(later.name + "run"), "m2"))
+    desk.handle(parcel(later, Hello(later.name + "run", EPOCH), "m2"))
     again = Memory(home / "state").recall(LINEAGE, device=CPU)
     assert again is not None
     assert again.state.keys is not None
     assert again.state.keys.run == later.name + "run"
     # Neither does it answer what belongs to the old keys.
-    assert code(desk.handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == refusals.PROTOCOL
 
 
 def test_settings_do_not_change_in_the_middle_of_an_attempt(home: Path) -> None:
     desk = Desk(home)
-    desk.handle(parcel(a_setup(), Hello("run"), "m1"))
-    assert code(desk.handle(parcel(a_setup(scheme="fedavg"), Hello("run"), "m2"))) == refusals.PROTOCOL
+    desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
+    assert code(desk.handle(parcel(a_setup(scheme="fedavg"), Hello("run", EPOCH), "m2"))) == refusals.PROTOCOL
 
 
 def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
     desk = Desk(home)
     later = Setup.parse(a_setup().to_text().replace('"attempt":0', '"attempt":1'))
-    assert not code(desk.handle(parcel(later, Hello("run"), "m1")))
-    assert code(desk.handle(parcel(a_setup(), Hello("run"), "m2"))) == refusals.PROTOCOL
+    assert not code(desk.handle(parcel(later, Hello("run", EPOCH), "m1")))
+    assert code(desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == refusals.PROTOCOL
 
 
 @pytest.mark.parametrize(
@@ -120,20 +123,20 @@ def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
     [
         pytest.param(b"", id="nothing"),
         pytest.param(b"FVP1\xff\xff\xff\xff{}", id="a header too long"),
-        pytest.param(pack({"setup": "{}", "message": "m"}, {"common": encode(Hello("run"))}), id="no setup"),
+        pytest.param(pack({"setup": "{}", "message": "m"}, {"common": encode(Hello("run", EPOCH))}), id="no setup"),
         pytest.param(pack({"setup": a_setup().to_text(), "message": "m"}, {}), id="no request"),
         pytest.param(pack({"setup": a_setup().to_text(), "message": "m"}, {"common": b"FVW1rubbish"}), id="rubbish"),
         pytest.param(
             pack({"setup": a_setup().to_text().replace(LINEAGE, "../../../../etc/passwd0123456789"), "message": "m"},
-                 {"common": encode(Hello("run"))}), id="a path for a name"
+                 {"common": encode(Hello("run", EPOCH))}), id="a path for a name"
         ),
         pytest.param(
             pack({"setup": a_setup().to_text().replace('"seed":1', '"seed":"x"'), "message": "m"},
-                 {"common": encode(Hello("run"))}), id="a seed of letters"
+                 {"common": encode(Hello("run", EPOCH))}), id="a seed of letters"
         ),
         pytest.param(
             pack({"setup": a_setup().to_text().replace('"outputs":10', '"outputs":-10'), "message": "m"},
-                 {"common": encode(Hello("run"))}), id="a negative number of outputs"
+                 {"common": encode(Hello("run", EPOCH))}), id="a negative number of outputs"
         ),
     ],
 )  # fmt: skip
@@ -144,7 +147,7 @@ def test_what_cannot_be_read_is_refused_with_a_code(content: bytes, home: Path) 
 
 @pytest.mark.parametrize("cut", [1, 4, 9, 40, 200, -1])
 def test_a_truncated_parcel_is_refused(cut: int, home: Path) -> None:
-    whole = parcel(a_setup(), Hello("run"))
+    whole = parcel(a_setup(), Hello("run", EPOCH))
     assert code(Desk(home).handle(whole[:cut])) == refusals.PROTOCOL
 
 
@@ -286,11 +289,11 @@ def test_what_the_owner_changes_counts_from_the_next_message(home: Path) -> None
 
 def test_state_restored_from_a_backup_is_refused(home: Path, tmp_path: Path) -> None:
     desk, setup = Desk(home), a_setup(secrets="os")
-    desk.handle(parcel(setup, Hello(setup.name + "run"), "m1"))
+    desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m1"))
     shutil.copytree(home / "state", tmp_path / "backup")
-    desk.handle(parcel(setup, Hello(setup.name + "run"), "m2"))
+    desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m2"))
     shutil.copytree(tmp_path / "backup", home / "state", dirs_exist_ok=True)
-    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run"), "m3"))) == refusals.STATE
+    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == refusals.STATE
 
 
 def test_the_texts_hold_the_words_that_a_run_goes_by() -> None:
@@ -301,18 +304,18 @@ def test_the_texts_hold_the_words_that_a_run_goes_by() -> None:
 
 
 def test_damaged_state_is_refused_and_left_alone(home: Path) -> None:
-    Desk(home).handle(parcel(a_setup(), Hello("run"), "m1"))
+    Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
     file = home / "state" / f"{LINEAGE}.run.sealed"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    assert code(Desk(home).handle(parcel(a_setup(), Hello("run"), "m2"))) == refusals.STATE
+    assert code(Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == refusals.STATE
     assert file.read_bytes() == bytes(content)
 
 
 def test_state_is_sealed_and_readable_by_its_owner_alone(home: Path) -> None:
     setup = a_setup(secrets="os")
-    Desk(home).handle(parcel(setup, Hello(setup.name + "a name to look for"), "m1"))
+    Desk(home).handle(parcel(setup, Hello(setup.name + "a name to look for", EPOCH), "m1"))
     state = Memory(home / "state").recall(LINEAGE, device=CPU)
     assert state is not None
     assert state.state.keys is not None
@@ -339,7 +342,7 @@ def test_what_was_spent_is_remembered_for_all_runs_under_limits_of_ones_own(tmp_
     # Without a policy every run is held to its own target.
     (homes[0] / "client.toml").write_text("client = 0\nsimulation = true\n")
     desk = Desk(homes[0])
-    desk.handle(parcel(a_setup(), Hello("run")))
+    desk.handle(parcel(a_setup(), Hello("run", EPOCH)))
     kept = Memory(homes[0] / "state").recall(LINEAGE, device=CPU)
     assert kept is not None
     assert kept.state.spent == 0.0
