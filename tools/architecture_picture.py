@@ -40,6 +40,7 @@ _WORDS = {
     "runs": "folders, checkpoints",
     "schemes": "parts put together",
     "secrets": "secret randomness",
+    "shapes": "what fields may be",
     "tracking": "TensorBoard, MLflow",
     "trials": "attacks run and judged",
     "uplink": "the way up: sums",

@@ -148,9 +148,12 @@ def test_colluders_take_their_noise_off_and_nothing_else(scheme: str) -> None:
         assert view.uncovered is not None
         assert some.uncovered is not None
         assert covered.uncovered is None
-        assert torch.allclose(view.uncovered, plain.upload.to(torch.float64), rtol=1e-9, atol=1e-9)
-        assert (covered.upload - plain.upload).norm() > 1.2 * (some.uncovered - plain.upload).norm()
-        assert (some.uncovered - plain.upload).norm() > 1e-3 * plain.upload.norm()
+        seen, left, bare, most = (
+            one.to(torch.float64) for one in (covered.upload, view.uncovered, plain.upload, some.uncovered)
+        )
+        assert torch.allclose(left, bare, rtol=1e-9, atol=1e-9)
+        assert (seen - bare).norm() > 1.2 * (most - bare).norm()
+        assert (most - bare).norm() > 1e-3 * bare.norm()
         assert view.recovered is not None
         assert plain.recovered is not None
         assert torch.allclose(view.recovered.gradient, plain.recovered.gradient, rtol=1e-7, atol=1e-7)

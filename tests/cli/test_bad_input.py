@@ -270,7 +270,7 @@ LEDGER: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]
     "nothing asked": ((), ConfigError, ("Give a run folder", "--scheme nadp")),
     "both asked": (("{p}", "--scheme", "nadp"), ConfigError, ("not both",)),
     "no run there": (("{p}/absent",), CheckpointError, ("There is no run at",)),
-    "not a ledger": (("{p}/good.csv",), CheckpointError, ("good.csv is damaged or not a ledger",)),
+    "not a ledger": (("{p}/good.csv",), CheckpointError, ("good.csv is damaged: it is no JSON",)),
     "unknown scheme": (("--scheme", "napd"), ConfigError, ("Did you mean 'nadp'?",)),
     "an option of another scheme": (("--scheme", "fedavg", "--epsilon", 1), ConfigError, ("no option 'epsilon'",)),
     "no clients": (("--scheme", "nadp", "--clients", 0), ConfigError, ("at least one client",)),

@@ -203,7 +203,7 @@ def test_resume_says_on_standard_error_which_checkpoint_it_refused(tmp_path: Pat
     fedveil("run", *SMALL, "--checkpoint-every", 1, "--out", tmp_path / "run")
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     newest.write_bytes(b"")
-    done = fedveil("run", "--resume", "--out", tmp_path / "run", "-q")
+    done = fedveil("run", "--resume", "--rounds", 5, "--out", tmp_path / "run", "-q")
     assert done.code == 0
     assert f"Checkpoint {newest.name} is damaged" in done.error
     assert "Using the previous one" in done.error

@@ -507,6 +507,7 @@ def test_no_noise_is_used_twice_over_runs_resumes_and_reruns(spied: Spy, tmp_pat
                 saved = sorted((tmp_path / name / "checkpoints").glob("*.safetensors"))
                 for lost in saved[-1:] if again == 1 else saved:
                     lost.unlink()
+                (tmp_path / name / "summary.json").unlink()  # as if killed before its end
                 session.resume(tmp_path / name, quiet=True)
             fresh, shared = spied()
             rounds += len(fresh) // 4

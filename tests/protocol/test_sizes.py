@@ -40,7 +40,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "nadp, sparse": {"scheme": "nadp", "neighbours": 5},
     "nadp, updates": {"scheme": "nadp", "local_steps": 2},
     "veil-dp": {"scheme": "veil-dp"},
-    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks", "value_range": 2.0**30},
+    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
 }
 
 

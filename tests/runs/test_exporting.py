@@ -15,6 +15,7 @@ from torch import nn
 import fedveil
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
+from fedveil.models import Factory
 from fedveil.runs import session
 from fedveil.runs.exporting import export_run
 from fedveil.runs.model_file import load_model
@@ -31,10 +32,10 @@ def net(input_shape, outputs, width=8):
 """
 
 
-def check_export(run: Path, out: Path, *, tolerance: float) -> None:
+def check_export(run: Path, out: Path, *, tolerance: float, model: Factory | None = None) -> None:
     """Equal predictions, equal accuracy, other numbers."""
-    found = export_run(run, out)
-    server, usable = (predict_dataset(one, dataset=None, part="test") for one in (run, out))
+    found = export_run(run, out, model=model)
+    server, usable = (predict_dataset(one, dataset=None, part="test", model=model) for one in (run, out))
     assert (server.kind, usable.kind) == ("server", "export")
     assert float((server.outputs - usable.outputs).abs().max()) < tolerance * float(server.outputs.abs().max())
     assert server.accuracy == usable.accuracy
@@ -82,10 +83,10 @@ def test_an_export_is_as_good_as_the_server_and_has_other_numbers(
 
 def test_a_users_own_network_exports_too(tmp_path: Path, small: Small) -> None:
     (tmp_path / "nets.py").write_text(FACTORY)
-    reference = f"{tmp_path / 'nets.py'}:net"
+    reference = Factory(f"{tmp_path / 'nets.py'}:net")
     config = small(model=reference, model_options={"width": 6}, rounds=3)
     session.run(config, tmp_path / "run", quiet=True)
-    check_export(tmp_path / "run", tmp_path / "usable.safetensors", tolerance=1e-4)
+    check_export(tmp_path / "run", tmp_path / "usable.safetensors", tolerance=1e-4, model=reference)
 
 
 def test_a_regression_exports_with_the_same_error(tmp_path: Path) -> None:

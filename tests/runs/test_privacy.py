@@ -13,7 +13,7 @@ import pytest
 from federation import job
 from fedveil.config import RunConfig
 from fedveil.engines import LocalEngine
-from fedveil.ledger.account import CLIENTS, SERVER
+from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.correlated import charges
 from fedveil.ledger.gaussian import mu_of
 from fedveil.protocol import ClientRole, Gathered, RoundBegins, RoundDone, ServerRole, Train
@@ -267,7 +267,7 @@ def test_a_client_that_would_go_over_the_target_leaves_the_cohort_and_the_others
     assert books.account is not None
     limit = mu_of(3.0, 1e-5) ** 2
     assert all(float(spent.max()) <= limit * (1 + 1e-9) for spent in books.account.spent.values())
-    assert float(books.account.spent[SERVER][2]) > 0.9 * limit
+    assert float(books.account.spent[COLLUSION][2]) > 0.9 * limit
 
 
 def test_failed_rounds_cost_what_the_server_saw_and_nothing_towards_clients(tmp_path: Path) -> None:
@@ -297,18 +297,19 @@ def test_a_replayed_journal_gives_the_same_account(tmp_path: Path) -> None:
         assert spent.max() > 0
 
 
+EVERYBODY = {"server": "dp", "server and colluding clients": "dp", "clients": "dp", "outsider": "dp"}
 LINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "fedavg": ({}, {"server": "none", "clients": "none", "outsider": "none"}),
     "lossless": ({"loss": "square"}, {"server": "none", "clients": "none", "outsider": "none"}),
     "ldp": ({}, {"server": "dp", "clients": "dp", "outsider": "dp"}),
     "cdp": ({}, {"server": "none", "clients": "dp", "outsider": "none"}),
-    "nadp": ({}, {"server": "dp", "clients": "dp", "outsider": "dp"}),
+    "nadp": ({}, EVERYBODY),
     "nadp, colluding": (
         {"collusion": 0.4},
-        {"server": "dp", "server and colluding clients": "dp", "clients": "dp", "outsider": "dp"},
+        EVERYBODY,
     ),
-    "veil-dp": ({}, {"server": "dp", "clients": "dp", "outsider": "dp"}),
-    "veil-dp, masks": ({"cover": "masks"}, {"server": "dp", "clients": "dp", "outsider": "dp"}),
+    "veil-dp": ({}, EVERYBODY),
+    "veil-dp, masks": ({"cover": "masks"}, EVERYBODY),
     "veil-secagg": (
         {"loss": "square"},
         {

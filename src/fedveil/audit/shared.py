@@ -38,7 +38,7 @@ def unit_of(uplink: Channel, terms: Terms, state: ClientState, *, round: int, at
     """What one of an upload's whole numbers is in the units of a contribution; 1 where they are real numbers."""
     if not isinstance(uplink, Noised):
         return 1.0
-    context = RoundContext(round, attempt, state.seat, state.ring().known())
+    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
     return grid.gridded(uplink.plan, context, terms).step
 
 

@@ -63,7 +63,7 @@ def _norm(rows: Tensor) -> Tensor:
 def scaled_norms(rows: Tensor) -> Tensor:
     """‖row‖ in float64, of numbers scaled by the largest; not finite where a row is not, or its norm no such number."""
     wide = rows.double()
-    largest = wide.abs().amax(1)
+    largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     scale = torch.where(largest == 0, 1.0, largest)
     return scale * (wide / scale[:, None]).square().sum(1).sqrt()
 
