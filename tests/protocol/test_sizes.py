@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from federation import job, same_bits, server_of, trained
+from federation import job, relay_of, same_bits, server_of, trained
 from fedveil.engines import ClientPool, LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
@@ -22,8 +22,9 @@ from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState
+from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.handshake import Introductions
-from fedveil.protocol.messages import Reply
+from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
 from fedveil.runs.job import Job
 from fedveil.runs.roles import client_role, server_role
@@ -39,7 +40,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "nadp, sparse": {"scheme": "nadp", "neighbours": 5},
     "nadp, updates": {"scheme": "nadp", "local_steps": 2},
     "veil-dp": {"scheme": "veil-dp"},
-    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks", "value_range": 2.0**30},
+    "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
 }
 
 
@@ -278,6 +279,36 @@ def test_a_weight_other_than_the_announced_size_changes_nothing(name: str) -> No
     tampered, boundaries = trained(one, role=Weighty(one.scheme, one.blueprint, secrets=secrets))
     assert all(not done.failed for done in boundaries)
     assert same_bits(tampered.weights.parameters, honest.weights.parameters)
+
+
+@dataclass(eq=False)
+class Growing:
+    """A client role whose client 3 has ten times as many samples once it has announced how many it has."""
+
+    role: Any
+
+    def handle_many(self, states: Any, request: Request, clients: Any, private: Any = None, **more: Any) -> Any:
+        if not isinstance(request, (Hello, Directory)):
+            clients = [_tenfold(one) if one.client == 3 else one for one in clients]
+        return self.role.handle_many(states, request, clients, private, **more)
+
+
+def _tenfold(data: ClientData) -> ClientData:
+    x, y = data.take(torch.arange(len(data)))
+    return ClientData(data.client, x.repeat(10, *[1] * (x.dim() - 1)), y.repeat(10, *[1] * (y.dim() - 1)))
+
+
+@pytest.mark.parametrize("name", ["ldp", "nadp", "veil-dp", "veil-dp, masks", "dp-fedavg", "veil-secagg", "paraaegis"])
+def test_a_client_whose_data_have_grown_since_it_announced_them_sends_nothing(name: str) -> None:
+    """Its noise would be made for the size it has announced, its batches' weight for the one it has: ε times ten."""
+    given = SHARED.get(name, {"scheme": name})
+    loss = "square" if name == "veil-secagg" else None
+    one = job(clients=5, rounds=1, batch_size=5, loss=loss, **given)
+    start = relay_of if one.scheme.holder == "clients" else server_of
+    boundaries: list[Any] = []
+    LocalEngine(Growing(client_role(one)), one.pool).drive(start(one).run(), on_round=boundaries.append)  # type: ignore[arg-type]
+    assert list(boundaries[0].gathered.refused) == [3]
+    assert "has other data than when it announced" in boundaries[0].gathered.refused[3]
 
 
 def test_a_client_is_held_to_what_it_announced_in_an_earlier_attempt_of_the_run() -> None:

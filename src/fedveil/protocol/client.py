@@ -93,7 +93,7 @@ class ClientRole:
             self._gate.check(state, request, private)
             if not isinstance(request, Train):
                 return self._answer(state, request, data, private)
-            state, context = self._begin(state, request, private)
+            state, context = self._begin(state, request, len(data), private)
         promised(state)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
         with own_errors(state, request):
@@ -121,7 +121,7 @@ class ClientRole:
                 with own_errors(state, request):
                     self._gate.check(state, request, private_too)
                     if isinstance(request, Train):
-                        begun.append(self._begin(state, request, private_too))
+                        begun.append(self._begin(state, request, len(data), private_too))
                         promised(begun[-1][0])
                         able.append(data)
                         continue
@@ -143,11 +143,13 @@ class ClientRole:
             except FedVeilError as reason:
                 yield state, reason
 
-    def _begin(self, state: ClientState, request: Train, private: Request | None) -> tuple[ClientState, RoundContext]:
+    def _begin(
+        self, state: ClientState, request: Train, samples: int, private: Request | None
+    ) -> tuple[ClientState, RoundContext]:
         context = self._context(request, None if state.keys is None else state.keys.directory)
         self._uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
-        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         spent = state.spent
         plan = self._uplink.plan
         if plan is not None:

@@ -52,12 +52,20 @@ class RoundContext:
         """Round and attempt."""
         return self.round, self.attempt
 
-    def check_sizes(self, client: int, ratio: float) -> None:
-        """Refuse a round to `client` in which somebody claims a number of samples that is out of proportion."""
+    def check_sizes(self, client: int, ratio: float, *, samples: int) -> None:
+        """Refuse a round to `client` in which somebody claims a number of samples that is out of proportion.
+
+        Or if it no longer has as many `samples` as it has announced: noise is made for those.
+        """
         odd = {} if self.directory is None else self.directory.outsized(ratio)
         for other in self.cohort:
             if other in odd:
                 raise ProtocolError(f"client {client} takes part in no round with client {other}, which {odd[other]}")
+        if self.directory is not None and self.directory.samples_of([client]) != [samples]:
+            raise ProtocolError(
+                f"client {client} has other data than when it announced how many samples it has, and noise is made for "
+                "those: a run needs the same data from beginning to end"
+            )
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
