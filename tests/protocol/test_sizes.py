@@ -199,7 +199,10 @@ def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int
     worst = max(float(seen(covering, three)[0]) for three in combinations(range(1, 10), 3))
     for share in (0.0, 0.3):
         for limit in (None, 2.0):
-            role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_epsilon=limit, collusion=share))
+            policy = Policy(max_epsilon=limit, collusion=share)
+            # The same keys, and with them the same graph, every time.
+            secrets = one.secrets.branch("clients")  # type: ignore[attr-defined]
+            role = ClientRole(one.scheme, one.blueprint, policy=policy, secrets=secrets)
             engine = LocalEngine(role, one.pool)
             boundaries: list[Any] = []
             engine.drive(server_of(one).run(), on_round=boundaries.append)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy
+from fedveil.ledger.policy import Policy, SampledRounds
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.messages import Reply, Request, Train
@@ -36,8 +36,10 @@ def _unstored(state: ClientState) -> None:
 def own_target(scheme: Scheme) -> Policy:
     """The target a scheme names, as a limit."""
     plan = scheme.uplink.plan
-    if plan is None or plan.accounting != "exact" or plan.sampling is not None:
+    if plan is None or plan.accounting != "exact":
         return Policy()
+    if plan.sampling is not None:
+        return SampledRounds(rounds=plan.target.participations)
     return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
 
 
