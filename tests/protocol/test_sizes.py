@@ -22,7 +22,7 @@ from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState
-from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.directory import Announce, Directory, Hello
 from fedveil.protocol.handshake import Introductions
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
@@ -223,6 +223,15 @@ def test_a_claim_out_of_proportion_is_left_out_by_name_and_the_run_goes_on() -> 
     assert said == [
         "Client 3 took no part: it claims 1,000,000 samples, more than 100 times the median of 30 (max_size_ratio)."
     ]
+
+
+@pytest.mark.parametrize(("liars", "left_out"), [(1, []), (4, []), (5, [0, 1, 2, 3, 4])])
+def test_only_half_of_all_clients_can_have_others_left_out(liars: int, left_out: list[int]) -> None:
+    """Who claims one sample pulls the median down; while honest clients compare, fewer than half leave nobody out."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    sizes = [200, 250, 300, 400, 900, *([1] * liars)]
+    directory = Directory.of("run", [Announce(k, count, empty, empty, empty) for k, count in enumerate(sizes)])
+    assert sorted(directory.outsized(100.0)) == left_out
 
 
 def test_a_run_in_which_nobody_compares_says_why_it_cannot_start() -> None:
