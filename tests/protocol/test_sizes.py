@@ -293,6 +293,24 @@ def test_a_weight_other_than_the_announced_size_changes_nothing(name: str) -> No
     assert same_bits(tampered.weights.parameters, honest.weights.parameters)
 
 
+class Inflating(ClientRole):
+    """Clients of which one sends numbers that no clipped gradient has."""
+
+    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
+        if state.client == 3:
+            vector = torch.full_like(vector, 2.0**35)
+        return super()._protect(state, vector, context)
+
+
+def test_a_trusted_server_takes_no_upload_that_is_longer_than_clipping_leaves_any() -> None:
+    """A sum is a float64 before it is whole steps: beside 2³⁵ the others' part of it was rounded to 2⁻¹⁸."""
+    one = job(scheme="cdp", clients=5, rounds=1, loss=None)
+    boundaries: list[Any] = []
+    LocalEngine(Inflating(one.scheme, one.blueprint), one.pool).drive(server_of(one).run(), on_round=boundaries.append)
+    assert sorted(boundaries[0].gathered.arrived) == [0, 1, 2, 4]
+    assert not boundaries[0].failed
+
+
 @dataclass(eq=False)
 class Growing:
     """A client role whose client 3 has ten times as many samples once it has announced how many it has."""

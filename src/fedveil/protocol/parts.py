@@ -249,14 +249,26 @@ class Uplink(Channel, Protocol):
 
 
 class UploadSum(Inbox[Upload]):
-    """An exact sum of real numbers."""
+    """An exact sum of real numbers, none of which is beyond ± its sender's number in `most`, where there is one."""
 
-    def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        context: RoundContext,
+        *,
+        device: torch.device,
+        most: Mapping[int, float] | None = None,
+    ) -> None:
         self._sum = ExactSum(layout.length, device=device)
+        self._most = {} if most is None else most
         sizes = {"contribution": layout.length}
         self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types={"payload": REALS})
 
     def _fold(self, reply: Upload) -> None:
+        most = self._most.get(reply.client)
+        # The weight, at the end, is not asked.
+        if most is not None and not bool((reply.payload[:-1].double().abs() <= most).all()):
+            raise ProtocolError(f"an upload holds numbers beyond {most:g}, more than clipping leaves of any")
         self._sum.add(reply.payload)
 
     def total(self) -> Tensor:
