@@ -267,7 +267,7 @@ class UploadSum(Inbox[Upload]):
     def _fold(self, reply: Upload) -> None:
         most = self._most.get(reply.client)
         # The weight, at the end, is not asked.
-        if most is not None and not bool((reply.payload[:-1].double().abs() <= most).all()):
+        if most is not None and bool((reply.payload[:-1].double().abs() > most).any()):
             raise ProtocolError(f"an upload holds numbers beyond {most:g}, more than clipping leaves of any")
         self._sum.add(reply.payload)
 
