@@ -15,6 +15,7 @@ from fedveil.engines import ClientPool, LocalEngine
 from fedveil.errors import FedVeilError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, Upload
+from fedveil.protocol.grid import gridded
 from fedveil.runs.job import Job
 from fedveil.runs.training import fresh_state
 from fedveil.secrets import SeededSecrets
@@ -43,6 +44,7 @@ class Overhearing(ClientRole):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.sent: dict[int, Tensor] = {}
+        self.step = 0.0
 
     def handle_many(self, *given: Any) -> Any:
         for state, reply in super().handle_many(*given):
@@ -50,16 +52,22 @@ class Overhearing(ClientRole):
                 raise reply
             if isinstance(reply, Upload):
                 self.sent[reply.client] = reply.payload
+                assert self._latest is not None
+                assert self._uplink.plan is not None
+                self.step = gridded(self._uplink.plan, self._latest[1], self._terms).step
             yield state, reply
 
 
-def uploads(one: Job, parameters: Tensor) -> dict[int, Tensor]:
-    """What clients upload to a server that sends these parameters; equal secrets, and so equal noise, each time."""
+def uploads(one: Job, parameters: Tensor) -> tuple[dict[int, Tensor], float]:
+    """What clients upload to a server that sends these parameters, in whole steps, and how long a step is.
+
+    Equal secrets, and so equal noise, each time.
+    """
     role = Overhearing(one.scheme, one.blueprint, secrets=SeededSecrets(5), policy=Policy(max_clip=CLIP))
     state = fresh_state(one)
     state.weights.parameters.copy_(parameters)
     LocalEngine(role, one.pool).drive(server_of(one, state).run(), on_round=lambda done: None)
-    return role.sent
+    return role.sent, role.step
 
 
 @pytest.mark.parametrize("batch", [0, 4])
@@ -79,10 +87,11 @@ def test_a_crafted_model_does_not_carry_a_contribution_past_its_bound(scheme: st
     train, _ = digits()
     rows = (train.y == 0).nonzero().flatten()[:25]
     one = dataclasses.replace(one, pool=ClientPool.separate([(train.x[k].float(), train.y[k]) for k in rows.split(5)]))
-    honest = uploads(one, torch.zeros_like(one.weights.parameters))
-    hostile = uploads(one, crafted(one))
+    honest, step = uploads(one, torch.zeros_like(one.weights.parameters))
+    hostile, _ = uploads(one, crafted(one))
     assert sorted(hostile) == sorted(honest) == list(range(5))
     for client, payload in hostile.items():
-        moved = float((payload - honest[client]).double().norm())
+        moved = float((payload - honest[client]).double().norm()) * step
         most = 2 * 5 * CLIP
+        assert moved > 0.01 * most  # they are not alike either
         assert moved <= most, f"{moved / most:.1f} times what the bound allows"

@@ -203,7 +203,7 @@ BOTH: dict[str, tuple[Change, str]] = {
     "so few that they are seen": ({"contributors": lambda c: c[:2]}, "at least three"),
     "a stranger": ({"asked": lambda a: torch.cat([a, torch.tensor([9])])}, "asked cannot be 6 here"),
     "a longer rest": ({"rest": lambda r: torch.cat([r, r[:1]])}, r"a sum under noise has shape \(521,\)"),
-    "real numbers": ({"rest": lambda rest: rest.double()}, "is torch.float64"),
+    "real numbers": ({"rest": lambda rest: rest.double()}, "is torch.float64 and has shape"),
     "nothing hidden": ({"hidden": lambda h: None}, "a round's hidden sum is missing"),
     "another round": ({"round": lambda r: 1}, "does not know which coordinates round 2 hid"),
     "another attempt": ({"attempt": lambda a: 1}, "does not know which coordinates"),

@@ -505,7 +505,8 @@ def test_no_noise_is_used_twice_over_runs_resumes_and_reruns(spied: Spy, tmp_pat
                 session.run(RunConfig.from_mapping({**given, **settings}), tmp_path / name, quiet=True)
             else:  # back to round 2, then to the beginning: over rounds that were already done
                 saved = sorted((tmp_path / name / "checkpoints").glob("*.safetensors"))
-                for lost in saved[-1:] if again == 1 else saved:
+                finished = [tmp_path / name / one for one in ("model.safetensors", "summary.json")]
+                for lost in (*(saved[-1:] if again == 1 else saved), *finished):
                     lost.unlink()
                 (tmp_path / name / "summary.json").unlink()  # as if killed before its end
                 session.resume(tmp_path / name, quiet=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from federation import job, same_bits, server_of, trained
+from federation import job, relay_of, same_bits, server_of, trained
 from fedveil.engines import ClientPool, LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
@@ -23,8 +23,9 @@ from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState
 from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import Announce, Directory, Hello
 from fedveil.protocol.handshake import Introductions
-from fedveil.protocol.messages import Reply
+from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
 from fedveil.runs.job import Job
 from fedveil.runs.roles import client_role, server_role
@@ -205,7 +206,10 @@ def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int
     worst = max(float(seen(covering, three)[0]) for three in combinations(range(1, 10), 3))
     for share in (0.0, 0.3):
         for limit in (None, 2.0):
-            role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_epsilon=limit, collusion=share))
+            policy = Policy(max_epsilon=limit, collusion=share)
+            # The same keys, and with them the same graph, every time.
+            secrets = one.secrets.branch("clients")  # type: ignore[attr-defined]
+            role = ClientRole(one.scheme, one.blueprint, policy=policy, secrets=secrets)
             engine = LocalEngine(role, one.pool)
             boundaries: list[Any] = []
             engine.drive(server_of(one).run(), on_round=boundaries.append)
@@ -226,6 +230,15 @@ def test_a_claim_out_of_proportion_is_left_out_by_name_and_the_run_goes_on() -> 
     assert said == [
         "Client 3 took no part: it claims 1,000,000 samples, more than 100 times the median of 30 (max_size_ratio)."
     ]
+
+
+@pytest.mark.parametrize(("liars", "left_out"), [(1, []), (4, []), (5, [0, 1, 2, 3, 4])])
+def test_only_half_of_all_clients_can_have_others_left_out(liars: int, left_out: list[int]) -> None:
+    """Who claims one sample pulls the median down; while honest clients compare, fewer than half leave nobody out."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    sizes = [200, 250, 300, 400, 900, *([1] * liars)]
+    directory = Directory.of("run", [Announce(k, count, empty, empty, empty) for k, count in enumerate(sizes)])
+    assert sorted(directory.outsized(100.0)) == left_out
 
 
 def test_a_run_in_which_nobody_compares_says_why_it_cannot_start() -> None:
@@ -285,6 +298,54 @@ def test_a_weight_other_than_the_announced_size_changes_nothing(name: str) -> No
     tampered, boundaries = trained(one, role=Weighty(one.scheme, one.blueprint, secrets=secrets))
     assert all(not done.failed for done in boundaries)
     assert same_bits(tampered.weights.parameters, honest.weights.parameters)
+
+
+class Inflating(ClientRole):
+    """Clients of which one sends numbers that no clipped gradient has."""
+
+    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
+        if state.client == 3:
+            vector = torch.full_like(vector, 2.0**35)
+        return super()._protect(state, vector, context)
+
+
+def test_a_trusted_server_takes_no_upload_that_is_longer_than_clipping_leaves_any() -> None:
+    """A sum is a float64 before it is whole steps: beside 2³⁵ the others' part of it was rounded to 2⁻¹⁸."""
+    one = job(scheme="cdp", clients=5, rounds=1, loss=None)
+    boundaries: list[Any] = []
+    LocalEngine(Inflating(one.scheme, one.blueprint), one.pool).drive(server_of(one).run(), on_round=boundaries.append)
+    assert sorted(boundaries[0].gathered.arrived) == [0, 1, 2, 4]
+    assert not boundaries[0].failed
+
+
+@dataclass(eq=False)
+class Growing:
+    """A client role whose client 3 has ten times as many samples once it has announced how many it has."""
+
+    role: Any
+
+    def handle_many(self, states: Any, request: Request, clients: Any, private: Any = None, **more: Any) -> Any:
+        if not isinstance(request, (Hello, Directory)):
+            clients = [_tenfold(one) if one.client == 3 else one for one in clients]
+        return self.role.handle_many(states, request, clients, private, **more)
+
+
+def _tenfold(data: ClientData) -> ClientData:
+    x, y = data.take(torch.arange(len(data)))
+    return ClientData(data.client, x.repeat(10, *[1] * (x.dim() - 1)), y.repeat(10, *[1] * (y.dim() - 1)))
+
+
+@pytest.mark.parametrize("name", ["ldp", "nadp", "veil-dp", "veil-dp, masks", "dp-fedavg", "veil-secagg", "paraaegis"])
+def test_a_client_whose_data_have_grown_since_it_announced_them_sends_nothing(name: str) -> None:
+    """Its noise would be made for the size it has announced, its batches' weight for the one it has: ε times ten."""
+    given = SHARED.get(name, {"scheme": name})
+    loss = "square" if name == "veil-secagg" else None
+    one = job(clients=5, rounds=1, batch_size=5, loss=loss, **given)
+    start = relay_of if one.scheme.holder == "clients" else server_of
+    boundaries: list[Any] = []
+    LocalEngine(Growing(client_role(one)), one.pool).drive(start(one).run(), on_round=boundaries.append)  # type: ignore[arg-type]
+    assert list(boundaries[0].gathered.refused) == [3]
+    assert "has other data than when it announced" in boundaries[0].gathered.refused[3]
 
 
 def test_a_client_is_held_to_what_it_announced_in_an_earlier_attempt_of_the_run() -> None:

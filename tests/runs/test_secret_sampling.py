@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from federation import job
+from federation import job, server_of
+from fedveil.engines import LocalEngine
 from fedveil.errors import ConfigError
 from fedveil.ledger.sampled import sampled_epsilon
+from fedveil.protocol import RoundDone
 from fedveil.runs.job import Job
+from fedveil.runs.roles import client_role
 from fedveil.runs.training import fresh_state, train_job
 from fedveil.secrets import SeededSecrets
 from fedveil.work.clipped import ClippedSamples
@@ -39,6 +42,16 @@ def test_epsilon_is_that_of_the_rounds_a_client_took_part_in() -> None:
     expected = sampled_epsilon(noise_multiplier=plan.noise_multiplier(), sampling_rate=0.2, rounds=4, delta=1e-5)
     assert books.ledger().line("server").epsilon == expected
     assert any("batch" in one for one in books.ledger().line("server").assumptions)
+
+
+def test_a_client_answers_no_more_rounds_than_its_noise_is_made_for() -> None:
+    """It has no policy of its own; a server that went on asking was answered, and no client counted."""
+    one, longer = sampled(rounds=2), sampled(rounds=5)
+    boundaries: list[RoundDone] = []
+    engine = LocalEngine(client_role(one), one.pool)
+    engine.drive(server_of(longer).run(), on_round=boundaries.append)
+    assert [len(done.gathered.arrived) for done in boundaries] == [3, 3, 0, 0, 0]
+    assert "its noise is made for 2 rounds" in boundaries[2].gathered.refused[0]
 
 
 def test_batches_follow_from_the_clients_secrets_and_not_from_the_runs_seed() -> None:

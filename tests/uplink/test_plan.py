@@ -322,3 +322,10 @@ def test_where_no_noise_is_enough_the_plan_says_so() -> None:
     """Local work without a bound, for one."""
     with pytest.raises(ConfigError, match="No amount of this noise meets the target"):
         NoisePlan(target(), "pairs").covering((0, 1), [600, 600], [math.inf, 2.0], seed=SEED)
+
+
+def test_a_target_that_the_papers_formula_cannot_express_still_has_its_noise() -> None:
+    """δ alone allows as much: the exact figure is finite where the paper's σ, which nobody asked for, is not."""
+    plan = NoisePlan(Target(1e-300, 1e-5, 1, 1), "pairs")
+    covering = plan.covering((0, 1, 2), (10, 10, 10), (2.0, 2.0, 2.0), seed=bytes(32))
+    assert np.isfinite(covering.residual).all()

@@ -160,6 +160,22 @@ class Policy:
         return total
 
 
+@dataclass(frozen=True)
+class SampledRounds(Policy):
+    """As many `rounds` as noise was made for, where records are drawn in secret: ε then follows from their number."""
+
+    rounds: int = 1
+
+    def charged(self, covering: Covering, *, client: int, spent: float, colluders: int = 0) -> float:
+        """The μ² spent after this round, not counting that records are drawn; refused if it is one round too many."""
+        total = super().charged(covering, client=client, spent=spent, colluders=colluders)
+        if round(total / (total - spent)) > self.rounds:
+            raise ProtocolError(
+                f"client {client} {ENDED}: its noise is made for {self.rounds} rounds, and it has answered as many"
+            )
+        return total
+
+
 @lru_cache(maxsize=8)
 def _charges(
     covering: Covering, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0

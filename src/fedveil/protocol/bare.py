@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedveil.flat import Layout
@@ -11,7 +12,7 @@ from fedveil.ledger.releases import Release
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.one_phase import OnePhase
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, UploadSum, bounded
 from fedveil.protocol.state import ClientState
 from fedveil.secrets import SecretSource
 from fedveil.uplink.plan import NoisePlan
@@ -48,6 +49,17 @@ class Bare(OnePhase):
     ) -> tuple[ClientState, Reply]:
         """As it is."""
         return state, Upload(state.client, context.round, context.attempt, vector)
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """An exact sum. Of clipped contributions none can be longer than their bound, and is refused if it is.
+
+        A sum is rounded by its size before noise is put on it, and nobody is to make others' part of it coarser.
+        """
+        most = None
+        if context.directory is not None and hasattr(terms.work, "sensitivity"):
+            reach = bounded(terms.work).largest
+            most = {one: count * reach for one, count in zip(context.cohort, context.samples(), strict=True)}
+        return UploadSum(terms.layout, context, device=device, most=most)
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.downlink.blueprint import Blueprint
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy
+from fedveil.ledger.policy import Policy, SampledRounds
 from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.handshake import introduce
 from fedveil.protocol.messages import Reply, Request, Train
@@ -36,8 +36,10 @@ def _unstored(state: ClientState) -> None:
 def own_target(scheme: Scheme) -> Policy:
     """The target a scheme names, as a limit."""
     plan = scheme.uplink.plan
-    if plan is None or plan.accounting != "exact" or plan.sampling is not None:
+    if plan is None or plan.accounting != "exact":
         return Policy()
+    if plan.sampling is not None:
+        return SampledRounds(rounds=plan.target.participations)
     return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
 
 
@@ -93,7 +95,7 @@ class ClientRole:
             self._gate.check(state, request, private)
             if not isinstance(request, Train):
                 return self._answer(state, request, data, private)
-            state, context = self._begin(state, request, private)
+            state, context = self._begin(state, request, len(data), private)
         promised(state)
         vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
         with own_errors(state, request):
@@ -121,7 +123,7 @@ class ClientRole:
                 with own_errors(state, request):
                     self._gate.check(state, request, private_too)
                     if isinstance(request, Train):
-                        begun.append(self._begin(state, request, private_too))
+                        begun.append(self._begin(state, request, len(data), private_too))
                         promised(begun[-1][0])
                         able.append(data)
                         continue
@@ -143,13 +145,15 @@ class ClientRole:
             except FedVeilError as reason:
                 yield state, reason
 
-    def _begin(self, state: ClientState, request: Train, private: Request | None) -> tuple[ClientState, RoundContext]:
+    def _begin(
+        self, state: ClientState, request: Train, samples: int, private: Request | None
+    ) -> tuple[ClientState, RoundContext]:
         ring = state.keys
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
         state = self._uplink.admit(state, context, private)
         self._policy.check_cohort(state.client, len(context.cohort))
-        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         spent = state.spent
         plan = self._uplink.plan
         if plan is not None:

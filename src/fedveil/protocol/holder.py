@@ -116,7 +116,7 @@ class HolderRole:
                     self._gate.check(state, request, private_too)
                     self._check_patience(state, request)
                     if isinstance(request, Begin):
-                        begun, context = self._begin(state, request, private_too)
+                        begun, context = self._begin(state, request, len(data), private_too)
                         promised(begun)
                         ready.setdefault(id(begun.held), []).append((begun, context, data))
                         continue
@@ -142,15 +142,17 @@ class HolderRole:
         """The model one aggregate further."""
         return self._keeper.moved(state, latest)
 
-    def _begin(self, state: ClientState, request: Begin, private: Request | None) -> tuple[ClientState, RoundContext]:
+    def _begin(
+        self, state: ClientState, request: Begin, samples: int, private: Request | None
+    ) -> tuple[ClientState, RoundContext]:
         """Bring the model up to date, and promise to answer this round once."""
         state = self._keeper.brought_up(state, request.version, request.latest, private)
-        context = self._context(state, request.round, request.attempt, request.cohort)
+        context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
         voting = self._uplink.votes(request.round, self._blueprint.size)
         state = _answering(state, context.stage(_VOTE if voting else _UPLOAD))
         return (state if voting else self._charged(state, context)), context
 
-    def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor) -> RoundContext:
+    def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor, *, samples: int) -> RoundContext:
         # Who pads follows from the list, which is in ascending order (`fedveil.shapes`): told in another order each,
         # nobody would, and the server could read the sum.
         members = tuple(listed(cohort))
@@ -161,7 +163,7 @@ class HolderRole:
         self._uplink.fits(len(members))
         state.ring().vouch_for(members)
         self._policy.check_cohort(state.client, len(members))
-        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         return context
 
     def _charged(self, state: ClientState, context: RoundContext) -> ClientState:
@@ -242,7 +244,7 @@ class HolderRole:
         if isinstance(request, Join):
             return join(state, request, private)
         if isinstance(request, Divide):
-            return self._divide(state, request)
+            return self._divide(state, request, len(data))
         if isinstance(request, Unmask):
             return self._masks(state, request).answer(state, request, private)
         if isinstance(request, (Lend, Finish)):
@@ -258,12 +260,12 @@ class HolderRole:
             raise ProtocolError(f"client {state.client} was asked to unmask where nothing is masked")
         return used
 
-    def _divide(self, state: ClientState, request: Divide) -> tuple[ClientState, Reply]:
+    def _divide(self, state: ClientState, request: Divide, samples: int) -> tuple[ClientState, Reply]:
         """Learn who has won, divide, upload."""
         pending = state.pending
         if pending is None or (pending.round, pending.attempt) != (request.round, request.attempt):
             raise ProtocolError(f"client {state.client} was told the outcome of a vote in which it has no part")
-        context = self._context(state, request.round, request.attempt, request.cohort)
+        context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
         self._check_voters(state.client, context, listed(request.voters))
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")

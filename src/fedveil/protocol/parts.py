@@ -70,12 +70,20 @@ class RoundContext:
         """Round and attempt."""
         return self.round, self.attempt
 
-    def check_sizes(self, client: int, ratio: float) -> None:
-        """Refuse a round to `client` in which somebody claims a number of samples that is out of proportion."""
+    def check_sizes(self, client: int, ratio: float, *, samples: int) -> None:
+        """Refuse a round to `client` in which somebody claims a number of samples that is out of proportion.
+
+        Or if it no longer has as many `samples` as it has announced: noise is made for those.
+        """
         odd = {} if self.directory is None else self.directory.outsized(ratio)
         for other in self.cohort:
             if other in odd:
                 raise ProtocolError(f"client {client} takes part in no round with client {other}, which {odd[other]}")
+        if self.directory is not None and self.directory.samples_of([client]) != [samples]:
+            raise ProtocolError(
+                f"client {client} has other data than when it announced how many samples it has, and noise is made for "
+                "those: a run needs the same data from beginning to end"
+            )
 
     def stage(self, number: int) -> RoundContext:
         """One of a round's two stages, each with keys of its own: stage s of round t counts as round 2t + s."""
@@ -253,14 +261,26 @@ class Uplink(Channel, Protocol):
 
 
 class UploadSum(Inbox[Upload]):
-    """An exact sum of real numbers."""
+    """An exact sum of real numbers, none of which is beyond ± its sender's number in `most`, where there is one."""
 
-    def __init__(self, layout: Layout, context: RoundContext, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        context: RoundContext,
+        *,
+        device: torch.device,
+        most: Mapping[int, float] | None = None,
+    ) -> None:
         self._sum = ExactSum(layout.length, device=device)
+        self._most = {} if most is None else most
         sizes = {"contribution": layout.length}
         self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types={"payload": REALS})
 
     def _fold(self, reply: Upload) -> None:
+        most = self._most.get(reply.client)
+        # The weight, at the end, is not asked.
+        if most is not None and bool((reply.payload[:-1].double().abs() > most).any()):
+            raise ProtocolError(f"an upload holds numbers beyond {most:g}, more than clipping leaves of any")
         self._sum.add(reply.payload)
 
     def total(self) -> Tensor:

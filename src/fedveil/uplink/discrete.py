@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise: whole numbers z with probability ∝ exp(−z²/2s²), for sums under masks.
+"""Discrete Gaussian noise: whole numbers z with probability ∝ exp(−z²/2s²), under every claim.
 
 Noise in floating point has gaps that depend on what it is added to, and those leak; whole numbers
 have none.

@@ -194,8 +194,9 @@ def _covering(
     else:
         unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
         check_pairs(unit)
-    scale = plan.paper_scale(max(sensitivity)) ** 2
-    if plan.accounting == "exact":
+    if plan.accounting == "paper":
+        scale = plan.paper_scale(max(sensitivity)) ** 2
+    else:
         colluders = plan.colluders(count)
         worst = worst_of(unit, colluders)
         if not plan.trusted:

@@ -2,6 +2,7 @@
 
 A norm here is never below the true one by more than a few roundings, whatever the magnitudes: what squares lose by
 underflow is added back as the most that it can be, and where they overflow, norms are taken again of scaled numbers.
+Each is a function of its own sample: one that overflows changes nobody else's.
 What rounding may add on the way from the norm to the sum is taken off the bound beforehand (`safe_bound`), so that a
 sum, as it is computed, moves no further than the bound says.
 """
@@ -41,11 +42,11 @@ def safe_bound(clip: float, dtype: torch.dtype, samples: int) -> float:
     return clip / (1.0 + roundings * torch.finfo(working(dtype)).eps / 2)
 
 
-def squares(parts: Sequence[Tensor]) -> Tensor | None:
-    """‖row‖² of matrices with B rows each: (parts, B) in float64; None where a norm is above 2⁶⁴ or not a number."""
+def squares(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """‖row‖² of matrices with B rows each, (parts, B) in float64, and the rows (B,) of which no norm is above 2⁶⁴."""
     lost = 2.0 * max(one.shape[1] for one in parts) * torch.finfo(working(parts[0].dtype)).tiny
     found = torch.stack([_norm(one) for one in parts]).double().square_().add_(lost)
-    return found if bool(found.amax() < _COMFORTABLE) else None
+    return found, (found < _COMFORTABLE).all(0)
 
 
 def _norm(rows: Tensor) -> Tensor:

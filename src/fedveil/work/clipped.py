@@ -88,7 +88,9 @@ class ClippedSamples:
     a little smaller (`bounds.safe_bound`).
 
     With `sampling` q, the batch is drawn by the client's own secrets: each record with probability q,
-    independently (Poisson), and the sum is divided by its expected size q·n_k.
+    independently (Poisson), and the sum is divided by its expected size q·n_k. Samples are then taken one by one: how a
+    product of matrices rounds depends on how many rows it has, and on a model made for it rounding is all there is, so
+    that a record more would move what the others contribute.
     """
 
     loss: Loss
@@ -171,7 +173,7 @@ class ClippedSamples:
                 yield positions[start : start + at_once]
 
     def _may_vectorise(self, bench: Bench) -> bool:
-        return bench.vectorisable and self.vectorise is not False
+        return bench.vectorisable and self.vectorise is not False and self.sampling is None
 
     def _contributions(
         self, bench: Bench, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int

@@ -147,12 +147,14 @@ def measured(factors: Mapping[str, Factor]) -> tuple[dict[str, Factor], Tensor]:
     parts = [factor.parts for factor in factors.values()]
     products = [one for one in parts if len(one) == 2]
     single = [one[0] for one in parts if len(one) == 1]
-    found = squares([*single, *(one[0] for one in products), *(one[1] for one in products)])
-    if found is not None:
-        alone, left, right = torch.split(found, [len(single), len(products), len(products)])
-        return dict(factors), (alone.sum(0) + (left * right).sum(0)).sqrt()
+    found, usual = squares([*single, *(one[0] for one in products), *(one[1] for one in products)])
+    alone, left, right = torch.split(found, [len(single), len(products), len(products)])
+    norms = (alone.sum(0) + (left * right).sum(0)).sqrt()
+    if bool(usual.all()):
+        return dict(factors), norms
     made = {name: factor.careful() for name, factor in factors.items()}
-    norms = scaled_norms(torch.stack([norm for _, norm in made.values()], 1))
+    # Only of those that need it: were all norms taken anew, and rounded otherwise, one record would move every weight.
+    norms = torch.where(usual, norms, scaled_norms(torch.stack([norm for _, norm in made.values()], 1)))
     odd = ~norms.isfinite()
     return {name: factor.without(odd) for name, (factor, _) in made.items()}, norms
 
