@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fedveil.report.audit_words import audit_view
 from safetensors.torch import save
 
 from fedveil.compare.results import read_results
@@ -20,6 +19,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.report.sources import gather
 from fedveil.report.view import view_of
+from fedveil.report.words import audit_view
 from fedveil.runs import checkpoint, model_file
 from fedveil.runs.digest import digest_of
 from fedveil.runs.exporting import export_run
