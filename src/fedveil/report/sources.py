@@ -214,8 +214,8 @@ def _run(path: Path) -> Run:
     rows = folder.metrics()
     return Run(
         folder=path,
-        settings=RunConfig.read(folder.config_file),
         toml=read_text(folder.config_file),
+        settings=RunConfig.read(folder.config_file),
         rows=tuple(rows),
         summary=folder.summary() or {},
         ledger=read_ledger(path) if folder.ledger_file.exists() else None,
