@@ -11,7 +11,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedveil.errors import CheckpointError
 
@@ -41,13 +41,31 @@ def read_named(file: Path) -> dict[str, Any]:
 
 
 def read_text(file: Path) -> str:
-    """A text file's content; what is no file, like a device that never ends, is not opened."""
+    """A text file's content."""
+    try:
+        return read_raw(file).decode("utf-8")
+    except ValueError as reason:
+        raise CheckpointError(f"{file} cannot be read: {_short(reason)}.") from reason
+
+
+def read_raw(file: Path) -> bytes:
+    """A file's content; what is no file, like a device or a pipe that never ends, is not opened."""
     if file.exists() and not file.is_file():
         raise CheckpointError(f"{file} is no file.")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as reason:
+        return file.read_bytes()
+    except (OSError, MemoryError) as reason:
         raise CheckpointError(f"{file} cannot be read: {_short(reason)}.") from reason
+
+
+def whole(value: object) -> bool:
+    """Whether it is a whole number of a size that files may name."""
+    return _whole(value) and isinstance(value, int) and abs(value) < LARGEST_WHOLE
+
+
+def figure(value: object) -> TypeGuard[int | float]:
+    """Whether it is a number that can be reckoned with: whole ones beyond any float are none."""
+    return isinstance(value, float) or whole(value)
 
 
 def made(kind: type[T], data: object, *, where: str) -> T:

@@ -179,3 +179,16 @@ def test_wrong_arguments_are_refused_before_a_folder_is_taken(
     with pytest.raises(ConfigError, match=said):
         compare(["fedavg"], out=tmp_path / "c", **arguments)
     assert not (tmp_path / "c").exists()
+
+
+def test_what_lies_in_the_working_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A comparison as it was handed over, looked at from within.
+    plan = planned(["fedavg"], seeds=[1], settings={**SMALL, "rounds": 1}, only={})
+    write_results(tmp_path / "compare.json", results_of(plan, [Standing(one) for one in plan.cells]))
+    for name in ("fedveil", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.chdir(tmp_path)
+    done = compare(out=".", resume=True, jobs=1)
+    assert [one.state for one in done.standings] == ["finished"]
+    assert not (tmp_path / "ran").exists()

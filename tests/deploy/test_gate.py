@@ -12,7 +12,7 @@ pytest.importorskip("flwr")
 
 import httpx
 
-from fedveil.deploy.gate import Gate, serve
+from fedveil.deploy.gate import Gate, behind, serve
 from fedveil.errors import ConfigError
 
 
@@ -72,3 +72,58 @@ def test_a_gate_without_certificates_does_not_open(tmp_path: Path) -> None:
     given: dict[str, Any] = {"superlink": "127.0.0.1:1", "host": "127.0.0.1", "port": 1}
     with pytest.raises(ConfigError, match="fedveil flower certificates"):
         serve(certificates=tmp_path, **given)
+
+
+def _scope() -> dict[str, Any]:
+    path = "/v1/fleet/pull-messages"
+    asking = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+    return {"type": "http", **asking}
+
+
+async def _superlink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers requests that end."""
+    try:
+        await reader.readuntil(b"0\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nanswer")
+        await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+def test_requests_that_never_end_keep_no_node_out_and_are_ended() -> None:
+    async def silent() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def whole() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"question"}
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def heard(gate: Gate, receive: Any) -> list[Any]:
+        said: list[Any] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await gate(_scope(), receive, send)
+        return said
+
+    async def attacked() -> None:
+        server = await asyncio.start_server(_superlink, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        async with behind(f"http://{host}:{port}") as client:
+            gate = Gate(client, silent=5.0)
+            stalled = [asyncio.create_task(heard(gate, silent)) for _ in range(120)]
+            await asyncio.sleep(1.0)
+            start, *_ = await asyncio.wait_for(heard(gate, whole), 3.0)
+            assert start["status"] == 200
+            assert await heard(gate, gone) == []
+            for said in await asyncio.wait_for(asyncio.gather(*stalled), 20.0):
+                assert said[0]["status"] == 408
+        server.close()
+
+    asyncio.run(attacked())

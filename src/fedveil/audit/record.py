@@ -19,7 +19,7 @@ from typing import BinaryIO
 from fedveil.audit.facts import Facts
 from fedveil.errors import CheckpointError
 from fedveil.models.custom import refuse_code
-from fedveil.plain import made, parsed, read_named
+from fedveil.plain import made, parsed, read_named, read_raw
 
 MESSAGES = ("request", "private", "reply")
 SECRETS = ("weights", "recovered", "opened", "shared")
@@ -143,7 +143,7 @@ class Record:
         what = f"{path}: the {entry.kind} of round {entry.round}"
         try:
             with path.open("rb") as file:
-                whole = entry.offset + entry.length <= path.stat().st_size
+                whole = path.is_file() and entry.offset + entry.length <= path.stat().st_size
                 file.seek(entry.offset if whole else 0)
                 content = file.read(entry.length) if whole else b""
         except OSError as reason:
@@ -171,7 +171,7 @@ def _drop_torn_line(index: Path) -> None:
 
 
 def _entries(index: Path) -> Iterator[Entry]:
-    lines = index.read_bytes().split(b"\n")
+    lines = read_raw(index).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
         try:
             entry = made(Entry, parsed(line, where="it"), where="it")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from unicodedata import category
 
 _STOPPED = 130
+_OBEYED = ("Cc", "Cf", "Cs")  # control, format (direction of writing) and half characters
 
 
 # How long an OpenMP thread spins before it sleeps. The default lets two runs that share cores starve each
@@ -29,6 +31,9 @@ def main() -> None:
         place = f"{reason.filename}: " if reason.filename else ""
         _complain(f"{place}{reason.strerror or reason}.")
         sys.exit(FedVeilError.exit_code)
+    except MemoryError:
+        _complain("The memory is not enough for that.")
+        sys.exit(FedVeilError.exit_code)
     except SystemExit as stop:
         if stop.code == _STOPPED:  # what Typer makes of Ctrl-C, without a word
             print("stopped; what was written so far is kept (a run: continue with --resume)", file=sys.stderr)
@@ -37,4 +42,9 @@ def main() -> None:
 
 def _complain(text: str) -> None:
     # One line, even where another library's message of several is quoted.
-    print("error: " + " ".join(text.split()), file=sys.stderr)
+    print("error: " + printable(" ".join(text.split())), file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """A text that may be anybody's, with what a terminal would obey instead of showing it spelt out."""
+    return "".join(one if one in "\n\t" or category(one) not in _OBEYED else ascii(one)[1:-1] for one in text)

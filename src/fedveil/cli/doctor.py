@@ -41,12 +41,9 @@ def doctor(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
             json_module.dumps({"problems": states.count(PROBLEM), "findings": rows}, indent=2, ensure_ascii=False)
         )
     else:
-        from rich.markup import escape
+        from rich.text import Text
 
-        shown = [
-            (one.what, f"[{_COLOURS[one.state]}]{one.state}[/]", escape(one.found), escape(one.todo))
-            for one in findings
-        ]
+        shown = [(one.what, Text(one.state, style=_COLOURS[one.state]), one.found, one.todo) for one in findings]
         table("This installation", ("what", "state", "found", "what to do"), shown, whole=(0,))
         problems, advice = states.count(PROBLEM), states.count(ADVICE)
         plainly(

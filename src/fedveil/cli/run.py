@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.markup import escape
 
 from fedveil.cli import options as flag
 from fedveil.cli.statement import show_ledger
@@ -136,7 +135,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     if "failed_rounds" in summary:
         rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
     if "stopped" in summary:
-        rows.append(("ended early", escape(summary["stopped"])))
+        rows.append(("ended early", summary["stopped"]))
     if "test_accuracy" in summary:
         rows.append(("test accuracy", percent(summary["test_accuracy"])))
         if "client_view_accuracy" in summary:

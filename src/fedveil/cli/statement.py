@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from fedveil.cli.tables import listed, percent, plainly, table
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ _SAME = 5e-4
 
 def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     """Against whom what is proven; assumptions; the paper's figure; what is not protected."""
-    rows = [(one.adversary, one.result, one.unit or "–", escape(_why(one))) for one in ledger.lines]
+    rows = [(one.adversary, one.result, one.unit or "–", _why(one)) for one in ledger.lines]
     counted = f" after {ledger.rounds} rounds" if ledger.rounds else ""
     table(
         title or f"Ledger of {ledger.scheme}{counted}",

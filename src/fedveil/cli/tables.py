@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+
+from fedveil.cli import printable
 
 console = Console()
 complaints = Console(stderr=True)
@@ -16,7 +17,7 @@ complaints = Console(stderr=True)
 def table(
     title: str,
     columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[Sequence[str | Text]],
     *,
     right: Sequence[int] = (),
     whole: Sequence[int] = (),
@@ -24,15 +25,23 @@ def table(
 ) -> None:
     """Print a table; `right` names the columns that hold numbers, `whole` those whose lines are not broken.
 
-    `ruled` draws a line between rows, where they are long.
+    `ruled` draws a line between rows, where they are long. Texts are shown as they are, whoever wrote them.
     """
-    made = Table(title=escape(title), title_justify="left", show_header=any(columns), show_lines=ruled)
+    made = Table(
+        title=Text(printable(title), style="table.title"),
+        title_justify="left",
+        show_header=any(columns),
+        show_lines=ruled,
+    )
     for number, column in enumerate(columns):
         made.add_column(
-            column, justify="right" if number in right else "left", overflow="fold", no_wrap=number in whole
+            Text(printable(column)),
+            justify="right" if number in right else "left",
+            overflow="fold",
+            no_wrap=number in whole,
         )
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(printable(one)) if isinstance(one, str) else one for one in row))
     console.print(made)
 
 
@@ -43,7 +52,7 @@ def listed(heading: str, texts: Sequence[str]) -> None:
     console.print(f"[bold]{heading}[/bold]")
     points = Table.grid(padding=(0, 1))
     for one in texts:
-        points.add_row(" –", Text(one))
+        points.add_row(" –", Text(printable(one)))
     console.print(points)
 
 
@@ -66,9 +75,9 @@ def percent(value: float | None) -> str:
 
 def plainly(text: str) -> None:
     """A line of text as it is: names of the user's may hold square brackets."""
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(printable(text), markup=False, soft_wrap=True)
 
 
 def aside(text: str) -> None:
     """The same on standard error."""
-    complaints.print(text, markup=False, soft_wrap=True)
+    complaints.print(printable(text), markup=False, soft_wrap=True)

@@ -34,8 +34,9 @@ class _Worker:
 
     def __init__(self, heard: queue.Queue[tuple[_Worker, dict[str, Any] | None]], log: IO[bytes]) -> None:
         # A session of its own: Ctrl-C reaches the parent only, which then stops its children one by one.
+        # -P: the working folder may be a stranger's, and what lies there is not imported.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedveil.compare.worker"],
+            [sys.executable, "-P", "-m", "fedveil.compare.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -177,7 +177,8 @@ def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task
 def _codes(names: Array, classes: tuple[str, ...], *, origin: str) -> Array:
     position = {name: code for code, name in enumerate(classes)}
     try:
-        return np.array([position[str(name)] for name in names.reshape(-1).astype(np.str_)], dtype=np.int64)
+        codes = [position[str(name)] for name in names.reshape(-1).astype(np.str_)]
+        return np.array(codes, dtype=np.int64).reshape(names.shape)
     except KeyError as error:
         raise DataError(
             f"{origin}: class {error} is not among the training part's classes: {', '.join(classes)}."

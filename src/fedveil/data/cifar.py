@@ -82,7 +82,10 @@ def _pickled(file: Path, classes: int) -> tuple[Array, Array]:
     x, y = content.get("data"), content.get(wanted)
     if not isinstance(x, np.ndarray) or not isinstance(y, list | np.ndarray):
         raise DataError(f"{file}: a CIFAR batch needs 'data' and {wanted!r}; it holds {', '.join(content)}.")
-    labels = np.asarray(y)
+    # Not left to numpy: of one long text and many short ones it makes as many long ones.
+    if isinstance(y, list) and not all(type(one) is int and 0 <= one < classes for one in y):
+        raise DataError(f"{file}: the labels are not whole numbers below {classes}; the file is damaged.")
+    labels = np.asarray(y, np.int64) if isinstance(y, list) else y
     if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS or labels.shape != (len(x),):
         raise DataError(
             f"{file}: data of shape {x.shape} ({x.dtype}) and {labels.size} labels; "
@@ -103,4 +106,6 @@ def _class_names(folder: Path, classes: int, *, binary: bool) -> tuple[str, ...]
         names = read_pickle(file).get("label_names" if classes == 10 else "fine_label_names")
     if not isinstance(names, list) or len(names) != classes:
         raise DataError(f"{file}: expected the names of {classes} classes. Fetch it again, or remove it.")
-    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)
+    if not all(isinstance(name, str | bytes) for name in names):
+        raise DataError(f"{file}: the names of classes are no texts. Fetch it again, or remove it.")
+    return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)

@@ -17,6 +17,7 @@ Rows = npt.NDArray[np.int64]
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _FEW = 20  # a whole-numbered target with at most this many values is taken for classes
 _MOST_CATEGORIES = 1000
+_SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so many times as large as it is
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +34,19 @@ def features(table: Table, names: list[str], *, train: Rows, normalise: bool) ->
     """Encode feature columns side by side; every statistic comes from the ``train`` rows."""
     if not names:
         raise DataError(f"{table.places[0][0]}: no column is left to learn from besides the target.")
-    blocks = []
+    blocks: list[Floats] = []
+    most = max(_SMALL, _MOST_TIMES * len(table) * len(names))
     for name in names:
         numbers = _numbers(table, name)
         if numbers is None:
             blocks.append(_one_hot(table, name, train=train))
         else:
             blocks.append(_numeric(table, name, numbers, train=train, normalise=normalise))
+        if sum(one.size for one in blocks) > most:
+            raise DataError(
+                f"{table.places[0][0]}: its words take more than {most:,} one-hot numbers. Remove columns of many "
+                "different words, or learn from one as text."
+            )
     return np.concatenate(blocks, axis=1).astype(np.float32)
 
 
@@ -74,7 +81,9 @@ def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
     for row, value in enumerate(raw):
         if not value:
             raise DataError(f"{table.place(row)}: the group {name!r} is missing. Fill it in or remove the row.")
-    return np.unique(np.array(raw), return_inverse=True)[1].astype(np.int64)
+    # Not by numpy, which makes every name as long as the longest.
+    position = {name: code for code, name in enumerate(sorted(set(raw)))}
+    return np.array([position[name] for name in raw], np.int64)
 
 
 def _inferred(numbers: Floats | None) -> Task:

@@ -16,6 +16,7 @@ from fedveil.errors import DataError
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_MOST_DIMENSIONS = 8
 _WRITERS = "writer_ids.npz"
 
 
@@ -61,6 +62,8 @@ def read_idx(path: Path) -> Array:
             f"{path}: {len(content) - start} bytes of data where its header {shape} announces {expected}. "
             "Fetch the file again."
         )
+    if dimensions > _MOST_DIMENSIONS or expected == 0:
+        raise DataError(f"{path}: its header announces {dimensions} dimensions and {expected} bytes, which is no data.")
     return np.frombuffer(content, dtype=kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
 
 

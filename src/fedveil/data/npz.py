@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -18,7 +19,10 @@ from fedveil.errors import DataError
 _X = ("x", "data", "images", "features")
 _Y = ("y", "labels", "targets", "target", "label")
 _GROUPS = ("groups", "group")
-_DAMAGES = (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, TypeError)
+_DAMAGES = (
+    *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, TypeError, MemoryError),
+    *(tokenize.TokenError, OverflowError),
+)
 _TEST = ("test", "val", "valid", "validation")
 
 
@@ -59,6 +63,9 @@ def read_arrays(path: Path) -> dict[str, Array]:
             np.load(path, mmap_mode="r", allow_pickle=False)
             raise DataError(f"{path}: a single array, not an .npz archive. Save it with numpy.savez.")
         with zipfile.ZipFile(path) as archive:
+            whole = sum(one.file_size for one in archive.infolist())
+            if whole > largest_of(path.stat().st_size):
+                raise ValueError(f"it holds {whole:,} bytes, too many for its size")
             return {one.filename.removesuffix(".npy"): _member(archive, one) for one in archive.infolist()}
     except _DAMAGES as error:
         raise DataError(f"{path}: not a readable .npz file ({error}).") from error
@@ -76,8 +83,6 @@ def read_array(path: Path) -> Array:
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    if info.file_size > largest_of(info.compress_size):
-        raise ValueError(f"{info.filename} holds {info.file_size:,} bytes in {info.compress_size:,}")
     with archive.open(info) as file:
         _check_header(file, info.file_size)
     with archive.open(info) as file:
@@ -132,4 +137,9 @@ def _classes(arrays: Mapping[str, Array]) -> tuple[str, ...]:
 
 
 def _vocabulary(arrays: Mapping[str, Array]) -> int | None:
-    return int(arrays["vocabulary"].reshape(-1)[0].item()) if "vocabulary" in arrays else None
+    if "vocabulary" not in arrays:
+        return None
+    size = arrays["vocabulary"]
+    if size.size != 1 or size.dtype.kind not in "iu":
+        raise DataError("vocabulary must be one whole number: how many different token ids there are.")
+    return int(size.reshape(-1)[0].item())

@@ -13,7 +13,7 @@ from fedveil.data.dataset import Split, Task
 from fedveil.data.embedded import EMBEDDED
 from fedveil.data.files import plain_name
 from fedveil.data.options import Options
-from fedveil.errors import DataError, unknown_name
+from fedveil.errors import DataError, FedVeilError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,13 @@ def load(
     for layout in _LAYOUTS:
         if layout.recognises(path):
             place = path.parent if layout.by_folder and path.is_file() else path
-            return layout.load(place, options, _name(place))
+            try:
+                return layout.load(place, options, _name(place))
+            except FedVeilError:
+                raise
+            except Exception as error:  # whatever a stranger's file makes a reader run into
+                said = " ".join(str(error).split())[:200]
+                raise DataError(f"{place}: cannot be read ({type(error).__name__}: {said}).") from error
     known = "; ".join(layout.what for layout in _LAYOUTS)
     raise DataError(f"{path}: holds no layout that can be read. Looked for: {known}.")
 

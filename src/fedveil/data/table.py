@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def _parse(path: Path, text: str) -> Table:
     # Whole numbers alone may be a header: that is what a data frame without column names writes.
     if all(_is_number(name) for name in names) and not all(name.isdigit() for name in names):
         raise DataError(f"{path}: the first line ({', '.join(names[:5])}, …) holds numbers. Add a header line.")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise DataError(
             f"{path}: column name(s) {', '.join(twice)} occur more than once. "
             "Rename them, or add a header line if there is none."

@@ -6,6 +6,7 @@ asks only nodes who they are. A SuperLink that listens on loopback, behind this 
 
 from __future__ import annotations
 
+import asyncio
 import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
@@ -29,13 +30,16 @@ _NOT_PASSED = re.compile(
     rb"host|connection|keep-alive|te|trailer|transfer-encoding|upgrade|content-length|forwarded|x-.*"
 )
 _CONNECT_SECONDS = 10.0
+_SILENT_SECONDS = 60.0
+"""How long a request may pause in the middle of what it sends."""
 
 
 class Gate:
     """An ASGI app that hands requests for /v1/fleet to the SuperLink behind `client`, and refuses all others."""
 
-    def __init__(self, client: httpx.AsyncClient) -> None:
+    def __init__(self, client: httpx.AsyncClient, *, silent: float = _SILENT_SECONDS) -> None:
         self._client = client
+        self._silent = silent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -50,11 +54,16 @@ class Gate:
         headers = [(name, value) for name, value in scope["headers"] if not _NOT_PASSED.fullmatch(name.lower())]
         import httpx
 
-        asked = self._client.build_request("POST", path, headers=headers, content=_body(receive))
+        asked = self._client.build_request("POST", path, headers=headers, content=_body(receive, self._silent))
         try:
             reply = await self._client.send(asked, stream=True)
         except httpx.TransportError:
             await _answer(send, 502, b"the SuperLink does not answer")
+            return
+        except TimeoutError:
+            await _answer(send, 408, b"the request does not end")
+            return
+        except ConnectionResetError:  # nobody is left to answer
             return
         try:
             passed = [(name, value) for name, value in reply.headers.raw if not _NOT_PASSED.fullmatch(name.lower())]
@@ -69,7 +78,6 @@ class Gate:
 def serve(*, superlink: str, certificates: str | Path, host: str, port: int) -> None:
     """Stand before the SuperLink at this address until told to end; both show the same certificate."""
     require_flower()
-    import httpx
     import uvicorn
 
     files = Certificates(Path(certificates))
@@ -77,10 +85,8 @@ def serve(*, superlink: str, certificates: str | Path, host: str, port: int) -> 
         if not one.is_file():
             raise ConfigError(f"There is no {one}: make it with `fedveil flower certificates`.")
     trusted = ssl.create_default_context(cafile=str(files.ca))
-    patience = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-    client = httpx.AsyncClient(base_url=f"https://{superlink}", verify=trusted, timeout=patience, trust_env=False)
     uvicorn.run(
-        Gate(client),
+        Gate(behind(f"https://{superlink}", verify=trusted)),
         host=host,
         port=port,
         ssl_certfile=str(files.server),
@@ -91,9 +97,17 @@ def serve(*, superlink: str, certificates: str | Path, host: str, port: int) -> 
     )
 
 
-async def _body(receive: Receive) -> AsyncIterator[bytes]:
+def behind(address: str, *, verify: ssl.SSLContext | bool = True) -> httpx.AsyncClient:
+    """A client of the SuperLink there, with a connection for every request: a hundred that never end block nobody."""
+    import httpx
+
+    patience, limits = httpx.Timeout(None, connect=_CONNECT_SECONDS), httpx.Limits(max_keepalive_connections=20)
+    return httpx.AsyncClient(base_url=address, verify=verify, timeout=patience, limits=limits, trust_env=False)
+
+
+async def _body(receive: Receive, silent: float) -> AsyncIterator[bytes]:
     while True:
-        part = await receive()
+        part = await asyncio.wait_for(receive(), silent)
         if part["type"] != "http.request":
             raise ConnectionResetError("a node went away in the middle of a request")
         yield part.get("body", b"")

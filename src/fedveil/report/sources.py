@@ -13,7 +13,8 @@ from typing import Any
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line
-from fedveil.plain import read_named
+from fedveil.plain import figure, read_named, read_text
+from fedveil.runs.files import refuse_links
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.ledger_file import read_ledger
 from fedveil.trials.store import finding_from, read_audit
@@ -27,9 +28,7 @@ _KEEP = "\u00a0"  # a space at which no line ends
 def number(figures: Mapping[str, Any], name: str) -> float | None:
     """A figure by name; None where it is missing, no number, or not finite."""
     value = figures.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    return float(value) if figure(value) and math.isfinite(value) else None
 
 
 def percent(value: float | None) -> str:
@@ -210,25 +209,22 @@ def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
 
 
 def _run(path: Path) -> Run:
+    refuse_links(path)
     folder = RunFolder(path)
-    ended = folder.summary_file.exists()
     rows = folder.metrics()
-    try:
-        toml = folder.config_file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
-        raise CheckpointError(f"{folder.config_file} cannot be read: {reason}.") from reason
     return Run(
         folder=path,
+        toml=read_text(folder.config_file),
         settings=RunConfig.read(folder.config_file),
-        toml=toml,
         rows=tuple(rows),
-        summary=read_named(folder.summary_file) if ended else {},
+        summary=folder.summary() or {},
         ledger=read_ledger(path) if folder.ledger_file.exists() else None,
         audit=_audit(path / "audit") if (path / "audit" / _AUDIT).exists() else None,
     )
 
 
 def _audit(folder: Path) -> Audited:
+    refuse_links(folder)
     content = read_audit(folder / _AUDIT)
     told = content.get("adversaries")
     return Audited(

@@ -10,6 +10,7 @@ from pathlib import Path
 from fedveil.errors import CheckpointError
 from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
+from fedveil.plain import read_raw
 from fedveil.report.sources import DASH, Audited, plain
 from fedveil.trials.pictures import RECORDS, ROWS
 from fedveil.trials.trial import NOT_TRIED, Finding
@@ -269,8 +270,8 @@ def _sheet(one: Finding, folder: Path) -> Sheet:
     rows = tuple(_LABELS[name] for name in (ROWS if one.asset == _ORIGINALS else ROWS[1:]))
     file = folder / Path(one.pictures).name  # never a path of the file's choosing
     try:
-        raw = file.read_bytes()
-    except OSError as reason:
+        raw = read_raw(file)
+    except CheckpointError as reason:
         raise CheckpointError(f"A picture of the audit is missing: {file}. Audit the run anew.") from reason
     if not raw.startswith(_PNG):
         raise CheckpointError(f"{file} is not a PNG picture. Audit the run anew.")

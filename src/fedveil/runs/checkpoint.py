@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedveil.downlink import Weights
 from fedveil.errors import CheckpointError
-from fedveil.plain import made, named, parsed
+from fedveil.plain import made, named, parsed, read_raw
 from fedveil.protocol import ServerState
 from fedveil.runs.digest import digest_of
 from fedveil.runs.files import write_atomically
@@ -57,7 +57,7 @@ def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Pa
 def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerState:
     """Read a checkpoint; a damaged one, or one of another run, is refused with the reason."""
     try:
-        raw = path.read_bytes()
+        raw = read_raw(path)
         tensors = load_tensors(raw)
         length = int.from_bytes(raw[:_HEADER_LENGTH], "little")
         header = named(raw[_HEADER_LENGTH : _HEADER_LENGTH + length], where=path.name)

@@ -6,9 +6,11 @@ and, where the model lives with clients, relay.state in place of checkpoints.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,8 @@ from typing import Any
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.models.custom import vouched
-from fedveil.plain import parsed, read_named, read_text
-from fedveil.runs.files import write_atomically
+from fedveil.plain import figure, parsed, read_named, read_text, whole
+from fedveil.runs.files import refuse_links, write_atomically
 
 
 class RunFolder:
@@ -39,6 +41,27 @@ class RunFolder:
         self._attempts = self.path / "attempts.json"
         self._beside_file = self.path / "metrics.resumed.jsonl"
         self._rows_file = self.metrics_file
+        self._held: list[int] = []
+
+    def take(self) -> None:
+        """Hold the folder against other processes until it is released; one that leads elsewhere is refused."""
+        if self._held:
+            return
+        refuse_links(self.path)
+        hold = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(hold, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as reason:
+            os.close(hold)
+            raise CheckpointError(
+                f"Another process is training in {self.path}: wait for it, or end it. Two would mix up its files."
+            ) from reason
+        self._held.append(hold)
+        weakref.finalize(self, _release, self._held)
+
+    def release(self) -> None:
+        """Let go of it."""
+        _release(self._held)
 
     def require_free(self) -> None:
         """Refuse a folder that holds anything."""
@@ -55,6 +78,8 @@ class RunFolder:
         """Take an empty or new folder for a run."""
         self.require_free()
         self.path.mkdir(parents=True, exist_ok=True)
+        self.take()
+        self.require_free()
         write_atomically(self.config_file, config.to_toml())
         self._remember({"attempts": 1})
 
@@ -83,6 +108,7 @@ class RunFolder:
 
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""
+        self.take()
         write_atomically(self.config_file, config.to_toml())
         facts = self._remembered()
         known = facts.get("attempts")
@@ -101,10 +127,9 @@ class RunFolder:
 
     def _remembered(self) -> dict[str, Any]:
         try:
-            facts = json.loads(self._attempts.read_text())
-        except (OSError, ValueError):
+            return read_named(self._attempts)
+        except CheckpointError:
             return {}
-        return facts if isinstance(facts, dict) else {}
 
     def _remember(self, facts: dict[str, Any]) -> None:
         write_atomically(self._attempts, json.dumps({**facts, "engine": self._engine}))
@@ -160,8 +185,14 @@ class RunFolder:
             return None
         found = read_named(self.summary_file)
         rounds = found.get("rounds")
-        figures = all(isinstance(value, int | float | None) for name, value in found.items() if name in _CLOSING)
-        if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures:
+        figures = all(
+            figure(value) or (value is None and name not in _ALWAYS)
+            for name, value in {**dict.fromkeys(_ALWAYS), **found}.items()
+            if name in _CLOSING or name.startswith(("client_view_", "test_"))
+        )
+        texts = all(isinstance(found.get(name, ""), str) for name in _TEXTS)
+        texts = texts and all(name in found for name in ("scheme", "holder", "loss"))
+        if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures or not texts:
             raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
         return found
 
@@ -188,6 +219,11 @@ class RunFolder:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
 
+def _release(held: list[int]) -> None:
+    while held:
+        os.close(held.pop())
+
+
 _CLOSING = frozenset(
     {
         "train_loss",
@@ -199,8 +235,12 @@ _CLOSING = frozenset(
         "test_loss",
         "parameters",
         "clients",
+        "coverage",
+        "failed_rounds",
     }
 )
+_ALWAYS = ("seconds", "bytes_down", "bytes_up")
+_TEXTS = ("scheme", "holder", "loss", "stopped", "warning", "dataset", "model", "engine")
 _FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")
 
 
@@ -224,8 +264,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _row(row: object) -> dict[str, Any]:
-    if not isinstance(row, dict) or type(row.get("round")) is not int or row["round"] < 1:
+    if not isinstance(row, dict) or not whole(row.get("round")) or row["round"] < 1:
         raise CheckpointError("it is no round's figures")
-    if not all(isinstance(row.get(name, 0), int | float | None) for name in _FIGURES):
+    if not all(row.get(name) is None or figure(row[name]) for name in _FIGURES):
         raise CheckpointError("a figure is no number")
     return row

@@ -22,10 +22,11 @@ from fedveil.downlink.report import Coverage, coverage, require_coverage
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.verify import verify
 from fedveil.engines import ClientPool
-from fedveil.errors import ConfigError, DataError, TraceError
+from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
+from fedveil.plain import read_text
 from fedveil.protocol import Cohort, Optimiser, Scheme
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -345,9 +346,9 @@ def read_roster(path: str | Path) -> Roster:
 
 def _read(path: str | Path, what: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as reason:
-        raise ConfigError(f"Cannot read the {what} {path}: {reason}.") from reason
+        return read_text(Path(path))
+    except CheckpointError as reason:
+        raise ConfigError(f"Cannot read the {what} {path}: {reason}") from reason
 
 
 def _loss(config: RunConfig, task: str) -> Loss:

@@ -19,6 +19,7 @@ from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release
 from fedveil.ledger.sampled_account import SampledAccount
 from fedveil.ledger.statement import Ledger, PaperFigure, state
+from fedveil.plain import read_raw, read_text
 from fedveil.protocol import RoundBegins, RoundDone, Scheme
 from fedveil.protocol.parts import bounded
 from fedveil.runs.assumed_noise import notes_on
@@ -356,7 +357,7 @@ def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
 
 def _mend(journal: Path) -> None:
     """End a line that a kill has torn, so that what is written next stands on its own."""
-    if journal.exists() and (content := journal.read_bytes()) and not content.endswith(b"\n"):
+    if journal.exists() and (content := read_raw(journal)) and not content.endswith(b"\n"):
         with journal.open("ab") as file:
             file.write(b"\n")
 
@@ -365,7 +366,7 @@ def _entries(journal: Path) -> list[dict[str, Any]]:
     if not journal.exists():
         return []
     found = []
-    for line in journal.read_text(encoding="utf-8").splitlines():
+    for line in read_text(journal).split("\n"):
         try:
             found.append(json.loads(line))
         except (ValueError, RecursionError):  # torn by a kill; what came after it counts

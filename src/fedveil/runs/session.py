@@ -78,8 +78,10 @@ def continue_in(
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
+    folder.take()
     done = folder.finished(config)
     if done is not None:
+        folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
         return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
@@ -161,6 +163,8 @@ def train_into(
     except BaseException as reason:
         followers.stopped(reason)
         raise
+    finally:
+        folder.release()
     return summary
 
 

@@ -75,6 +75,8 @@ def _serve(grid: Grid, context: Context) -> None:
     rehearse(job)
     if not extras.resume:
         folder.start(config)
+    else:
+        folder.take()
     events = Events(folder.events_file)
     standing = Standing.read(folder.relay_file) if extras.resume and not job.model_here else None
     train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events, standing=standing)
