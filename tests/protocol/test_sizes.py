@@ -24,6 +24,7 @@ from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientRole, ClientState
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import Announce, Directory, Hello
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.handshake import Introductions
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
@@ -237,7 +238,8 @@ def test_only_half_of_all_clients_can_have_others_left_out(liars: int, left_out:
     """Who claims one sample pulls the median down; while honest clients compare, fewer than half leave nobody out."""
     empty = torch.empty(0, dtype=torch.uint8)
     sizes = [200, 250, 300, 400, 900, *([1] * liars)]
-    directory = Directory.of("run", [Announce(k, count, empty, empty, empty) for k, count in enumerate(sizes)])
+    announced = [Announce(k, count, empty, empty, empty, empty) for k, count in enumerate(sizes)]
+    directory = Directory.of("run", announced, Epoch(0, 0, 1, len(sizes), len(sizes), 0))
     assert sorted(directory.outsized(100.0)) == left_out
 
 

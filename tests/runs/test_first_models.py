@@ -29,7 +29,7 @@ def factory(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def built(seed: int | SecretStream) -> nn.Module:
-    return models.build(f"{Path(__file__)}:factory", input_shape=SHAPE, outputs=10, seed=seed)
+    return models.build(models.Factory(f"{Path(__file__)}:factory"), input_shape=SHAPE, outputs=10, seed=seed)
 
 
 def veiled(model: nn.Module) -> Tensor:

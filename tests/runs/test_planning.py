@@ -95,11 +95,13 @@ def test_a_large_sparse_graph_is_bounded_as_it_would_be_charged(
         ours, theirs = bound.ledger.line(adversary), exactly.ledger.line(adversary)
         assert theirs.epsilon is not None
         assert ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-3)
-        assert ours.epsilon >= theirs.epsilon * (1 - 1e-6)  # type: ignore[operator]
+        if accounting == "paper":  # the same noise; under exact accounting a larger bound means more noise
+            assert ours.epsilon >= theirs.epsilon * (1 - 1e-6)  # type: ignore[operator]
     assert bound.ledger.line(SERVER).worst_client == exactly.ledger.line(SERVER).worst_client
     assert bound.exact is not None
     assert exactly.exact is not None
     assert bound.exact.in_sum == pytest.approx(exactly.exact.in_sum, rel=1e-3)
+    assert bound.exact.in_sum >= exactly.exact.in_sum * (1 - 1e-6)
 
 
 def test_colluders_on_a_large_sparse_graph_are_an_estimate_and_take_more_noise(

@@ -324,8 +324,10 @@ def test_where_no_noise_is_enough_the_plan_says_so() -> None:
         NoisePlan(target(), "pairs").covering((0, 1), [600, 600], [math.inf, 2.0], seed=SEED)
 
 
-def test_a_target_that_the_papers_formula_cannot_express_still_has_its_noise() -> None:
-    """δ alone allows as much: the exact figure is finite where the paper's σ, which nobody asked for, is not."""
-    plan = NoisePlan(Target(1e-300, 1e-5, 1, 1), "pairs")
-    covering = plan.covering((0, 1, 2), (10, 10, 10), (2.0, 2.0, 2.0), seed=bytes(32))
-    assert np.isfinite(covering.residual).all()
+@pytest.mark.parametrize(("epsilon", "delta"), [(1e-300, 1e-5), (1.0, 1e-300), (1e-10, 1e-101)])
+def test_a_target_beyond_all_reason_is_refused_and_the_smallest_has_its_noise(epsilon: float, delta: float) -> None:
+    with pytest.raises(ConfigError, match="more noise than can be counted"):
+        Target(epsilon, delta, 1, 1)
+    for accounting in ("exact", "paper"):
+        plan = NoisePlan(Target(1e-9, 1e-100, 1, 1), "pairs", accounting)  # type: ignore[arg-type]
+        assert np.isfinite(plan.covering((0, 1, 2), (10, 10, 10), (2.0, 2.0, 2.0), seed=bytes(32)).residual).all()

@@ -41,6 +41,10 @@ _SAFE = 1 + 1e-11
 """So much more variance that μ², added over thousands of rounds, does not end above the target by rounding."""
 
 
+LEAST_EPSILON = 1e-9
+LEAST_DELTA = 1e-100
+
+
 @dataclass(frozen=True)
 class Target:
     """(ε, δ) over a run in which one client takes part at most `participations` times."""
@@ -56,6 +60,11 @@ class Target:
             raise ConfigError(f"epsilon must be a positive number (got {self.epsilon}).")
         if not 0 < self.delta < 1:
             raise ConfigError(f"delta must lie strictly between 0 and 1 (got {self.delta}); 1e-5 is usual.")
+        if self.epsilon < LEAST_EPSILON or self.delta < LEAST_DELTA:
+            raise ConfigError(
+                f"epsilon = {self.epsilon:g} at delta = {self.delta:g} asks for more noise than can be counted: at least "
+                f"{LEAST_EPSILON:g} and {LEAST_DELTA:g} are taken."
+            )
         if not 1 <= self.participations <= self.rounds:
             raise ConfigError(
                 f"A client takes part in between 1 and all {self.rounds} rounds, not in {self.participations}."
