@@ -62,8 +62,8 @@ class Target:
             raise ConfigError(f"delta must lie strictly between 0 and 1 (got {self.delta}); 1e-5 is usual.")
         if self.epsilon < LEAST_EPSILON or self.delta < LEAST_DELTA:
             raise ConfigError(
-                f"epsilon = {self.epsilon:g} at delta = {self.delta:g} asks for more noise than can be counted: at least "
-                f"{LEAST_EPSILON:g} and {LEAST_DELTA:g} are taken."
+                f"epsilon = {self.epsilon:g} at delta = {self.delta:g} asks for more noise than can be counted: at "
+                f"least {LEAST_EPSILON:g} and {LEAST_DELTA:g} are taken."
             )
         if not 1 <= self.participations <= self.rounds:
             raise ConfigError(
