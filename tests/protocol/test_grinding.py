@@ -429,3 +429,33 @@ def test_of_a_drawn_cohort_a_client_takes_the_schedules_and_no_other(few: Grinde
     gone = replace(sampled, present=sampled.present[1:], commitments=sampled.commitments[1:])
     with_first = next(number for number in range(20) if 0 in Cohort(CLIENTS, 20, 1).draw(number))
     assert gone.cohort(with_first) == Cohort(CLIENTS, 20, 1).draw(with_first)[1:]
+
+
+# ---- small cohorts of many clients
+
+SEATS = 4
+
+
+def isolating(victim: int, *, rounds: int) -> tuple[int, int]:
+    """(seed, round) of a schedule in which nobody but allies is asked along with `victim`: found by trying seeds."""
+    for seed in range(20_000):
+        schedule = Cohort(CLIENTS, SEATS, seed)
+        for number in range(rounds):
+            drawn = schedule.draw(number)
+            if victim in drawn and set(drawn) - {victim} <= set(ALLIES):
+                return seed, number
+    raise AssertionError("no seed isolates the victim")
+
+
+def test_a_schedules_seed_is_ground_until_a_round_asks_one_client_and_allies() -> None:
+    server = Grinder(rounds=60, cohort=SEATS)
+    server.role = ClientRole(server.job.scheme, server.job.blueprint)
+    victim = 7
+    seed, number = isolating(victim, rounds=60)
+    server.enter(Epoch(0, 0, 60, CLIENTS, SEATS, seed))
+    context = server.context(number, Cohort(CLIENTS, SEATS, seed).draw(number))
+    train = server.train(context)
+    uploads = {client: server.told(client, train) for client in context.cohort}
+    read = two_stories(server, context, server.uplink.graph(context), victim, uploads)
+    assert read is not None
+    assert np.array_equal(read, server.sent(victim, context))
