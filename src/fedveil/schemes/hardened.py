@@ -38,24 +38,29 @@ def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
 
 
 def _surrounded(setting: Setting, masks: Masked) -> str:
-    """What share of a round's clients may collude so that this holds, and with which chance it does not."""
-    clients, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
-    degree = masks.degree_of(clients, draws=draws)
-    bits = surrounded_bits(clients, degree=degree, share=masks.collusion, needed=needed, draws=draws)
+    """What share of clients may collude so that this holds, and with which chance it does not."""
+    size, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
+    everybody, sampled = max(setting.clients, size), setting.clients > size
+    degree = masks.degree_of(size, of=everybody, draws=draws)
+    bits = surrounded_bits(size, of=everybody, degree=degree, share=masks.collusion, needed=needed, draws=draws)
+    whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
     who = (
-        f"at most {colluding(clients, masks.collusion)} of a round's {clients} clients collude (collusion "
-        f"{masks.collusion:g}), and not by who is whose neighbour; "
+        f"at most {colluding(everybody, masks.collusion)} of {whose} {everybody} clients collude (collusion "
+        f"{masks.collusion:g}), and not by who is {chosen}whose neighbour; "
     )
     if math.isinf(bits):
         return f"{who}that many surround nobody who has {degree} neighbours"
     chance = f"the chance that they surround an honest client of {degree} neighbours anywhere in the run is "
-    if degree == clients - 1:
+    if degree == size - 1 and not sampled:
         return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
     if bits >= LEAST_BITS:
         return f"{who}{chance}at most 2^-{bits:.1f}"
-    fitting = masking_degree(clients, share=masks.collusion, needed=needed, draws=draws)
     bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
-    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: give {fitting} neighbours or leave the choice to FedVeil"
+    fitting = masking_degree(size, of=everybody, share=masks.collusion, needed=needed, draws=draws)
+    mend = f"give {fitting} neighbours or leave the choice to FedVeil"
+    if degree >= fitting:
+        mend = f"cohorts of {size} are too small for such a share, give a larger cohort"
+    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: {mend}"
 
 
 @scheme(
