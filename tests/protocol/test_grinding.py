@@ -94,7 +94,7 @@ class Grinder:
         """A client's contribution, as it is before anything covers it."""
         work = self.job.scheme.work
         vector = work.run(self.role._bench, self.train(context).broadcast, self.data[client], round=context.round)
-        return self.uplink.codec(context, work).encode(vector)
+        return self.uplink.codec(context, self.role._terms).encode(vector)
 
 
 def surrounded(graph: Graph, uplink: Masked) -> int | None:
@@ -295,7 +295,7 @@ def test_whoever_changes_a_nonce_after_it_was_committed_to_is_refused_by_everybo
         ):
             server.told(0, Nonces(honest.digest, spoil(honest.nonces)))
     with pytest.raises(ProtocolError, match="before its epoch's nonces were shown"):
-        server.told(0, Train(0, 0, None, torch.arange(CLIENTS)))  # type: ignore[arg-type]
+        server.told(0, server.train(RoundContext(0, 0, tuple(server.data), server.directory)))
     server.told(0, honest)
 
 
