@@ -471,7 +471,7 @@ def test_clients_with_secrets_of_their_own_take_no_part_in_cohorts_that_follow_f
 
 
 def test_a_ground_seed_is_worth_nothing_where_the_beacon_decides_who_is_asked() -> None:
-    """Secrets of the operating system: by chance that round isolates this client in one of 32,000 epochs; 4 are drawn."""
+    """Real randomness: by chance that round isolates this client in one of 32,000 epochs, and 4 are drawn."""
     server = Seed(OsSecrets())
     found = set()
     for number in range(4):

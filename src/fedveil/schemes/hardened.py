@@ -68,8 +68,9 @@ def _surrounded(setting: Setting, masks: Masked) -> str:
     paper="FedVeil: rescaling + secure aggregation (Bonawitz et al. 2017, Bell et al. 2020)",
     summary="veiled model down; up, everything masked modulo 2^64: the server learns the sum",
     protects=(
-        "client data from the server: it learns only sums (proven, but for a chance of 2^-30 a run, with a tenth of a "
-        "round's clients colluding); the model from clients up to secret scales (measured)"
+        "client data from the server: it learns only sums (proven, with a tenth of the clients colluding, but for a "
+        "chance that the ledger prints: 2^-30 a run unless cohorts are small); the model from clients up to "
+        "secret scales (measured)"
     ),
     default_loss="square",
 )
@@ -88,7 +89,7 @@ def veil_secagg(
     local_steps: int | None = None,
     local_epochs: int | None = None,
 ) -> Scheme:
-    """`lossless`, with everything a client sends under masks; `collusion` is the share of a round they withstand."""
+    """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
     masks = Masked(value_range, unmask, Quorum(threshold), neighbours, collusion=collusion)
     veiled = lossless(
         setting,
