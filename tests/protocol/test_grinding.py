@@ -448,7 +448,7 @@ def isolating(victim: int, *, rounds: int) -> tuple[int, int]:
 
 
 class Seed(Grinder):
-    """Picks the schedule's seed, after trying thousands, such that a round asks `victim` and allies."""
+    """Picks the schedule's seed, after trying as many as it takes, such that a round asks `victim` and allies."""
 
     victim = 7
 
