@@ -33,8 +33,8 @@ from fedveil.ledger.policy import Policy
 from fedveil.protocol import ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
 from fedveil.protocol import grid as grid_module
 from fedveil.protocol import noised as noised_module
+from fedveil.protocol.cohort import WINDOW
 from fedveil.protocol.directory import Directory, Hello, Nonce
-from fedveil.protocol.epoch import WINDOW
 from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, planned

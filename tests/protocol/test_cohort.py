@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 from federation import job, trained
 from fedveil.errors import ConfigError
 from fedveil.protocol import Cohort
+from fedveil.protocol.cohort import WINDOW
+from fedveil.runs.job import Job
 
 
 @given(st.integers(1, 60), st.data(), st.integers(0, 2**31), st.integers(0, 500))
@@ -47,6 +52,56 @@ def test_over_many_rounds_everybody_is_asked_about_as_often() -> None:
     counts = Counter(client for round_ in range(2000) for client in cohort.draw(round_))
     assert min(counts.values()) > 420
     assert max(counts.values()) < 580
+
+
+@given(st.integers(2, 40), st.data(), st.integers(1, 200), st.integers(0, 2**32))
+def test_nobody_is_asked_more_often_than_planned_whatever_the_beacons_are(
+    clients: int, data: st.DataObject, rounds: int, beacons: int
+) -> None:
+    cohort = Cohort(clients, data.draw(st.integers(1, clients)), 0, shuffled=True)
+    counts: Counter[int] = Counter()
+    for number in range(rounds):
+        drawn = cohort.draw(number, (beacons + number // WINDOW).to_bytes(8, "big"))
+        assert len(drawn) == len(set(drawn)) == cohort.size
+        assert list(drawn) == sorted(drawn)
+        counts.update(drawn)
+    assert max(counts.values()) <= cohort.most_participations(rounds)
+
+
+def test_planned_participations_are_reached_by_whoever_always_has_the_busiest_seat() -> None:
+    cohort = Cohort(100, 10, 0, shuffled=True)
+    assert cohort.most_participations(100) == 7 + 4
+    for stretch, most in ((range(64), 7), (range(64, 100), 4)):
+        counts = Counter(client for number in stretch for client in cohort.draw(number, b"beacon"))
+        assert max(counts.values()) == most
+
+
+def test_every_beacon_seats_clients_anew_and_evenly() -> None:
+    """Fixed beacons: a count off by 5 standard errors for one of 20 clients happens to one choice in 80,000."""
+    cohort = Cohort(20, 5, 3, shuffled=True)
+    counts = Counter(client for number in range(4000) for client in cohort.draw(2, number.to_bytes(8, "big")))
+    assert all(abs(count - 1000) < 5 * math.sqrt(4000 * 0.25 * 0.75) for count in counts.values())
+    assert len(counts) == 20
+    assert cohort.draw(2, b"beacon") == replace(cohort, seed=4).draw(2, b"beacon")
+
+
+def sampled(**changes: Any) -> Job:
+    return job(scheme="veil-secagg", clients=8, rounds=6, cohort=4, **changes)
+
+
+def test_cohorts_are_shuffled_where_clients_share_keys_and_secrets_are_the_operating_systems() -> None:
+    assert sampled(secrets="os").cohort.shuffled
+    assert not sampled().cohort.shuffled  # a simulation: comparable with other schemes of the same seed
+    assert not job(scheme="fedavg", clients=8, cohort=4, secrets="os").cohort.shuffled
+    assert not job(scheme="veil-secagg", clients=8, secrets="os").cohort.shuffled  # everybody is asked
+
+
+def test_a_real_run_of_shuffled_cohorts_trains_and_asks_nobody_more_often_than_planned() -> None:
+    one = sampled(secrets="os")
+    _, boundaries = trained(one)
+    asked = Counter(client for done in boundaries for client in done.gathered.arrived)
+    assert [len(done.gathered.arrived) for done in boundaries] == [4] * 6
+    assert max(asked.values()) <= one.cohort.most_participations(6) == 3
 
 
 @pytest.mark.parametrize("cohort", [0, -1, 11, 0.0, -0.5, 0.01, float("nan"), float("inf"), -float("inf"), 12.5, 2.5])

@@ -25,9 +25,9 @@ from fedveil.crypto.shamir import join
 from fedveil.crypto.stream import add_mask
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol import ClientRole, ClientState
-from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.cohort import WINDOW, Cohort
 from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, beacon, from_bytes, to_bytes
-from fedveil.protocol.epoch import SPARE, WINDOW, Epoch, committed, draws_of
+from fedveil.protocol.epoch import SPARE, Epoch, committed, draws_of
 from fedveil.protocol.masked import Masked, pair_seed
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
@@ -36,7 +36,7 @@ from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed
 from fedveil.runs.job import Job
 from fedveil.schemes.hardened import masked_assumptions
 from fedveil.schemes.registry import Setting
-from fedveil.secrets import SeededSecrets
+from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
 from fedveil.uplink.graph import Graph, ring
 from fedveil.uplink.surrounding import LEAST_BITS, masking_degree, surrounded_bits
 from protocol.masking import nonces_of
@@ -368,7 +368,7 @@ def test_the_chance_of_a_surrounded_client_is_the_hypergeometric_tail(clients: i
     quorum, allied = Quorum(), math.floor(share * clients)
     least = 2 * quorum.of(degree) - degree
     tail = stats.hypergeom.sf(least - 1, clients - 1, allied, degree)
-    bits = surrounded_bits(clients, degree=degree, share=share, needed=quorum.of, draws=7)
+    bits = surrounded_bits(clients, of=clients, degree=degree, share=share, needed=quorum.of, draws=7)
     assert 2.0**-bits == pytest.approx(tail * (clients - allied) * 7, rel=1e-9)
 
 
@@ -380,7 +380,7 @@ def test_random_rings_surround_clients_as_often_as_computed() -> None:
         graph = ring(range(30), degree=6, seed=number.to_bytes(8, "big"))
         for client in range(6, 30):
             found += len([one for one in graph.neighbours(client) if one < 6]) >= 2 * quorum.of(6) - 6
-    expected = 2.0 ** -surrounded_bits(30, degree=6, share=0.2, needed=quorum.of, draws=1) * rings
+    expected = 2.0 ** -surrounded_bits(30, of=30, degree=6, share=0.2, needed=quorum.of, draws=1) * rings
     assert abs(found - expected) < 5 * math.sqrt(24 * expected)
 
 
@@ -388,8 +388,8 @@ def test_random_rings_surround_clients_as_often_as_computed() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2])
 def test_the_degree_is_the_least_that_keeps_a_run_below_one_in_2_to_the_30(clients: int, share: float) -> None:
     needed, draws = Quorum().of, draws_of(100)
-    degree = masking_degree(clients, share=share, needed=needed, draws=draws)
-    bits = surrounded_bits(clients, degree=degree, share=share, needed=needed, draws=draws)
+    degree = masking_degree(clients, of=clients, share=share, needed=needed, draws=draws)
+    bits = surrounded_bits(clients, of=clients, degree=degree, share=share, needed=needed, draws=draws)
     assert bits >= LEAST_BITS or degree == clients - 1
     if clients == 100 and share == 0.1:
         assert (degree, bits) == (30, math.inf)  # ten allies are too few to surround anybody
@@ -411,7 +411,7 @@ def test_the_ledger_prints_the_chance_that_a_neighbourhood_is_not_enough() -> No
     assert "at most 10 of a round's 100 clients collude (collusion 0.1)" in said(100)
     assert "that many surround nobody who has 30 neighbours" in said(100)
     assert "MORE than 2^-30: give 30 neighbours" in said(100, degree=28)
-    bits = surrounded_bits(1000, degree=126, share=0.1, needed=Quorum().of, draws=draws_of(100))
+    bits = surrounded_bits(1000, of=1000, degree=126, share=0.1, needed=Quorum().of, draws=draws_of(100))
     assert f"of 126 neighbours anywhere in the run is at most 2^-{bits:.1f}" in said(1000)
     assert bits >= LEAST_BITS
     assert "TOO MANY" in said(20, collusion=0.5)
@@ -428,4 +428,107 @@ def test_of_a_drawn_cohort_a_client_takes_the_schedules_and_no_other(few: Grinde
                 RoundContext(number, 0, other, sampled, few.beacon).check_scheduled()
     gone = replace(sampled, present=sampled.present[1:], commitments=sampled.commitments[1:])
     with_first = next(number for number in range(20) if 0 in Cohort(CLIENTS, 20, 1).draw(number))
-    assert gone.cohort(with_first) == Cohort(CLIENTS, 20, 1).draw(with_first)[1:]
+    assert gone.cohort(with_first, few.beacon) == Cohort(CLIENTS, 20, 1).draw(with_first)[1:]
+
+
+# ---- small cohorts of many clients
+
+SEATS = 4
+
+
+def isolating(victim: int, *, rounds: int) -> tuple[int, int]:
+    """(seed, round) of a schedule in which nobody but allies is asked along with `victim`: found by trying seeds."""
+    for seed in range(20_000):
+        schedule = Cohort(CLIENTS, SEATS, seed)
+        for number in range(rounds):
+            drawn = schedule.draw(number)
+            if victim in drawn and set(drawn) - {victim} <= set(ALLIES):
+                return seed, number
+    raise AssertionError("no seed isolates the victim")
+
+
+class Seed(Grinder):
+    """Picks the schedule's seed, after trying as many as it takes, such that a round asks `victim` and allies."""
+
+    victim = 7
+
+    def __init__(self, secrets: SecretSource) -> None:
+        super().__init__(rounds=60, cohort=SEATS)
+        self.role = ClientRole(self.job.scheme, self.job.blueprint, secrets=secrets)
+        self.seed, self.number = isolating(self.victim, rounds=60)
+
+    def sampled(self, *, shuffled: bool, number: int = 0) -> Epoch:
+        return Epoch(number, 0, 60, CLIENTS, SEATS, self.seed, shuffled)
+
+    def drawn(self) -> tuple[int, ...]:
+        return self.directory.cohort(self.number, self.beacon)
+
+
+def test_clients_with_secrets_of_their_own_take_no_part_in_cohorts_that_follow_from_a_servers_seed() -> None:
+    server = Seed(OsSecrets())
+    with pytest.raises(ProtocolError, match="by a seed that the server has picked"):
+        server.enter(server.sampled(shuffled=False))
+
+
+def test_a_ground_seed_is_worth_nothing_where_the_beacon_decides_who_is_asked() -> None:
+    """Real randomness: by chance that round isolates this client in one of 32,000 epochs, and 4 are drawn."""
+    server = Seed(OsSecrets())
+    found = set()
+    for number in range(4):
+        server.enter(server.sampled(shuffled=True, number=number))
+        found.add(server.drawn())
+        assert not (server.victim in server.drawn() and set(server.drawn()) - {server.victim} <= set(ALLIES))
+    assert len(found) > 1
+    wanted = server.context(server.number, Cohort(CLIENTS, SEATS, server.seed).draw(server.number))
+    assert "names other clients than the epoch's schedule" in refused(server, server.victim, wanted)
+    context = server.context(server.number, server.drawn())
+    assert isinstance(server.told(context.cohort[0], server.train(context)), MaskedUpload)
+    with pytest.raises(ProtocolError, match="another schedule of rounds"):
+        server.told(0, Hello(RUN, replace(server.sampled(shuffled=True, number=5), seed=server.seed + 1)))
+
+
+def test_the_ground_seed_still_isolates_a_client_of_a_simulation() -> None:
+    """So that the tests above can fail: where secrets follow from a seed, and are called a simulation, it works."""
+    server = Seed(SeededSecrets(11))
+    server.enter(server.sampled(shuffled=False))
+    context = server.context(server.number, server.drawn())
+    train = server.train(context)
+    uploads = {client: server.told(client, train) for client in context.cohort}
+    read = two_stories(server, context, server.uplink.graph(context), server.victim, uploads)
+    assert read is not None
+    assert np.array_equal(read, server.sent(server.victim, context))
+
+
+def test_shuffled_cohorts_surround_clients_as_often_as_computed() -> None:
+    """Fixed beacons. Surrounded clients of 4000 epochs: off by 5 standard errors once in 10⁶ choices at most."""
+    quorum, epochs, size, degree, allied = Quorum(), 4000, 12, 6, 12
+    cohort, found = Cohort(60, size, 0, shuffled=True), 0
+    for number in range(epochs):
+        beacon = number.to_bytes(32, "big")
+        graph = ring(cohort.draw(3, beacon), degree=degree, seed=beacon)
+        for client in graph.members:
+            near = [one for one in graph.neighbours(client) if one < allied]
+            found += client >= allied and len(near) >= 2 * quorum.of(degree) - degree
+    bits = surrounded_bits(size, of=60, degree=degree, share=allied / 60, needed=quorum.of, draws=1)
+    expected = 2.0**-bits * epochs
+    assert abs(found - expected) < 5 * math.sqrt(size * expected)
+
+
+def test_the_ledger_says_of_sampled_cohorts_how_many_of_all_clients_may_collude_and_what_the_chance_is() -> None:
+    def said(clients: int, cohort: int, **how: Any) -> str:
+        setting = Setting(None, None, None, rounds=100, cohort=cohort, clients=clients)  # type: ignore[arg-type]
+        return masked_assumptions(setting, Masked(**how))[1]
+
+    few = said(1000, 10)
+    assert "at most 100 of all 1000 clients collude (collusion 0.1), and not by who is asked with whom or" in few
+    assert "not bounded, MORE than 2^-30: cohorts of 10 are too small for such a share, give a larger cohort" in few
+    degree = masking_degree(300, of=1000, share=0.1, needed=Quorum().of, draws=draws_of(100))
+    assert f"of {degree} neighbours anywhere in the run is at most 2^-3" in said(1000, 300)
+    assert f"give {degree} neighbours or leave the choice to FedVeil" in said(1000, 300, degree=40)
+    assert "of a round's 1000 clients" in said(1000, 1000)
+
+
+def test_the_degree_of_sampled_cohorts_reckons_with_chance_in_who_is_asked() -> None:
+    needed, draws = Quorum().of, draws_of(100)
+    alone = masking_degree(100, of=100, share=0.1, needed=needed, draws=draws)
+    assert masking_degree(100, of=1000, share=0.1, needed=needed, draws=draws) > alone == 30

@@ -362,7 +362,7 @@ def test_a_client_is_held_to_what_it_announced_in_an_earlier_attempt_of_the_run(
 def test_the_word_for_it_names_both_sizes() -> None:
     one = job(scheme="ldp", clients=2, rounds=1, loss=None)
     known = Introductions("sizes", "run", cohort=Cohort(2, 2, 0), rounds=1, earlier={0: 61})
-    steps = known.steps((0, 1), 0)
+    steps = known.steps(0)
     ask = next(steps)
     role, data = client_role(one), one.pool.clients[0]
     assert isinstance(role, ClientRole)

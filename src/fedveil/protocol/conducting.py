@@ -72,8 +72,7 @@ class Conductor(ABC):
     def run(self) -> Steps:
         """Train until the last round; every boundary yields a `RoundDone`."""
         if self._introductions is not None:
-            everybody = range(self._cohort.clients)
-            yield from self._introduced(self._introductions.steps(everybody, self._progress.round))
+            yield from self._introduced(self._introductions.steps(self._progress.round))
         while not self._stopped and self._progress.round < self._rounds:
             context, able = yield from self._assembled()
             if len(able) < self._fewest:
@@ -107,7 +106,7 @@ class Conductor(ABC):
         """
         round, known = self._progress.round, self._introductions
         if known is not None:
-            yield from self._introduced(known.steps(self._cohort.draw(round), round, again=self._asks_again()))
+            yield from self._introduced(known.steps(round, again=self._asks_again()))
         while True:
             cohort = self._cohort.draw(round) if known is None else known.cohort(round)
             context = self._context(cohort)
@@ -117,7 +116,7 @@ class Conductor(ABC):
                 return context, (yield from self._acquainted(able))
             assert known is not None
             known.leave_out(over)
-            yield from self._introduced(known.steps(cohort, round))
+            yield from self._introduced(known.steps(round))
 
     def _asks_again(self) -> bool:
         return self._progress.round % _LATECOMERS_EVERY == 0

@@ -103,9 +103,9 @@ class Directory(Request):
     def _here(self) -> dict[int, int]:
         return {client: place for place, client in enumerate(self.present.tolist())}
 
-    def cohort(self, round: int) -> tuple[int, ...]:
+    def cohort(self, round: int, beacon: bytes) -> tuple[int, ...]:
         """A round's clients: those that the schedule names, as far as they are of the epoch."""
-        return tuple(one for one in self.epoch.drawn(round) if one in self._here)
+        return tuple(one for one in self.epoch.drawn(round, beacon) if one in self._here)
 
     def commitment(self, client: int) -> bytes:
         """A client's commitment; None of a client that is not of the epoch."""

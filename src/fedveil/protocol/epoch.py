@@ -4,12 +4,12 @@ A server that could search for a masking graph would look for one in which its a
 graphs follow from a beacon to which every client of the epoch contributes:
 
     Hello      → Announce   each client commits to a nonce of its own
-    Directory  → Nonce      all commitments are fixed, and with them who takes part, which rounds there are and who is
-                            asked in each; only then does a client show its nonce
+    Directory  → Nonce      all commitments are fixed, and with them who takes part and which rounds there are; only
+                            then does a client show its nonce
     Nonces     → Ready      everybody checks all nonces against all commitments; beacon = SHA-256(directory, nonces)
 
 After a client has shown its nonce nothing that its graphs depend on is open to choice: not the clients, not a
-round's cohort (the schedule in `Epoch`), not the nonces of others (their commitments stand in the directory the
+round's cohort (the beacon's, or everybody), not the nonces of others (their commitments stand in the directory the
 client took). The argument is each client's own: its graphs are as random as its nonce, whatever the server told
 others. If a nonce is missing the epoch is void, and a new one begins with new nonces: leaving one out would be a
 choice between two graphs. An epoch begun anew is a new draw, so a client counts epochs, and the bound on what a
@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fedveil.errors import ProtocolError
-from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.cohort import WINDOW, Cohort
 from fedveil.protocol.wire import message
 
 NONCE_BYTES = 32
-WINDOW = 64
-"""The most rounds of one epoch."""
 SPARE = 32
 """Epochs beyond those that the rounds take, for latecomers and for clients that leave."""
 _GRAPHS_A_ROUND = 2
@@ -42,7 +40,8 @@ _MOST_ROUNDS = 1 << 32
 class Epoch:
     """Epoch `number` of a run of `rounds` rounds: `window` of them, from round `first` on.
 
-    A round asks `size` of `clients` clients, drawn by `seed`, as far as they are of the epoch.
+    A round asks `size` of `clients` clients, as far as they are of the epoch: if `shuffled`, by the epoch's beacon,
+    otherwise by `seed`, which the server picks.
     """
 
     number: int
@@ -51,6 +50,7 @@ class Epoch:
     clients: int
     size: int
     seed: int
+    shuffled: bool = False
 
     released_as = "epoch"
 
@@ -81,22 +81,34 @@ class Epoch:
         return _GRAPHS_A_ROUND * self.window * self.most
 
     @property
-    def schedule(self) -> tuple[int, int, int, int]:
+    def schedule(self) -> tuple[int, Cohort]:
         """What stays as it is through a run."""
-        return self.rounds, self.clients, self.size, self.seed
+        return self.rounds, self.cohort
 
     def __contains__(self, round: int) -> bool:
         return self.first <= round < min(self.first + self.window, self.rounds)
 
-    def drawn(self, round: int) -> tuple[int, ...]:
+    @property
+    def cohort(self) -> Cohort:
+        """How a round's clients are drawn."""
+        return Cohort(self.clients, self.size, self.seed, self.shuffled)
+
+    def drawn(self, round: int, beacon: bytes) -> tuple[int, ...]:
         """The schedule's clients of a round."""
-        return _drawn(self.clients, self.size, self.seed, round)
+        return _drawn(self.cohort, round, beacon if self.shuffled else b"")
+
+    def check_shuffled(self) -> None:
+        """Refuse cohorts that follow from a seed: a server that picks it could pick who is asked with whom."""
+        if self.size < self.clients and not self.shuffled:
+            raise ProtocolError(
+                f"{self.size} of {self.clients} clients are asked each round by a seed that the server has picked, and "
+                "not by the epoch's beacon: a server that tries seeds could ask this client along with its allies only"
+            )
 
     def packed(self) -> bytes:
         """The same bytes for the same epoch."""
-        return struct.pack("<QQQQQ", self.number, self.first, self.rounds, self.clients, self.size) + (
-            f"{self.seed}".encode()
-        )
+        numbers = (self.number, self.first, self.rounds, self.clients, self.size, self.shuffled)
+        return struct.pack("<QQQQQ?", *numbers) + f"{self.seed}".encode()
 
 
 def draws_of(rounds: int) -> int:
@@ -105,9 +117,9 @@ def draws_of(rounds: int) -> int:
 
 
 @lru_cache(maxsize=8)
-def _drawn(clients: int, size: int, seed: int, round: int) -> tuple[int, ...]:
+def _drawn(cohort: Cohort, round: int, beacon: bytes) -> tuple[int, ...]:
     # Remembered, because in a simulation every client draws the same.
-    return Cohort(clients, size, seed).draw(round)
+    return cohort.draw(round, beacon)
 
 
 def committed(nonce: bytes, *, run: str, epoch: int, client: int) -> bytes:

@@ -66,6 +66,8 @@ def introduce(
             key = secrets.stream("run key", state.client, request.run).bytes(32) if how == "keys" else b""
             ring = Keyring(state.client, request.run, identity=identity, key=key)
         number = request.epoch.number
+        if how == "keys" and not secrets.simulation:  # simulated nonces would hide nothing from who picks the seed
+            request.epoch.check_shuffled()
         ring.enter(
             request.epoch,
             lambda: secrets.stream("graph nonce", state.client, request.run, number).bytes(NONCE_BYTES),
@@ -188,11 +190,11 @@ class Introductions:
         self.beacon = b""
         self.refused: dict[int, str] = {}
 
-    def steps(self, cohort: Sequence[int], round: int, *, again: bool = True) -> Phases:
+    def steps(self, round: int, *, again: bool = True) -> Phases:
         """Have an epoch that this round belongs to.
 
-        A new one begins where the last has run out or was given up, and, with `again`, where somebody of `cohort`
-        answers that is not of it. `again`, too, whoever has not confirmed the beacon is told once more.
+        A new one begins where the last has run out or was given up, and, with `again`, where somebody answers that
+        the schedule asks and that is not of it. `again`, too, whoever has not confirmed the beacon is told once more.
         """
         if self._stale or self.directory is None or round not in self.directory.epoch:
             yield from self._begin(self._candidates(), round)
@@ -201,13 +203,14 @@ class Introductions:
             return
         present = set(self.directory.present.tolist())
         apart = present.union(self.left_out)
-        strangers = [one for one in self._candidates() if one in cohort and one not in apart]
+        asked = set(self.directory.epoch.drawn(round, self.beacon))
+        strangers = [one for one in self._candidates() if one in asked and one not in apart]
         if strangers and self._spare(round):
             arrived = yield from self._hello(strangers, self._epoch(round))
             if arrived:
                 yield from self._begin(sorted(present - self._left), round, already=arrived)
                 return
-        yield from self._tell([one for one in self.directory.cohort(round) if one not in self._ready])
+        yield from self._tell([one for one in self.cohort(round) if one not in self._ready])
 
     def leave_out(self, clients: Collection[int]) -> None:
         """Begin the next epoch without these."""
@@ -222,7 +225,7 @@ class Introductions:
         """The clients of a round; nobody where no epoch could be begun."""
         if self._stale or self.directory is None or round not in self.directory.epoch:
             return ()
-        return self.directory.cohort(round)
+        return self.directory.cohort(round, self.beacon)
 
     def known(self, clients: Sequence[int]) -> tuple[int, ...]:
         """Those of `clients` that have confirmed the epoch's beacon."""
@@ -238,7 +241,8 @@ class Introductions:
         return [one for one in range(self._cohort.clients) if one not in self._left and one not in gone]
 
     def _epoch(self, round: int) -> Epoch:
-        return Epoch(self._next, round, self._rounds, self._cohort.clients, self._cohort.size, self._cohort.seed)
+        drawn = self._cohort
+        return Epoch(self._next, round, self._rounds, drawn.clients, drawn.size, drawn.seed, drawn.shuffled)
 
     def _spare(self, round: int) -> bool:
         """Whether a further epoch leaves enough of them for the rounds to come."""

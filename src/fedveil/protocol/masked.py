@@ -24,6 +24,7 @@ from fedveil.flat import Layout
 from fedveil.ledger.releases import Release
 from fedveil.protocol.asking import Ask, Gathered
 from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.grid import add_residual, gridded
 from fedveil.protocol.handshake import Introduction
 from fedveil.protocol.keyring import Keyring
@@ -96,8 +97,9 @@ class Masked:
     `unmask = "always"`: a mask of one's own and a second phase every round. `"on-dropout"`: no such mask,
     and a second phase only when somebody is missing, which trusts the server to be honest about arrivals.
 
-    Without a `degree`, neighbourhoods are as large as it takes for a share `collusion` of a round's clients, chosen
-    before graphs are drawn, to surround nobody in a whole run, but with a chance of 2⁻³⁰.
+    Without a `degree`, neighbourhoods are as large as it takes for a share `collusion` of all clients, chosen before
+    graphs are drawn, to surround nobody in a whole run, but with a chance of 2⁻³⁰; or the whole cohort, if that is
+    too small.
 
     A round fails if more than a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
     """
@@ -146,21 +148,23 @@ class Masked:
         """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""
         seed = context.graph_seed()
         assert context.directory is not None
-        return self._graph_of(context.cohort, seed, draws=context.directory.epoch.draws)
+        return self._graph_of(context.cohort, seed, context.directory.epoch)
 
-    def degree_of(self, clients: int, *, draws: int) -> int:
-        """How many neighbours each of a round's clients has, in a run of so many graphs."""
+    def degree_of(self, size: int, *, of: int, draws: int) -> int:
+        """How many neighbours each of a round's `size` clients has, drawn from `of`, in a run of so many graphs."""
         if self.degree is not None:
-            return min(self.degree, clients - 1)
-        return masking_degree(clients, share=self.collusion, needed=self.quorum.of, draws=draws)
+            return min(self.degree, size - 1)
+        return masking_degree(size, of=of, share=self.collusion, needed=self.quorum.of, draws=draws)
 
-    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, *, draws: int) -> Graph:
+    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch) -> Graph:
         self.fits(len(cohort))
-        return _ring(cohort, self.degree_of(len(cohort), draws=draws), seed)
+        # Where everybody is asked, the share is of those that are there.
+        everybody = epoch.clients if epoch.size < epoch.clients else len(cohort)
+        return _ring(cohort, self.degree_of(len(cohort), of=everybody, draws=epoch.draws), seed)
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
-        return self._graph_of(state.seat, bytes.fromhex(state.graph), draws=state.ring().known().epoch.draws)
+        return self._graph_of(state.seat, bytes.fromhex(state.graph), state.ring().known().epoch)
 
     def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
         """Fixed point for this cohort: by the range, or by what noise asks for."""

@@ -54,7 +54,7 @@ class RoundContext:
                 f"round {self.round + 1} is not of the epoch that begins with round {self.directory.epoch.first + 1}: "
                 "a server that skips rounds could pick the graph that suits it"
             )
-        if self.cohort != self.directory.cohort(self.round):
+        if self.cohort != self.directory.cohort(self.round, self.beacon):
             raise ProtocolError(
                 f"round {self.round + 1} names other clients than the epoch's schedule: a server that picks them could "
                 "pick the graph that suits it"
@@ -302,7 +302,8 @@ _EPOCH = {
     "rounds": "how many rounds the run has",
     "clients": "how many clients there may be",
     "size": "how many of them a round asks",
-    "seed": "from which a round's clients are drawn",
+    "seed": "from which a round's clients are drawn, unless the beacon decides",
+    "shuffled": "whether the beacon decides who is asked in a round",
 }
 
 

@@ -28,6 +28,7 @@ from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
 from fedveil.plain import read_text
 from fedveil.protocol import Cohort, Optimiser, Scheme
+from fedveil.runs.attendance import attended
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
@@ -231,17 +232,10 @@ def agreed(config: RunConfig, *, clients: int, task: str) -> Agreed:
     seed = config.seed
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
-    setting = Setting(
-        loss,
-        Batches(config.batch_size, seed),
-        schedule,
-        config.vectorise,
-        rounds=config.rounds,
-        participations=cohort.most_participations(config.rounds),
-        rate=cohort.size / cohort.clients,
-        cohort=cohort.size,
+    setting = Setting(loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds)
+    scheme, cohort = attended(
+        config.scheme, setting, config.scheme_options, cohort=cohort, simulation=config.simulated_secrets
     )
-    scheme = schemes.assemble(config.scheme, setting, config.scheme_options)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
     scheme.uplink.fits(cohort.size)
     # Updates are already multiplied by the local learning rate: the server takes them whole.

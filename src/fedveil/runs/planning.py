@@ -20,6 +20,7 @@ from fedveil.ledger.statement import Ledger
 from fedveil.protocol import Cohort, Scheme
 from fedveil.protocol.parts import bounded
 from fedveil.runs.assumed_noise import composed, floors
+from fedveil.runs.attendance import attended
 from fedveil.runs.pricing import Rounds, charge
 from fedveil.runs.privacy import account_for, ledger_of
 from fedveil.schemes import Setting
@@ -113,8 +114,8 @@ class Planned:
 def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None = None) -> Planned:
     """Answer a question; `model` (with an example of its input) makes the bounds that depend on one concrete."""
     cohort = Cohort.of(len(question.samples), cohort=question.cohort, seed=question.seed)
+    scheme, cohort = _scheme(question, cohort)
     participations = cohort.most_participations(question.rounds)
-    scheme = _scheme(question, cohort, participations)
     scheme.uplink.fits(cohort.size)
     blueprint = _traced(scheme, model)
     answer = Planned(
@@ -145,18 +146,15 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     )
 
 
-def _scheme(question: Question, cohort: Cohort, participations: int) -> Scheme:
+def _scheme(question: Question, cohort: Cohort) -> tuple[Scheme, Cohort]:
     loss = schemes.find(question.scheme).default_loss
     setting = Setting(
         make_loss("cross-entropy" if loss == "auto" else loss),
         Batches(question.batch_size, question.seed),
         Schedule(1.0),
         rounds=question.rounds,
-        participations=participations,
-        rate=cohort.size / cohort.clients,
-        cohort=cohort.size,
     )
-    return schemes.assemble(question.scheme, setting, question.options)
+    return attended(question.scheme, setting, question.options, cohort=cohort, simulation=False)
 
 
 def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Blueprint:

@@ -38,24 +38,29 @@ def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
 
 
 def _surrounded(setting: Setting, masks: Masked) -> str:
-    """What share of a round's clients may collude so that this holds, and with which chance it does not."""
-    clients, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
-    degree = masks.degree_of(clients, draws=draws)
-    bits = surrounded_bits(clients, degree=degree, share=masks.collusion, needed=needed, draws=draws)
+    """What share of clients may collude so that this holds, and with which chance it does not."""
+    size, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
+    everybody, sampled = max(setting.clients, size), setting.clients > size
+    degree = masks.degree_of(size, of=everybody, draws=draws)
+    bits = surrounded_bits(size, of=everybody, degree=degree, share=masks.collusion, needed=needed, draws=draws)
+    whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
     who = (
-        f"at most {colluding(clients, masks.collusion)} of a round's {clients} clients collude (collusion "
-        f"{masks.collusion:g}), and not by who is whose neighbour; "
+        f"at most {colluding(everybody, masks.collusion)} of {whose} {everybody} clients collude (collusion "
+        f"{masks.collusion:g}), and not by who is {chosen}whose neighbour; "
     )
     if math.isinf(bits):
         return f"{who}that many surround nobody who has {degree} neighbours"
     chance = f"the chance that they surround an honest client of {degree} neighbours anywhere in the run is "
-    if degree == clients - 1:
+    if degree == size - 1 and not sampled:
         return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
     if bits >= LEAST_BITS:
         return f"{who}{chance}at most 2^-{bits:.1f}"
-    fitting = masking_degree(clients, share=masks.collusion, needed=needed, draws=draws)
     bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
-    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: give {fitting} neighbours or leave the choice to FedVeil"
+    fitting = masking_degree(size, of=everybody, share=masks.collusion, needed=needed, draws=draws)
+    mend = f"give {fitting} neighbours or leave the choice to FedVeil"
+    if degree >= fitting:
+        mend = f"cohorts of {size} are too small for such a share, give a larger cohort"
+    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: {mend}"
 
 
 @scheme(
@@ -63,8 +68,9 @@ def _surrounded(setting: Setting, masks: Masked) -> str:
     paper="FedVeil: rescaling + secure aggregation (Bonawitz et al. 2017, Bell et al. 2020)",
     summary="veiled model down; up, everything masked modulo 2^64: the server learns the sum",
     protects=(
-        "client data from the server: it learns only sums (proven, but for a chance of 2^-30 a run, with a tenth of a "
-        "round's clients colluding); the model from clients up to secret scales (measured)"
+        "client data from the server: it learns only sums (proven, with a tenth of the clients colluding, but for a "
+        "chance that the ledger prints: 2^-30 a run unless cohorts are small); the model from clients up to "
+        "secret scales (measured)"
     ),
     default_loss="square",
 )
@@ -83,7 +89,7 @@ def veil_secagg(
     local_steps: int | None = None,
     local_epochs: int | None = None,
 ) -> Scheme:
-    """`lossless`, with everything a client sends under masks; `collusion` is the share of a round they withstand."""
+    """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
     masks = Masked(value_range, unmask, Quorum(threshold), neighbours, collusion=collusion)
     veiled = lossless(
         setting,

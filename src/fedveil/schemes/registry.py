@@ -20,7 +20,7 @@ class Setting:
     """What every scheme is given: the loss, the batches, the learning rate over rounds, and how long it all takes.
 
     `participations` is the largest number of rounds any one client takes part in, `rate` the share of
-    clients in a round, `cohort` their number (0: not known).
+    clients in a round, `cohort` their number (0: not known), drawn from `clients`.
     """
 
     loss: Loss
@@ -31,6 +31,7 @@ class Setting:
     participations: int = 1
     rate: float = 1.0
     cohort: int = 0
+    clients: int = 0
 
 
 @dataclass(frozen=True)

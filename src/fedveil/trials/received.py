@@ -157,7 +157,10 @@ class _Maker:
     def candidates(self) -> tuple[dict[str, Tensor], Tensor]:
         """Candidates with half of their memberships, and the truth about the other half."""
         generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
-        took_part = {one for round in range(self.run.config.rounds) for one in self.run.job.cohort.draw(round)}
+        cohort = self.run.job.cohort
+        took_part = {one for round in range(self.run.config.rounds) for one in cohort.draw(round)}
+        if cohort.shuffled:  # by beacons that only the record tells of
+            took_part = {one for asked in self.run.record.find(kind="request") if asked.round for one in asked.to}
         others = sorted(took_part - {self.client}) or [self.client]
         x, y = _cpu(self.run.samples_of(others))
         inside, outside = _paired(y, self.asked.y.cpu(), most=self.scene.effort.candidates, generator=generator)

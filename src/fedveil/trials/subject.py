@@ -206,7 +206,7 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
         identities=None,
         record=True,
         record_rounds=str(round),
-        record_clients=str(subject.job.cohort.draw(round - 1)[0]),
+        record_clients=str(replace(subject.job.cohort, shuffled=False).draw(round - 1)[0]),
         simulate_dropout=0.0,
     )
     return enacted(job_from_config(plain), folder, rounds=round)

@@ -21,9 +21,11 @@ from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.server import serve
 from fedveil.engines.flower.setup import Setup
 from fedveil.errors import CheckpointError, ConfigError, NumericError, ProtocolError
+from fedveil.protocol import handshake, keyring
 from fedveil.protocol.dividing import Begin
 from fedveil.protocol.wire import decode, encode
 from fedveil.runs import session
+from fedveil.secrets import OsSecrets, SeededSecrets
 
 COMMON: dict[str, Any] = {
     "dataset": "digits",
@@ -76,6 +78,31 @@ def test_every_scheme_gives_the_same_model_as_the_local_engine(scheme: str, tmp_
     assert on_flower["engine"] == "flower"
     told = {one["field"] for one in on_flower["ledger"]["releases"]} if "releases" in on_flower["ledger"] else set()
     assert not told or "present.client" in told
+
+
+def test_shuffled_cohorts_of_a_real_run_are_the_same_as_with_the_local_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No simulation; what would differ from run to run, secrets and beacons, is held fixed."""
+    fixed = SeededSecrets(5)
+    monkeypatch.setattr(OsSecrets, "stream", lambda self, *label: fixed.stream(*label))
+
+    def beacons(fill: int) -> None:
+        for module in (handshake, keyring):
+            monkeypatch.setattr(module, "beacon", lambda directory, told: bytes([fill]) * 32)
+
+    beacons(1)
+    settings = {**COMMON, "scheme": "veil-secagg", "clients": 7, "cohort": 5, "rounds": 4, "secrets": "os"}
+    homes = make_homes(tmp_path / "homes", 7)
+    run_on_grid(InProcessGrid(homes), tmp_path / "flower", **settings)
+    session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
+    beacons(2)
+    session.run(RunConfig(**settings), tmp_path / "other", quiet=True)
+    expected, found = load_file(tmp_path / "local" / "model.safetensors"), model_of(tmp_path / "flower", homes)
+    others = load_file(tmp_path / "other" / "model.safetensors")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+    assert any(not torch.allclose(others[name], value, rtol=1e-3) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
