@@ -3,7 +3,8 @@
 A client's secrets lie with its n neighbours, and t of them open one. Two stories about it open both of its
 masks if c ≥ 2t − n of the neighbours collude (`protocol/shares.py`). On a ring in random order the neighbours
 are a uniform set of n of the other clients, so that c is hypergeometric. Which clients collude must not depend
-on the draw: whoever is won over after a graph is known is outside this figure.
+on the draw: whoever is won over after a graph is known is outside this figure. Colluding clients are a share of those
+that a round *asks*, and all of them are counted as there: it is the server that says who is away.
 """
 
 from __future__ import annotations
@@ -29,16 +30,21 @@ def colluding(clients: int, share: float) -> int:
     return math.floor(share * clients + 1e-9)
 
 
-def surrounded_bits(clients: int, *, degree: int, share: float, needed: Needed, draws: int) -> float:
+def surrounded_bits(
+    clients: int, *, degree: int, share: float, needed: Needed, draws: int, asked: int | None = None
+) -> float:
     """−log₂ of a bound on the chance that in one of `draws` graphs some honest client is surrounded.
 
+    The graphs are of `clients` of the `asked` clients of a round (all of them if None), of which that share colludes.
     Infinite where it cannot happen. Exact for one client (a hypergeometric tail), then a union bound over clients
     and graphs; the tail is summed in whole numbers.
     """
-    others, near, allied = clients - 1, min(degree, clients - 1), colluding(clients, share)
+    others, near, allied = clients - 1, min(degree, clients - 1), colluding(asked or clients, share)
     from_here = max(2 * needed(near) - near, 0)
-    if from_here > min(allied, near) or allied >= clients:
+    if from_here > min(allied, near):
         return math.inf
+    if allied > others - 1:  # at most one honest client is left, and everybody around it colludes
+        return -math.inf
     least = max(from_here, near - (others - allied))
     ways = sum(math.comb(allied, c) * math.comb(others - allied, near - c) for c in range(least, min(allied, near) + 1))
     if not ways:
@@ -47,12 +53,31 @@ def surrounded_bits(clients: int, *, degree: int, share: float, needed: Needed, 
 
 
 @lru_cache(maxsize=256)
-def masking_degree(clients: int, *, share: float, needed: Needed, draws: int) -> int:
+def masking_degree(
+    clients: int, *, share: float, needed: Needed, draws: int, asked: int | None = None, given: int | None = None
+) -> int:
     """The smallest even degree, from what dropouts call for upwards, that keeps the chance at 2⁻³⁰ a run.
 
-    Where none does, everybody is a neighbour of everybody.
+    With a degree `given` it is that one, and more only where some of the `asked` clients are away: then the chance is
+    not to be larger for it. Where no degree does, everybody is a neighbour of everybody.
     """
-    for degree in range(default_degree(clients), clients - 1, 2):
-        if surrounded_bits(clients, degree=degree, share=share, needed=needed, draws=draws) >= LEAST_BITS:
+    wanted = float(LEAST_BITS)
+    if given is not None:
+        if asked is None or asked == clients or given >= clients - 1:
+            return min(given, clients - 1)
+        wanted = min(wanted, surrounded_bits(asked, degree=given, share=share, needed=needed, draws=draws))
+    least = default_degree(clients) if given is None else given
+    for degree in range(least, clients - 1, 2):
+        if surrounded_bits(clients, degree=degree, share=share, needed=needed, draws=draws, asked=asked) >= wanted:
             return degree
     return clients - 1
+
+
+def withstood(clients: int, *, share: float, needed: Needed, asked: int | None = None) -> bool:
+    """Whether colluding clients surround nobody where everybody is a neighbour of everybody."""
+    return (
+        math.isinf(
+            bits := surrounded_bits(clients, degree=clients - 1, share=share, needed=needed, draws=1, asked=asked)
+        )
+        and bits > 0
+    )
