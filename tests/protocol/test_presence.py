@@ -6,6 +6,7 @@ two stories about anybody; and of eleven they need tell none.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from fedveil.protocol.directory import Directory, beacon
 from fedveil.protocol.epoch import draws_of
 from fedveil.protocol.masked import Masked
 from fedveil.protocol.parts import RoundContext
+from fedveil.uplink.plan import NoisePlan, Target, worst_of
 from fedveil.uplink.surrounding import LEAST_BITS, surrounded_bits, withstood
 from protocol.masking import nonces_of
 from protocol.test_grinding import ALLIES, RUN, Grinder, two_stories
@@ -84,3 +86,15 @@ def test_the_fewer_are_there_the_more_neighbours_they_have_so_that_the_chance_is
         degree = masks.degree_of(present, draws=draws, asked=asked)
         assert surrounded_bits(present, degree=degree, asked=asked, **facts) >= min(full, LEAST_BITS)
     assert masks.degree_of(asked, draws=draws, asked=asked) == masks.degree_of(asked, draws=draws)
+
+
+@pytest.mark.parametrize("layout", ["pairs", "sum"])
+def test_shared_noise_counts_allies_of_all_that_are_asked_too(layout: Any) -> None:
+    """Of eleven that are there, ten may be the allies among a hundred: counted as two, nadp's μ² was 8.9 times the
+    target's."""
+    target = Target(epsilon=4.0, delta=1e-5, rounds=50, participations=50)
+    plan = NoisePlan(target, layout, collusion=0.1, asked=100)
+    covering = plan.covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    assert worst_of(covering, 10).max() <= target.per_round()
+    careless = replace(plan, asked=None).covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    assert worst_of(careless, 10).max() > 5 * target.per_round()
