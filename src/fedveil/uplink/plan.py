@@ -126,7 +126,7 @@ class NoisePlan:
     def colluders(self, count: int) -> int:
         """How many of `count` clients may side with the server or add no noise."""
         among = count if self.asked is None else max(count, self.asked)
-        share = min(math.ceil(self.collusion * among - 1e-9), count - 1)
+        share = min(math.ceil(self.collusion * among - 1e-9), count)
         return max(share, min(self.least_dishonest, count - 1))
 
     def pair_strength(self, samples: Sequence[int]) -> float:
