@@ -78,7 +78,7 @@ class AssumedNoise(OnePhase):
             return complete(members)
         return covering_graph(members, neighbours=self.neighbours, seed=context.graph_seed())
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""
         if self.shared and self.strength > 0 and clients < 2:
             raise ConfigError(

@@ -37,7 +37,7 @@ class Bare(OnePhase):
         """No noise."""
         return None
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Any number will do."""
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:

@@ -80,6 +80,7 @@ class Conductor(ABC):
                 return
             try:
                 self._scheme.uplink.fits(len(able))
+                self._scheme.uplink.fits(len(context.cohort), asked=self._cohort.size)
             except ConfigError as reason:
                 yield RunStopped(self._refusal() or str(reason).rstrip("."))
                 return

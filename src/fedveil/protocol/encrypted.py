@@ -38,7 +38,7 @@ class Ckks:
         """What it is called."""
         return "ckks"
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As far as there are parameters for it; the sum of two gives each of them the other's contribution."""
         if clients < 3:
             raise ConfigError(

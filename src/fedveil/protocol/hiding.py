@@ -77,7 +77,7 @@ class Cipher(OpeningKeys, Protocol):
         """The largest number it takes."""
         ...
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Refuse rounds of so few, or so many, clients that it could not hide or hold their sum (ConfigError)."""
         ...
 
@@ -134,9 +134,9 @@ class Pads:
         """The largest number it takes."""
         return self.masks.value_range
 
-    def fits(self, clients: int) -> None:
-        """Masks need three."""
-        self.masks.fits(clients)
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """As masks have it."""
+        self.masks.fits(clients, asked=asked)
 
     def fresh_opening(self, clients: int) -> bytes:
         """The group key is enough."""

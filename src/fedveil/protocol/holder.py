@@ -160,7 +160,7 @@ class HolderRole:
         context = RoundContext(round, attempt, members, ring.known(), ring.beacon)
         context.check_scheduled()
         context.check_member(state.client)
-        self._uplink.fits(len(members))
+        self._uplink.fits(len(members), asked=ring.known().epoch.size)
         state.ring().vouch_for(members)
         self._policy.check_cohort(state.client, len(members))
         context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)

@@ -51,7 +51,7 @@ from fedveil.secrets import SecretSource
 from fedveil.uplink.fixed_point import FixedPoint, check_value_range
 from fedveil.uplink.graph import Graph, ring
 from fedveil.uplink.plan import NoisePlan
-from fedveil.uplink.surrounding import COLLUSION, masking_degree
+from fedveil.uplink.surrounding import COLLUSION, colluding, masking_degree, withstood
 
 Unmasking = Literal["always", "on-dropout"]
 UNMASKING = ("always", "on-dropout")
@@ -130,14 +130,28 @@ class Masked:
         """The integer noise, if there is any."""
         return self.noise
 
-    def fits(self, clients: int) -> None:
-        """The sum of two gives each of them the other's contribution."""
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """The sum of two gives each of them the other's contribution, and so do too many that collude among few.
+
+        Whoever colludes is counted of all that a round has `asked`: it is the server that says who is away.
+        """
         if clients < 3:
             raise ConfigError(
                 f"Masking needs at least three clients in a round, not {clients}: of two, either could subtract its "
                 "own contribution from the sum and read the other's. Use more clients."
             )
         FixedPoint(self.value_range, clients)
+        share, needed = self.collusion, self.quorum.of
+        among = clients if asked is None else asked
+        # Where even everybody is too few, the ledger has said so.
+        if withstood(among, share=share, needed=needed) and not withstood(
+            clients, share=share, needed=needed, asked=among
+        ):
+            raise ConfigError(
+                f"Of the {among} clients that a round asks {clients} are there, and {colluding(among, share)} of them "
+                f"may collude (collusion {share:g}): among so few, those could read others' uploads. Wait for more "
+                "clients, or lower collusion."
+            )
 
     @property
     def repairs(self) -> bool:
@@ -150,17 +164,19 @@ class Masked:
         assert context.directory is not None
         return self._graph_of(context.cohort, seed, context.directory.epoch)
 
-    def degree_of(self, size: int, *, of: int, draws: int) -> int:
-        """How many neighbours each of a round's `size` clients has, drawn from `of`, in a run of so many graphs."""
-        if self.degree is not None:
-            return min(self.degree, size - 1)
-        return masking_degree(size, of=of, share=self.collusion, needed=self.quorum.of, draws=draws)
+    def degree_of(self, size: int, *, of: int, draws: int, asked: int | None = None) -> int:
+        """How many neighbours each of `size` clients has, drawn from `of`, in a run of so many graphs.
+
+        `asked` counts those too whom the server calls away.
+        """
+        share, needed = self.collusion, self.quorum.of
+        return masking_degree(size, of=of, share=share, needed=needed, draws=draws, asked=asked, given=self.degree)
 
     def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch) -> Graph:
-        self.fits(len(cohort))
-        # Where everybody is asked, the share is of those that are there.
-        everybody = epoch.clients if epoch.size < epoch.clients else len(cohort)
-        return _ring(cohort, self.degree_of(len(cohort), of=everybody, draws=epoch.draws), seed)
+        self.fits(len(cohort), asked=epoch.size)
+        # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
+        there = max(len(cohort), epoch.clients * len(cohort) // epoch.size)
+        return _ring(cohort, self.degree_of(len(cohort), of=there, draws=epoch.draws, asked=epoch.clients), seed)
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.

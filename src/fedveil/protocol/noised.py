@@ -94,7 +94,7 @@ class Noised:
         """Pairs share secrets; the size of noise depends on everybody's sample count."""
         return "keys" if self._paired else "sizes"
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""
         if self.plan.layout == "pairs" and clients < 2:
             raise ConfigError(

@@ -95,13 +95,13 @@ class Parallel:
         """Whether anything travels under masks."""
         return isinstance(self.cipher, Pads) or self.ballots is not None
 
-    def fits(self, clients: int) -> None:
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As the cipher has it."""
         if clients < 2:
             raise ConfigError("A model that lives with its clients needs at least two of them in a round.")
         for one in (self.cipher, self.ballots):
             if one is not None:
-                one.fits(clients)
+                one.fits(clients, asked=asked)
 
     def count(self, round: int, size: int) -> int:
         """How many of `size` coordinates are hidden in a round."""

@@ -208,8 +208,8 @@ class Channel(Protocol):
         """How much noise there is, where a guarantee rests on it."""
         ...
 
-    def fits(self, clients: int) -> None:
-        """Refuse rounds of so few clients that this uplink could hide nothing (ConfigError)."""
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Refuse rounds of so few clients, of those `asked`, that this uplink could hide nothing (ConfigError)."""
         ...
 
     @property

@@ -159,6 +159,7 @@ def veil_dp(
             collusion=collusion,
             neighbours=neighbours,
             quorum=threshold,
+            asked=setting.cohort,
         )
         withstood = max(collusion, COLLUSION)  # less than that is only what the noise is sized for
         uplink = Masked(unmask=unmask, quorum=Quorum(threshold), degree=neighbours, noise=plan, collusion=withstood)

@@ -183,5 +183,6 @@ def pairwise(
         collusion,
         neighbours,
         tolerant=dropouts == "tolerate",
+        asked=setting.cohort,
     )
     return Noised(plan, dropouts, repair_limit, cancelling=not skip_cancelling)

@@ -88,6 +88,9 @@ class NoisePlan:
 
     `per_sample`: the paper divides a client's reach by the largest number of samples, though what it clips is a whole
     update; under paper accounting, so do we.
+
+    `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
+    others it says are away.
     """
 
     target: Target
@@ -101,6 +104,7 @@ class NoisePlan:
     sampling: float | None = None
     quorum: float | None = None
     per_sample: bool = False
+    asked: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -130,7 +134,9 @@ class NoisePlan:
 
     def colluders(self, count: int) -> int:
         """How many of `count` clients may side with the server or add no noise."""
-        return max(math.ceil(self.collusion * count - 1e-9), min(self.least_dishonest, count - 1))
+        among = count if self.asked is None else max(count, self.asked)
+        share = min(math.ceil(self.collusion * among - 1e-9), count)
+        return max(share, min(self.least_dishonest, count - 1))
 
     def pair_strength(self, samples: Sequence[int]) -> float:
         """λ: as given, or 10 (√1000 on a sparse graph); where dropouts leave pair noise behind, the paper's."""
