@@ -14,6 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
+from fedveil.ledger.account import COLLUSION, Account
+from fedveil.ledger.policy import Policy
 from fedveil.protocol import masked
 from fedveil.protocol.directory import Directory, beacon
 from fedveil.protocol.epoch import draws_of
@@ -99,3 +101,21 @@ def test_shared_noise_counts_allies_of_all_that_are_asked_too(layout: Any) -> No
     assert worst_of(covering, 10).max() <= target.per_round()
     careless = replace(plan, asked=None).covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
     assert worst_of(careless, 10).max() > 5 * target.per_round()
+
+
+@pytest.mark.parametrize("layout", ["pairs", "sum"])
+def test_ledger_and_policy_count_allies_of_all_that_are_asked_too(layout: Any) -> None:
+    """What is charged for such a round is what ten colluders of the eleven really get, by noise made for fewer too."""
+    target = Target(epsilon=4.0, delta=1e-5, rounds=50, participations=50)
+    plan = NoisePlan(target, layout, collusion=0.1)
+    covering = plan.covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    real = worst_of(covering, 10).max()
+    account = Account(100, collusion=0.1, least=1, asked=100)
+    account.charge(covering)
+    assert account.spent[COLLUSION].max() >= real * (1 - 1e-9)
+    cautious = Policy(collusion=0.1)
+    charged = max(cautious.charged(covering, client=k, spent=0.0, asked=100) for k in range(11))
+    assert charged >= real * (1 - 1e-9)
+    careless = Account(100, collusion=0.1, least=1)
+    careless.charge(covering)
+    assert careless.spent[COLLUSION].max() < 0.9 * real  # so that the lines above can fail

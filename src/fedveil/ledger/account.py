@@ -25,16 +25,18 @@ Prices = NDArray[np.float64]
 class Account:
     """μ² of every client against the server, against it with dishonest clients, and against those clients alone.
 
-    Dishonest are `collusion`·k of a round's k clients, at `least` so many: they tell what they know, or add no noise,
-    which comes to the same. `limit` is the μ² no client may exceed against any of them (None: no target). With
-    `trusted`, the server adds the noise itself and only clients are adversaries. `honest_arrivals` takes the server's
-    word for whose upload did not arrive.
+    Dishonest are `collusion`·k of the k clients that a round has `asked`, whoever is away (of those that are there if
+    they are more), and at `least` so many: they tell what they know, or add no noise, which comes to the same.
+    `limit` is the μ² no client may exceed against any of them (None: no target). With `trusted`, the server adds the
+    noise itself and only clients are adversaries. `honest_arrivals` takes the server's word for whose upload did not
+    arrive.
     """
 
     clients: int
     limit: float | None = None
     collusion: float = 0.0
     least: int = 0
+    asked: int = 0
     trusted: bool = False
     honest_arrivals: bool = False
     spent: dict[str, Prices] = field(default_factory=dict)
@@ -55,7 +57,8 @@ class Account:
 
     def dishonest(self, count: int) -> int:
         """How many of a round's `count` clients may be dishonest; one of them is honest in any case."""
-        return min(max(math.ceil(self.collusion * count - _ROUNDING), self.least), count - 1)
+        among = max(count, self.asked)
+        return min(max(math.ceil(self.collusion * among - _ROUNDING), self.least), count - 1)
 
     def prices(
         self,

@@ -119,14 +119,15 @@ class Policy:
         """How far a size may stand out: as the run has it, or as this policy has it if that is less."""
         return agreed if self.max_size_ratio is None else min(agreed, self.max_size_ratio)
 
-    def charged(self, covering: Covering, *, client: int, spent: float, colluders: int = 0) -> float:
+    def charged(
+        self, covering: Covering, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
+    ) -> float:
         """The μ² spent after this round, against the server with `colluders` clients or against those clients alone.
 
-        Refused if that is more than the policy allows.
+        The policy's own share of colluders is of all that the round has `asked`. Refused if the policy allows less.
         """
-        price = float(
-            _charges(covering, colluders=self._dishonest(covering, colluders))[covering.members.index(client)]
-        )
+        dishonest = self._dishonest(covering, colluders, asked)
+        price = float(_charges(covering, colluders=dishonest)[covering.members.index(client)])
         return self._allowed(spent + price, client=client, what="this round")
 
     def surcharged(
@@ -137,17 +138,18 @@ class Policy:
         spent: float,
         revealed: Collection[tuple[int, int]],
         colluders: int = 0,
+        asked: int | None = None,
     ) -> float:
         """The μ² spent once the noise of `revealed` pairs, counted on when the round was charged, is known."""
-        place, colluders = covering.members.index(client), self._dishonest(covering, colluders)
+        place, colluders = covering.members.index(client), self._dishonest(covering, colluders, asked)
         before = float(_charges(covering, colluders=colluders)[place])
         extra = float(_charges(covering, frozenset(revealed), colluders)[place]) - before
         return self._allowed(spent + max(extra, 0.0), client=client, what="giving away noise shared with others")
 
-    def _dishonest(self, covering: Covering, colluders: int) -> int:
+    def _dishonest(self, covering: Covering, colluders: int, asked: int | None) -> int:
         """As many as the run counts or this policy does, whichever are more; the client itself is honest."""
         count = len(covering.members)
-        return min(max(colluders, math.ceil(self.collusion * count - 1e-9)), count - 1)
+        return min(max(colluders, math.ceil(self.collusion * max(count, asked or 0) - 1e-9)), count - 1)
 
     def _allowed(self, total: float, *, client: int, what: str) -> float:
         if self.max_epsilon is not None:
@@ -166,9 +168,11 @@ class SampledRounds(Policy):
 
     rounds: int = 1
 
-    def charged(self, covering: Covering, *, client: int, spent: float, colluders: int = 0) -> float:
+    def charged(
+        self, covering: Covering, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
+    ) -> float:
         """The μ² spent after this round, not counting that records are drawn; refused if it is one round too many."""
-        total = super().charged(covering, client=client, spent=spent, colluders=colluders)
+        total = super().charged(covering, client=client, spent=spent, colluders=colluders, asked=asked)
         if round(total / (total - spent)) > self.rounds:
             raise ProtocolError(
                 f"client {client} {ENDED}: its noise is made for {self.rounds} rounds, and it has answered as many"

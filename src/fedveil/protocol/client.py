@@ -159,7 +159,9 @@ class ClientRole:
         if plan is not None:
             covering = planned(plan, context, self._terms.work)
             colluders = plan.colluders(len(context.cohort))
-            spent = self._policy.charged(covering, client=state.client, spent=spent, colluders=colluders)
+            spent = self._policy.charged(
+                covering, client=state.client, spent=spent, colluders=colluders, asked=plan.asked
+            )
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
         known = context.directory
         run, epoch = ("", -1) if known is None else (known.run, known.epoch.number)
@@ -204,5 +206,6 @@ class ClientRole:
             spent=state.spent,
             revealed=given,
             colluders=plan.colluders(len(covering.members)),
+            asked=plan.asked,
         )
         return replace(advanced, spent=spent), reply

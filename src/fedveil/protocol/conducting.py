@@ -74,11 +74,11 @@ class Conductor(ABC):
         if self._introductions is not None:
             yield from self._introduced(self._introductions.steps(self._progress.round))
         while not self._stopped and self._progress.round < self._rounds:
-            context, able = yield from self._assembled()
-            if len(able) < self._fewest:
-                yield RunStopped(self._why_stopped(context, able))
-                return
             try:
+                context, able = yield from self._assembled()  # refused where no noise would do for so few
+                if len(able) < self._fewest:
+                    yield RunStopped(self._why_stopped(context, able))
+                    return
                 self._scheme.uplink.fits(len(able))
                 self._scheme.uplink.fits(len(context.cohort), asked=self._cohort.size)
             except ConfigError as reason:

@@ -195,7 +195,13 @@ def _other(rounds: Rounds) -> tuple[NoisePlan, Covering]:
         paper = replace(plan, accounting="paper", sampling=None)
         return paper, rounds.covering(plan=paper)
     exact = replace(plan, accounting="exact")
-    spare = Account(len(rounds.samples), collusion=plan.collusion, least=plan.least_dishonest, trusted=plan.trusted)
+    spare = Account(
+        len(rounds.samples),
+        collusion=plan.collusion,
+        least=plan.least_dishonest,
+        asked=plan.asked or 0,
+        trusted=plan.trusted,
+    )
     return exact, charge(spare, replace(rounds, plan=exact, count=1)).first
 
 

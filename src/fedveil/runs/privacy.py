@@ -49,6 +49,7 @@ def account_for(scheme: Scheme, clients: int) -> Account | None:
         limit=plan.target.mu**2 if plan.accounting == "exact" else None,
         collusion=plan.collusion,
         least=plan.least_dishonest,
+        asked=plan.asked or 0,
         trusted=scheme.central is not None,
         honest_arrivals=scheme.honest_arrivals,
     )
