@@ -108,7 +108,7 @@ class Directory(Request):
         return tuple(one for one in self.epoch.drawn(round, beacon) if one in self._here)
 
     def commitment(self, client: int) -> bytes:
-        """A client's commitment; None of a client that is not of the epoch."""
+        """A client's commitment; refused for one that is not of the epoch."""
         if client not in self._here:
             raise ProtocolError(f"client {client} is not of the epoch whose directory it was sent")
         return to_bytes(self.commitments[self._here[client]])
