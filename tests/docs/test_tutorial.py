@@ -24,7 +24,7 @@ def test_every_command_and_block_runs_in_order(tmp_path: Path, monkeypatch: pyte
     # Figures that arithmetic decides, not chance or a processor.
     shown = "\n".join(text for language, text in blocks("tutorial.md") if language == "text")
     guarantees = re.findall(r"\(ε = [^)]*\)", shown)
-    assert len(guarantees) == 2
+    assert len(guarantees) == 3
     for figure in guarantees:
         assert figure in of("--out runs/private")
         assert figure in of("ledger --scheme veil-dp")
@@ -50,4 +50,4 @@ def test_every_command_and_block_runs_in_order(tmp_path: Path, monkeypatch: pyte
     assert "SIMULATION" in of("--out runs/private")
     assert "SIMULATION" not in of("--out runs/own")
     assert (tmp_path / "predictions.csv").exists()
-    assert of("import torch").startswith("server differential privacy 1.87")
+    assert of("import torch").startswith("server differential privacy 2.388")

@@ -68,7 +68,9 @@ def test_rounds_begun_again_are_told_and_the_papers_figure_keeps_its_rounds(tmp_
     session.run(small(), tmp_path / "run", quiet=True)
     before = read_ledger(tmp_path / "run")
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
-    newest.unlink()
+    # As if killed before its end: a finished run's model would stay, with all of its rounds.
+    for lost in (newest, tmp_path / "run" / "model.safetensors", tmp_path / "run" / "summary.json"):
+        lost.unlink()
     session.resume(tmp_path / "run", changes={"rounds": 40}, quiet=True)
     after = read_ledger(tmp_path / "run")
     assert any("not in the model" in note and ": 1;" in note for note in after.notes)

@@ -34,6 +34,7 @@ def test_epsilon_is_told_by_adversary(summary: dict[str, Any]) -> None:
     lines = {line["adversary"]: line["epsilon"] for line in summary["ledger"]["lines"]}
     assert epsilons_of(summary) == {
         "epsilon_server": lines["server"],
+        "epsilon_server_and_colluding_clients": lines["server and colluding clients"],
         "epsilon_clients": lines["clients"],
         "epsilon_outsider": lines["outsider"],
     }

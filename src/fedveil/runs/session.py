@@ -81,7 +81,12 @@ def continue_in(
     folder.take()
     done = folder.finished(config)
     if done is not None:
-        folder.release()
+        followers = Following(follow)
+        try:
+            followers.begin(folder, config, folder.metrics())
+            followers.end(done)
+        finally:
+            folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
         return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())

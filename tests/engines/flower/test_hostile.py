@@ -22,6 +22,7 @@ from fedveil.engines.flower.parcel import pack, unpack
 from fedveil.engines.flower.setup import Setup
 from fedveil.errors import FedVeilError
 from fedveil.protocol.directory import Hello
+from fedveil.protocol.epoch import Epoch
 from fedveil.protocol.wire import encode
 from protocol.fuzzing import LONGEST, Mutator, little_memory, within
 
@@ -34,7 +35,7 @@ def test_a_desk_answers_whatever_it_is_handed(tmp_path: Path, times: int) -> Non
     mutator, desk = Mutator(5), Desk(home)
     config = RunConfig(scheme="veil-secagg", clients=3, rounds=2, seed=1, batch_size=16)
     setup = Setup.of(config, FACTS, lineage="0123456789abcdef" * 2, attempt=0)
-    hello, told = Hello(setup.name + "run"), json.loads(setup.to_text())
+    hello, told = Hello(setup.name + "run", Epoch(0, 0, 2, 3, 3, 1)), json.loads(setup.to_text())
     assert (
         unpack(desk.handle(pack({"setup": setup.to_text(), "message": "m"}, {"common": encode(hello)})))[0]["code"]
         == ""

@@ -34,7 +34,7 @@ def test_without_flower_the_extra_is_named(name: str) -> None:
     assert "pip install 'fedveil[flower]'" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["up"], ["run", "app"]], ids=["up", "run"])
+@pytest.mark.parametrize("command", [["up", "--as-root"], ["run", "app"]], ids=["up", "run"])
 def test_the_command_line_names_it_too(command: list[str], tmp_path: Path) -> None:
     code = (
         "import sys, os; sys.modules['flwr'] = None\n"
