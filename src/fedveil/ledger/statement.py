@@ -124,7 +124,10 @@ def state(
         line = _server_line(weaker, remarks, account, delta, unit, sees="with one client on its side, sees")
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
-        why = "the sum over the honest clients of a round: masks between honest clients stay closed"
+        why = (
+            "the sum over the honest clients of a round: masks between honest clients stay closed; who beyond a quorum "
+            "is in it is the server's word"
+        )
         lines.append(Line(COLLUSION, "aggregate only", why, assumptions=remarks.assumptions))
     lines.append(_client_line(releases, remarks, account, delta, unit))
     lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))

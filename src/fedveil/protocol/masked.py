@@ -101,7 +101,7 @@ class Masked:
     graphs are drawn, to surround nobody in a whole run, but with a chance of 2⁻³⁰; or the whole cohort, if that is
     too small.
 
-    A round fails if more than a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
+    A round fails if a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
     """
 
     value_range: float = 2.0**24

@@ -101,7 +101,7 @@ def cdp(
         remarks=Remarks(
             assumptions=(
                 remarks.SIZES,
-                "the server is trusted: it clips nothing away and adds the noise",
+                "the server is trusted: it adds the noise, and shows nobody what it was sent",
             ),
             unprotected=(remarks.MODEL_OPEN, "clients' gradients: the server sees every one"),
             paper="σ = 2C·√(2T·ln(1/δ))/(ε·|D|)",

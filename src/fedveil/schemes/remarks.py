@@ -6,8 +6,8 @@ SIZES = "every client's number of samples is public"
 KEYS = "pair secrets are unknown to the server: without a roster, it neither swapped keys nor invented clients"
 ROSTER = "pair secrets are unknown to the server: every key is signed by the one that the roster pins"
 OWN_NOISE = (
-    "a client that clips and adds its noise is covered against the server whatever others do; the clients' line also "
-    "counts on the noise of all others but one"
+    "a client that clips and adds its noise is covered against the server whatever others do; where the clients' line "
+    "has an ε, that also counts on the noise of all others but one"
 )
 EQUAL_SHARES = "noise is shared equally: no claim of a size makes anybody's smaller"
 SHARES_BY_SIZE = (
