@@ -87,7 +87,7 @@ def test_the_hidden_part_is_protected_by_computation_alone_and_the_ledger_says_s
     assert "pads that only clients can take off" in pads.why
     assumed = " | ".join(pads.assumptions)
     assert "no client gives away" not in assumed
-    for part in ("lets it read sums, but nobody's own values", "fewer than a third of each client's neighbours"):
+    for part in ("lets it read sums, but nobody's own values", "at most a third of each client's neighbours"):
         assert part in assumed
 
 
@@ -145,7 +145,7 @@ def test_what_the_vote_reveals_is_said_and_the_way_out_is_named() -> None:
     (said,) = (one for one in histogram.unprotected if one.startswith("votes:"))
     assert "every client reads how many voted for each parameter" in said
     # Ballots travel under pads, whatever hides the winners.
-    assert any("fewer than a third" in one for one in histogram.line(SERVER).assumptions)
+    assert any("at most a third" in one for one in histogram.line(SERVER).assumptions)
     for options in ({"strategy": "random"}, {"share": 0.0}, {"share": 1.0}):
         assert not any(one.startswith("votes:") for one in ledger_of("paraaegis", **options).unprotected)  # type: ignore[arg-type]
 

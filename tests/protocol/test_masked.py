@@ -388,8 +388,8 @@ def test_the_ledger_states_how_much_collusion_a_threshold_bears() -> None:
     def assumed(**settings: Any) -> str:
         return " ".join(job(scheme="veil-secagg", **settings).scheme.remarks.assumptions)
 
-    assert "fewer than a third of each client's neighbours" in assumed()
-    assert "fewer than 0.6 of each client's neighbours" in assumed(threshold=0.8)
+    assert "at most a third of each client's neighbours" in assumed()
+    assert "at most 0.6 of each client's neighbours" in assumed(threshold=0.8)
     assert "honest about whose upload" not in assumed()
     assert "honest about whose upload" in assumed(unmask="on-dropout")
 

@@ -30,7 +30,7 @@ def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
     threshold = masks.quorum.fraction
     share = masks.quorum.colluding
     few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
-    collusion = f"fewer than {few} of each client's neighbours collude (threshold {threshold:.3g})"
+    collusion = f"at most {few} of each client's neighbours collude (threshold {threshold:.3g})"
     if share < 1e-9:
         collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
     given = (collusion, *((_surrounded(setting, masks),) if setting.cohort > 2 else ()))
