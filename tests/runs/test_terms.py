@@ -15,6 +15,8 @@ HOLLOW: list[dict[str, Any]] = [
     {"scheme": "veil-secagg", "threshold": 0.5},
     {"scheme": "veil-secagg", "neighbours": 2},
     {"scheme": "veil-secagg", "clients": 1000, "neighbours": 12},
+    {"scheme": "veil-secagg", "clients": 100, "rounds": 100, "neighbours": 28},
+    {"scheme": "veil-secagg", "collusion": 0.0},
     {"scheme": "veil-secagg", "value_range": 1e-3},
     {"scheme": "veil-secagg", "value_range": 2.0**50},
     {"scheme": "veil-secagg", "unmask": "on-dropout"},

@@ -14,7 +14,10 @@ from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.epoch import draws_of
+from fedveil.protocol.shares import Quorum
 from fedveil.uplink.graph import default_degree
+from fedveil.uplink.surrounding import COLLUSION, masking_degree
 
 
 class RequiredError(FedVeilError):
@@ -71,7 +74,8 @@ DEFAULTS: Mapping[str, tuple[Accepted, str]] = {
     "skip_cancelling": (OneOf((False,)), "noise would be left out"),
 }
 _NEIGHBOURS = "neighbours"
-_MANY_ENOUGH = "all others up to 32 clients, else 4·log₂ of them or more"
+_MANY_ENOUGH = "as many as the scheme takes by itself, or more"
+_COLLUSION = "collusion"
 _COHORT = "cohort"
 _FEWEST = 3
 
@@ -120,6 +124,12 @@ def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: s
             f"the run has {name} = {value!r}, and this client accepts {accepted} ({why}): allow it under [require] in "
             f"{where} if that is meant"
         )
+    share, usual = config.collusion, float(own.get(_COLLUSION) or 0.0)
+    if _COLLUSION not in required and share is not None and share < usual:
+        raise RequiredError(
+            f"the run has collusion = {share:g}, and this client accepts {usual:g} or more (that share of all clients "
+            f"may side with the server): allow it under [require] in {where} if that is meant"
+        )
     if _NEIGHBOURS not in own:
         return
     size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
@@ -132,11 +142,23 @@ def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: s
     wanted = config.neighbours
     if _NEIGHBOURS in required or wanted is None or wanted == own[_NEIGHBOURS] or size < 2:
         return
-    if wanted < default_degree(size):
+    least = _own_degree(config, own, size)
+    if wanted < least:
         raise RequiredError(
-            f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is "
-            f"{default_degree(size)} here: allow it under [require] in {where} if that is meant"
+            f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is {least} here: allow "
+            f"it under [require] in {where} if that is meant"
         )
+
+
+def _own_degree(config: RunConfig, own: Mapping[str, Any], size: int) -> int:
+    """How many neighbours a scheme takes where nobody says how many."""
+    cover = own.get("cover") if config.cover is None else config.cover
+    if "threshold" not in own or cover == "noise":
+        return default_degree(size)
+    threshold = own["threshold"] if config.threshold is None else config.threshold
+    share = max(config.collusion or 0.0, COLLUSION)
+    draws = draws_of(config.rounds)
+    return masking_degree(size, of=config.clients, share=share, needed=Quorum(threshold).of, draws=draws)
 
 
 def terms_of(required: Mapping[str, Accepted], *, where: str) -> list[Term]:
@@ -146,6 +168,8 @@ def terms_of(required: Mapping[str, Accepted], *, where: str) -> list[Term]:
     lines = [mine.pop("scheme", anything)]
     for name, (accepted, why) in DEFAULTS.items():
         lines.append(mine.pop(name, Term(name, str(accepted), f"default: {why}")))
+    usual = Term(_COLLUSION, "the scheme's own share or more", "default: who may side with the server")
+    lines.append(mine.pop(_COLLUSION, usual))
     lines.append(mine.pop(_NEIGHBOURS, Term(_NEIGHBOURS, _MANY_ENOUGH, "default: a neighbourhood is what hides it")))
     few = Term(_COHORT, f"{_FEWEST} clients or more", "default: where a sum hides its parts")
     return [*lines, mine.pop(_COHORT, few), *mine.values()]
