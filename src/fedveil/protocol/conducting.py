@@ -52,6 +52,7 @@ class Conductor(ABC):
         self._terms = scheme.terms(blueprint)
         self._account = account
         self._progress = state
+        self._first = state.round
         self._stopped = False
         self._declared = scheme.releases(blueprint)
         how = scheme.uplink.introduction
@@ -75,10 +76,16 @@ class Conductor(ABC):
             yield from self._introduced(self._introductions.steps(self._progress.round))
         while not self._stopped and self._progress.round < self._rounds:
             try:
-                context, able = yield from self._assembled()  # refused where no noise would do for so few
-                if len(able) < self._fewest:
-                    yield RunStopped(self._why_stopped(context, able))
-                    return
+                context, able = yield from self._assembled()
+            except ConfigError as reason:  # no noise would do for so few
+                if self._progress.round == self._first:
+                    raise
+                yield RunStopped(str(reason).rstrip("."))
+                return
+            if len(able) < self._fewest:
+                yield RunStopped(self._why_stopped(context, able))
+                return
+            try:
                 self._scheme.uplink.fits(len(able))
                 self._scheme.uplink.fits(len(context.cohort), asked=self._cohort.size)
             except ConfigError as reason:
