@@ -83,12 +83,12 @@ def _noising(bed: Bed) -> Callable[[], object]:
     from fedveil.uplink.plan import NoisePlan, Target
     from fedveil.work.clipped import ClippedSamples
 
-    states, directory = federation(CLIENTS)
+    states, directory, beacon = federation(CLIENTS)
     # Without batch normalisation, which clipping refuses, the contribution would be as long.
     layout = Layout((("gradients", (1, bed.blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
     terms = Terms(bed.blueprint, layout, ClippedSamples(WORK.loss, WORK.batches, 1.0))
     plan = NoisePlan(Target(3.0, 1e-5, 100, 100), "pairs", neighbours=3)
-    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory)
+    context = RoundContext(0, 0, tuple(range(CLIENTS)), directory, beacon)
     covering = planned(plan, context, terms.work)
     client = next(one for one in context.cohort if len(partners(covering, one)) == 6)
     uplink, vector = Noised(plan), torch.ones(layout.length)
@@ -140,7 +140,7 @@ def federation(clients: int) -> tuple[dict[int, ClientState], Directory, bytes]:
 
     states = {client: ClientState(client) for client in range(clients)}
     known = Introductions("keys", "bench", cohort=Cohort(clients, clients, 0), rounds=100)
-    steps, answer = known.steps(range(clients), 0), None
+    steps, answer = known.steps(0), None
     while True:
         try:
             ask = steps.send(answer)
