@@ -49,7 +49,7 @@ def client_protection(*, repeats: int) -> list[Row]:
     decomposed, rescaled = Decomposed(HeadNoise(groups=1)), Rescaling(1.5)
     covers: dict[str, tuple[Downlink, Uplink]] = {
         "masks, 6 neighbours": (head(1), Masked(degree=6)),
-        "masks, 28 neighbours (the default)": (head(1), Masked()),
+        "masks, as many neighbours as the scheme takes (30)": (head(1), Masked()),
         "mpdp's noise, 5-out": (decomposed, AssumedNoise(1.0, "decomposed", neighbours=5)),
     }
     steps = {"fedavg": Plain(), "veiled": head(1), "decomposed": decomposed, "rescaled": rescaled}
