@@ -12,8 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from fedveil.ledger.correlated import Covering, charges, worst_collusion
-from fedveil.ledger.gaussian import mu_of
-from fedveil.ledger.sampled import sampled_epsilon
+from fedveil.ledger.gaussian import mu_of, sampled_epsilon
 from fedveil.ledger.sparse import NoiseGraph, worst, worst_candidate
 
 T = TypeVar("T")

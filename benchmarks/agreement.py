@@ -13,9 +13,9 @@ from pathlib import Path
 from torch import Tensor
 
 from fedveil.config import RunConfig
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.runs.job import Job, job_from_config
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 from fedveil.work import ClientData
 
 

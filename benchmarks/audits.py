@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from fedveil.audit.findings import SHORT, Finding, best_of
+from fedveil.audit.running import audit_run
+from fedveil.audit.store import finding_from, read_audit
 from fedveil.config import RunConfig
 from fedveil.runs import session
-from fedveil.trials.session import audit_run
-from fedveil.trials.store import finding_from, read_audit
-from fedveil.trials.trial import Finding
-from fedveil.trials.words import SHORT, best_of
 
 NOISE: dict[str, Any] = {"epsilon": 8.0, "clip": 1.0}
 SMALL_STEPS: dict[str, Any] = {"lr": 0.01, "momentum": 0.0}

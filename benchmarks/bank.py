@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedveil.config import RunConfig
 from fedveil.runs.job import job_from_config
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 PAPER = {  # FedAvg and "Ours" of paper 003, Table I, by (clients, layers)
     (1, 3): (0.059, 0.061), (1, 5): (0.059, 0.059), (1, 7): (0.058, 0.060),

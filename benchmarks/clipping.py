@@ -16,11 +16,11 @@ from benchmarks.rows import Row
 from benchmarks.timing import interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Broadcast, Plain, draw
-from fedveil.downlink.blueprint import Blueprint
-from fedveil.flat import flatten
+from fedveil.downlink.architecture import Blueprint
 from fedveil.secrets import SeededSecrets
+from fedveil.tensors import flatten
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients
-from fedveil.work.clipped import ClippedSamples
+from fedveil.work.clipping import ClippedSamples
 
 LOSS = CrossEntropy()
 CLIP = 1.0

@@ -16,7 +16,7 @@ import torch
 
 from fedveil.config import RunConfig
 from fedveil.runs.job import job_from_config
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 
 def main() -> int:

@@ -56,7 +56,7 @@ def _in_a_process(clients: int, *, groups: int | None, profiled: bool = False) -
 def crowd(clients: int, *, groups: int | None, profiled: bool) -> Measured:
     """One run of one round, in this process."""
     from benchmarks.flower_grid import TimedGrid, context_of
-    from fedveil.engines.flower.server import serve
+    from fedveil.flower.server_app import serve
 
     settings: dict[str, Any] = {**COMMON, "scheme": "veil-secagg", "clients": clients, "rounds": 1}
     settings |= {} if groups is None else {"head_groups": groups}

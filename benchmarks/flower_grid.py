@@ -15,10 +15,10 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedveil.engines.flower.client import answer
-from fedveil.engines.flower.desk import Desk
-from fedveil.engines.flower.envelope import PARTS, out_of_array
-from fedveil.protocol.wire import decode
+from fedveil.flower.client_app import answer
+from fedveil.flower.framing import PARTS, out_of_array
+from fedveil.flower.message_handler import Desk
+from fedveil.protocol.codec import decode
 
 _RUN = 7
 

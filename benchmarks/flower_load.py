@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.flower_memory import Watch, available
 from benchmarks.flower_rounds import ours, watched
 from benchmarks.flower_store import Measured, Store
-from fedveil.deploy.cluster import Cluster
+from fedveil.flower.cluster import Cluster
 
 _ANSWERED = re.compile(r"^(\S+ \S+) INFO fedveil\.worker: (a parcel of (\d+) bytes is in work|answered with (\d+))")
 _SCHEME = "veil-secagg, always"

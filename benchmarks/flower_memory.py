@@ -13,7 +13,7 @@ from typing import Any
 
 Sample = dict[str, Any]
 _KINDS = (
-    ("fedveil.engines.flower.worker", "worker"),
+    ("fedveil.flower.worker", "worker"),
     ("flower-superlink", "SuperLink"),
     ("flower-supernode", "SuperNode"),
     ("flwr-clientapp", "client app"),
@@ -89,7 +89,7 @@ def _members(folder: str) -> dict[int, str]:
 
 def _unleashed(command: str) -> str:
     # A leash's command names what it holds.
-    return "fedveil.deploy.leash" if "fedveil.deploy.leash" in command else command
+    return "fedveil.flower.supervisor" if "fedveil.flower.supervisor" in command else command
 
 
 def _processes() -> tuple[dict[int, str], dict[int, int]]:

@@ -16,12 +16,11 @@ from benchmarks.flower_memory import processor_seconds
 from benchmarks.flower_store import Measured, Store
 from fedveil import data
 from fedveil.config import RunConfig
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.places import CONNECTION
-from fedveil.deploy.project import create_app, prepared
-from fedveil.deploy.submission import Submission
+from fedveil.flower.app_folder import create_app, prepared
+from fedveil.flower.cluster import CONNECTION, Cluster
+from fedveil.flower.submission import Submission
 from fedveil.runs.job import job_from_config
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 _DEADLINE = 180.0
 APPS = Path(__file__).parent / "flower_apps"

@@ -18,15 +18,14 @@ import torch
 from benchmarks.protection import federation
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
+from fedveil.client_held.ciphers import Cipher, Ckks, Hidden, Pads
 from fedveil.crypto import ckks
-from fedveil.protocol.asking import Gathered
-from fedveil.protocol.encrypted import Ckks
-from fedveil.protocol.group import Group
-from fedveil.protocol.hiding import Cipher, Hidden, Pads
-from fedveil.protocol.masked import Masked
+from fedveil.protocol.client_state import Group
+from fedveil.protocol.codec import size
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.wire import size
+from fedveil.protocol.phases import Gathered
 from fedveil.secrets import OsSecrets
+from fedveil.uplink.masked import Masked
 
 CLIENTS = 10
 VALUES = 270_000
@@ -140,15 +139,15 @@ def ciphers(*, repeats: int) -> list[Row]:
 
 
 _PARTS = {
-    "training": (("fedveil.work.updates.LocalSteps.run",)),
-    "vote: choosing and tagging": ("fedveil.protocol.parallel.Parallel.vote",),
-    "vote: counting (server)": ("fedveil.protocol.relayed.Votes.add", "fedveil.protocol.relayed.Votes.winners"),
-    "vote: reading the winners": ("fedveil.protocol.parallel.Parallel.winners",),
-    "clipping and noise": ("fedveil.protocol.parallel.Parallel._noised",),
-    "hiding": ("fedveil.protocol.encrypted.Ckks.hide", "fedveil.protocol.hiding.Pads.hide"),
-    "adding (server)": ("fedveil.protocol.relayed.DividedSum.add", "fedveil.protocol.relayed.DividedSum.aggregate"),
-    "opening masks (clients)": ("fedveil.protocol.hiding.Pads.answer",),
-    "reading the sum": ("fedveil.protocol.encrypted.Ckks.read", "fedveil.protocol.hiding.Pads.read"),
+    "training": (("fedveil.work.local_sgd.LocalSteps.run",)),
+    "vote: choosing and tagging": ("fedveil.client_held.divided.Parallel.vote",),
+    "vote: counting (server)": ("fedveil.client_held.server.Votes.add", "fedveil.client_held.server.Votes.winners"),
+    "vote: reading the winners": ("fedveil.client_held.divided.Parallel.winners",),
+    "clipping and noise": ("fedveil.client_held.divided.Parallel._noised",),
+    "hiding": ("fedveil.client_held.ciphers.Ckks.hide", "fedveil.client_held.ciphers.Pads.hide"),
+    "adding (server)": ("fedveil.client_held.server.DividedSum.add", "fedveil.client_held.server.DividedSum.aggregate"),
+    "opening masks (clients)": ("fedveil.client_held.ciphers.Pads.answer",),
+    "reading the sum": ("fedveil.client_held.ciphers.Ckks.read", "fedveil.client_held.ciphers.Pads.read"),
 }
 
 
@@ -182,9 +181,9 @@ def _clocked(cipher: str, share: float) -> tuple[dict[str, float], dict[str, flo
     """
     from fedveil import models
     from fedveil.config import RunConfig
-    from fedveil.engines import ClientPool
+    from fedveil.engine import ClientPool
     from fedveil.runs.job import ModelFacts, assemble_job, settled
-    from fedveil.runs.training import fresh_state, train_job
+    from fedveil.runs.loop import fresh_state, train_job
 
     config = settled(
         RunConfig(

@@ -19,11 +19,11 @@ from benchmarks.rows import WORK, Bed, Row, head
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil.downlink import Decomposed, HeadNoise, Plain, Rescaling
 from fedveil.downlink.messages import Downlink
-from fedveil.flat import Layout
-from fedveil.protocol.asking import Gathered
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
-from fedveil.protocol.state import ClientState
+from fedveil.protocol.phases import Gathered
 from fedveil.secrets import OsSecrets
+from fedveil.tensors import Layout
 
 if TYPE_CHECKING:
     from fedveil.protocol.directory import Directory
@@ -42,8 +42,8 @@ def protection(*, repeats: int) -> list[Row]:
 
 def client_protection(*, repeats: int) -> list[Row]:
     """One whole step of one of 100 clients; what protects it is timed by itself, and takes turns with it."""
-    from fedveil.protocol.assumed import AssumedNoise
-    from fedveil.protocol.masked import Masked
+    from fedveil.uplink.assumed import AssumedNoise
+    from fedveil.uplink.masked import Masked
 
     bed = Bed.resnet20(BATCH, CPU)
     decomposed, rescaled = Decomposed(HeadNoise(groups=1)), Rescaling(1.5)
@@ -77,11 +77,11 @@ def client_protection(*, repeats: int) -> list[Row]:
 
 def _noising(bed: Bed) -> Callable[[], object]:
     """What `veil-dp` adds to the upload of a client with six partners: its own noise and that of six pairs."""
-    from fedveil.protocol.grid import partners
-    from fedveil.protocol.noised import Noised
     from fedveil.protocol.parts import planned
-    from fedveil.uplink.plan import NoisePlan, Target
-    from fedveil.work.clipped import ClippedSamples
+    from fedveil.uplink.grid_noise import partners
+    from fedveil.uplink.noise_plan import NoisePlan, Target
+    from fedveil.uplink.noised import Noised
+    from fedveil.work.clipping import ClippedSamples
 
     states, directory, beacon = federation(CLIENTS)
     # Without batch normalisation, which clipping refuses, the contribution would be as long.
@@ -105,7 +105,7 @@ def _sum(one: Timed, other: Timed) -> Timed:
 
 def server_opening(*, repeats: int) -> list[Row]:
     """Accumulating, opening and decoding a round of 25, 50 and 100 masked uploads."""
-    from fedveil.protocol.masked import Masked
+    from fedveil.uplink.masked import Masked
 
     bed = Bed.resnet20(2, CPU)
     rounds = {clients: _Round(bed, Masked(degree=6), clients) for clients in (25, 50, 100)}
@@ -136,7 +136,7 @@ def _over(top: Timed, bottom: Timed, times: int) -> Ratio:
 def federation(clients: int) -> tuple[dict[int, ClientState], Directory, bytes]:
     """Clients who know each other's keys, their directory, and the beacon of its epoch."""
     from fedveil.protocol.cohort import Cohort
-    from fedveil.protocol.handshake import Introductions, introduce
+    from fedveil.protocol.key_agreement import Introductions, introduce
 
     states = {client: ClientState(client) for client in range(clients)}
     known = Introductions("keys", "bench", cohort=Cohort(clients, clients, 0), rounds=100)
@@ -177,8 +177,8 @@ def _protecting(bed: Bed, downlink: Downlink, uplink: Uplink) -> Callable[[], ob
 
 
 def _revelation(uplink: Uplink, context: RoundContext, terms: Terms) -> Callable[[ClientState], object]:
-    from fedveil.protocol.masked import Masked
-    from fedveil.protocol.unmasking import MaskedSum, MaskedUpload, Unmask
+    from fedveil.uplink.masked import Masked
+    from fedveil.uplink.unmasking import MaskedSum, MaskedUpload, Unmask
 
     if not isinstance(uplink, Masked):
         return lambda state: None

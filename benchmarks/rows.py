@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Broadcast, HeadNoise, Mean, Plain, Rescaling, Weights, draw
-from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Downlink, Veil
-from fedveil.flat import flatten
+from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train, Upload
-from fedveil.protocol.wire import encode
 from fedveil.secrets import SeededSecrets
-from fedveil.uplink import ExactSum
+from fedveil.tensors import flatten
+from fedveil.uplink.exact_sum import ExactSum
 from fedveil.work import Batches, Bench, ClientData, Gradients, SquareLoss
-from fedveil.work.captured import CapturedStep
-from fedveil.work.step import prepare, step
+from fedveil.work.gradients import CapturedStep, prepare, step
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,8 @@ def streams(*, repeats: int) -> list[Row]:
     # Not at the top: GPU hosts without `cryptography` run the other rows.
     import numpy as np
 
-    from fedveil.crypto.stream import add_mask
-    from fedveil.uplink.discrete import add_discrete_gaussian
+    from fedveil.crypto.streams import add_mask
+    from fedveil.uplink.discrete_gaussian import add_discrete_gaussian
 
     count = 1_000_000
     words, plain = np.zeros(count, np.uint64), np.zeros(count)

@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, Timed
-from fedveil.uplink import ratio, vote
+from fedveil.uplink import vote
+from fedveil.uplink import vote as ratio
 
 PARAMETERS = 11_000_000
 RATIO = 0.01

@@ -15,9 +15,9 @@ from typing import Any
 
 import fedveil
 from fedveil import data, models
+from fedveil.audit.running import audit_run
 from fedveil.config import RunConfig
 from fedveil.runs import session
-from fedveil.trials.session import audit_run
 
 HOSPITALS = ("screening centre", "general hospital", "cancer clinic")
 SKEW = 0.3  # of Dirichlet's distribution: the smaller, the more a hospital sees of one kind only

@@ -13,15 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fedveil.audit.isolation import AttackProcess
+from fedveil.audit.findings import Found, Score, Trial
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import bootstrap_mean, feature_mse
+from fedveil.audit.references import References
 from fedveil.audit.registry import ATTACKS
+from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.scene import Effort
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, NotApplicableError
-from fedveil.trials.references import References
-from fedveil.trials.scene import Effort
-from fedveil.trials.trial import Found, Score, Trial
 from papers.cells import Figures
 from papers.stage import Stage
 

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.runs.files import write_atomically
+from fedveil.runs.folder import write_atomically
 
 Value = int | float | str | bool | None
 Figures = dict[str, Value | list[float]]

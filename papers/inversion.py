@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attacks.probe import read_head
+from fedveil.audit.findings import Found, Score, Verdict, judged
 from fedveil.audit.judge import Judge
+from fedveil.audit.measures import Classes
 from fedveil.audit.metrics import knn_distance
-from fedveil.audit.seen import client_view, server_view
+from fedveil.audit.record import client_view, server_view
+from fedveil.audit.scene import Effort
+from fedveil.audit.subject import Subject, enacted
 from fedveil.audit.views import ClientView
 from fedveil.data import Dataset
 from fedveil.downlink import Blueprint
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.runs.job import Job
-from fedveil.trials.measures import Classes
-from fedveil.trials.scene import Effort
-from fedveil.trials.subject import Subject, enacted
-from fedveil.trials.trial import Found, Score, Verdict, judged
 from papers.attacking import (
     REFERENCES,
     as_text,

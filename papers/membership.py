@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attempts.membership import LAYERS
-from fedveil.audit.isolation import AttackProcess
-from fedveil.audit.rates import CHANCE
+from fedveil.audit.client_trials import model_trials
+from fedveil.audit.findings import Score, Trial, judged
+from fedveil.audit.measures import Members
+from fedveil.audit.metrics import CHANCE
+from fedveil.audit.references import TOLD_APART, References
+from fedveil.audit.running import TIME_LIMIT
+from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.scene import Effort, Scene
+from fedveil.audit.subject import Subject, enacted
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, NotApplicableError, NumericError
-from fedveil.runs.evaluate import predict
-from fedveil.trials.measures import Members
-from fedveil.trials.received import model_trials
-from fedveil.trials.references import TOLD_APART, References
-from fedveil.trials.running import TIME_LIMIT
-from fedveil.trials.scene import Effort, Scene
-from fedveil.trials.subject import Subject, enacted
-from fedveil.trials.trial import Score, Trial, judged
+from fedveil.runs.evaluation import predict
 from papers.cells import EMPTY, Cell, Check, Figures, Report, Results, mean, numbers, paper
 from papers.stage import Entry, OnRound, Stage
 

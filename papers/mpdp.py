@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from fedveil.ledger.gaussian import paper_sigma
-from fedveil.protocol.assumed import AssumedNoise
 from fedveil.runs.job import Job
+from fedveil.uplink.assumed import AssumedNoise
 from papers.cells import Cell, Check, Figures, Report, Results, difference, mean, numbers, shown
 from papers.nadp import MPDP_CIFAR10
 from papers.stage import Entry, OnRound, Stage, composed

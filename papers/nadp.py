@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from fedveil.uplink.allocation import collusion_strength
+from fedveil.uplink.noise_plan import collusion_strength
 from papers.cells import (
     EMPTY,
     Cell,

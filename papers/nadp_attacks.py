@@ -18,19 +18,19 @@ from torch import Tensor
 from fedveil.audit.attacks.averaging import averaged
 from fedveil.audit.attacks.collusion import remaining_variance, sharpest_estimate, sharpest_variance
 from fedveil.audit.attacks.matching import client_gradient
-from fedveil.audit.isolation import AttackProcess
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import feature_mse, mse, ssim
-from fedveil.audit.seen import server_history, server_view
+from fedveil.audit.record import server_history, server_view
+from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.subject import Subject, enacted, model_of
 from fedveil.audit.views import Opened, ServerHistory, ServerView, View, to_bytes
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import Covering, charges
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol.parts import bounded
 from fedveil.runs.job import Job
-from fedveil.trials.subject import Subject, enacted, model_of
 from fedveil.work.batches import mixed_seed
-from fedveil.work.clipped import ClippedSamples
+from fedveil.work.clipping import ClippedSamples
 from papers.attacking import as_text, from_text, short
 from papers.cells import EMPTY, Cell, Check, Figures, Report, Results
 from papers.stage import Entry, OnRound, Stage

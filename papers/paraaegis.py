@@ -18,26 +18,26 @@ import torch
 from torch import Tensor
 
 from fedveil import models
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.server import Votes
 from fedveil.config import RunConfig
 from fedveil.downlink.messages import Broadcast
-from fedveil.engines import ClientPool, LocalEngine
+from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import ConfigError, NumericError
-from fedveil.protocol import ClientRole, ClientState, HolderRole, RoundDone, ServerState, Steps
-from fedveil.protocol.asking import Accumulator, Ask, Gathered
-from fedveil.protocol.client import Answer
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.relayed import Votes
-from fedveil.runs.files import write_atomically
+from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundDone, Steps
+from fedveil.roles.client import Answer, ClientRole
+from fedveil.roles.server import ServerState
+from fedveil.runs.folder import write_atomically
 from fedveil.runs.job import Job, ModelFacts, assemble_job
-from fedveil.runs.roles import client_role, server_role
-from fedveil.runs.training import Row as RoundRow
-from fedveil.runs.training import fresh_state, train_job
-from fedveil.work.clipped import ClippedUpdate
-from fedveil.work.divided import DividedUpdate
+from fedveil.runs.loop import Row as RoundRow
+from fedveil.runs.loop import client_role, fresh_state, server_role, train_job
+from fedveil.work.clipping import ClippedUpdate, DividedUpdate
+from fedveil.work.gradients import weighted
+from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.messages import Bench as Workbench
 from fedveil.work.messages import ClientData, LocalWork
-from fedveil.work.step import weighted
-from fedveil.work.updates import LocalSteps
 from papers.cells import EMPTY, Cell, Check, Figures, Report, Results, Store, chosen, mean, numbers, paper, shown
 from papers.nadp import PARAAEGIS_TABLE2, paraaegis_table1
 from papers.stage import Entry, OnRound, Stage, accuracy_of, spent_figures

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attacks.matching import client_gradient
-from fedveil.audit.seen import server_view
+from fedveil.audit.findings import Found, Score, Truth, Verdict, judged
+from fedveil.audit.measures import Labels, Likeness
+from fedveil.audit.record import server_view
+from fedveil.audit.scene import Effort
+from fedveil.audit.server_trials import uploads_of
+from fedveil.audit.subject import Subject, enacted
 from fedveil.audit.views import ServerView
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.runs.job import Job
-from fedveil.trials.measures import Labels, Likeness
-from fedveil.trials.scene import Effort
-from fedveil.trials.subject import Subject, enacted
-from fedveil.trials.trial import Found, Score, Truth, Verdict, judged
-from fedveil.trials.uploads import uploads_of
 from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 from papers.attacking import (

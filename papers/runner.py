@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedveil.errors import ConfigError, FedVeilError, unknown_name
-from fedveil.runs.files import write_atomically
+from fedveil.runs.folder import write_atomically
 from papers import inversion, membership, mpdp, nadp, nadp_attacks, paraaegis, reconstruction, veil_dp
 from papers.cells import Figures, Report, Results, Store, chosen
 from papers.headlines import report_of
@@ -115,7 +115,7 @@ def _write_sheet(entry: Entry, store: Store, *, quick: bool) -> None:
     """One picture beside the figures, where an entry makes pictures and there is something to compare."""
     rows = () if entry.pictures is None else entry.pictures(store.results(), quick)
     if len(rows) > 1:
-        from fedveil.trials.pictures import contact_sheet
+        from fedveil.audit.pictures import contact_sheet
 
         contact_sheet(rows, store.path.with_suffix(".png"), box=(0.0, 1.0))
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
-from fedveil.data.embedded import EMBEDDED
-from fedveil.engines import ClientPool
+from fedveil.data.sources import EMBEDDED
+from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, NumericError
-from fedveil.ledger.account import SERVER
+from fedveil.ledger.accountant import SERVER
 from fedveil.ledger.gaussian import epsilon_of
-from fedveil.protocol import ServerState
-from fedveil.runs.evaluate import score_weights
+from fedveil.roles.server import ServerState
+from fedveil.runs.evaluation import score_weights
 from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
-from fedveil.runs.privacy import Books
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.privacy_journal import Books
 from papers.cells import Cell, Figures, Report, Results
 
 DATA_VARIABLE = "FEDVEIL_DATA"

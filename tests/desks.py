@@ -97,7 +97,7 @@ def new_home(folder: Path, settings: str = "") -> Path:
 
 def a_home(folder: Path, settings: str = "") -> Iterator[Path]:
     """A home whose worker is ended afterwards, in whatever state it is then."""
-    from fedveil.engines.flower.courier import stop
+    from fedveil.flower.worker_client import stop
 
     home = new_home(folder, settings)
     try:

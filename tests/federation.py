@@ -11,24 +11,16 @@ import torch
 from torch import Tensor
 
 from fedveil import data, models
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
-from fedveil.engines import ClientPool, LocalEngine
-from fedveil.engines.local import Absent
-from fedveil.protocol import (
-    Ask,
-    Gathered,
-    HolderRole,
-    RelayRole,
-    RelayState,
-    RoundDone,
-    ServerRole,
-    ServerState,
-    Steps,
-)
+from fedveil.engine import ClientPool, LocalEngine
+from fedveil.engine.local import Absent
+from fedveil.protocol.phases import Ask, Gathered, RoundDone, Steps
+from fedveil.roles.server import ServerRole, ServerState
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
-from fedveil.runs.roles import client_role, taken_from_a_client
-from fedveil.runs.training import fresh_state
+from fedveil.runs.loop import client_role, fresh_state, taken_from_a_client
 
 Reorder = Callable[[list[Any]], list[Any]]
 
@@ -163,7 +155,7 @@ def same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def accuracy(one: Job, state: ServerState) -> float:
-    from fedveil.runs.evaluate import score_weights
+    from fedveil.runs.evaluation import score_weights
 
     assert one.test is not None
     found = score_weights(one.blueprint, state.weights, one.test, one.loss).accuracy

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from desks import until
-from fedveil.engines.flower import desk
-from fedveil.engines.flower.parcel import pack, unpack
-from fedveil.engines.flower.rollcall import Present
+from fedveil.flower import message_handler as desk
+from fedveil.flower.framing import pack, unpack
+from fedveil.flower.rollcall import Present
+from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import from_bytes
 from fedveil.protocol.messages import Reply, Upload
-from fedveil.protocol.wire import decode, encode
 
 ORDERS = "orders.json"
 _LONGEST_WAIT = 300.0

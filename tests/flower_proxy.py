@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedveil.deploy.flower import supernode_command
+from fedveil.flower.commands import supernode_command
 
 UP, DOWN = "up", "down"
 _LARGE = 4096
@@ -81,7 +81,7 @@ def proxied(client: int) -> Iterator[Proxy]:
 
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("fedveil.deploy.cluster.supernode_command", command)
+            patch.setattr("fedveil.flower.cluster.supernode_command", command)
             yield proxy
     finally:
         proxy.close()

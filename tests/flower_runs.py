@@ -19,15 +19,14 @@ from safetensors.torch import load_file
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil.config import RunConfig
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.leash import descendants
-from fedveil.deploy.places import CONNECTION
-from fedveil.deploy.project import create_app, prepared
-from fedveil.deploy.submission import Submission
-from fedveil.engines.flower import courier
-from fedveil.engines.flower.envelope import PARTS, out_of_array
-from fedveil.engines.flower.server import serve
-from fedveil.protocol.wire import decode
+from fedveil.flower import worker_client as courier
+from fedveil.flower.app_folder import create_app, prepared
+from fedveil.flower.cluster import CONNECTION, Cluster
+from fedveil.flower.framing import PARTS, out_of_array
+from fedveil.flower.server_app import serve
+from fedveil.flower.submission import Submission
+from fedveil.flower.supervisor import descendants
+from fedveil.protocol.codec import decode
 from fedveil.runs import session
 from flower_desks import ORDERS
 

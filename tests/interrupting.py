@@ -10,8 +10,8 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.runs import session
+from fedveil.runs.callbacks import Follower
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.following import Follower
 
 
 class _Interrupter:

@@ -20,8 +20,10 @@ from torch import Tensor
 from fedveil.crypto.keys import Identity, PairSecret, RunKey
 from fedveil.downlink.decomposed import DecomposedVeil
 from fedveil.downlink.rescaling import HeadSecret, ScaledVeil
-from fedveil.protocol import ClientRole, ClientState, ServerRole, ServerState
-from fedveil.protocol.keyring import Keyring
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.key_agreement import Keyring
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerRole, ServerState
 from fedveil.secrets import Guarded
 from fedveil.work.messages import ClientData
 

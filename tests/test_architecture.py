@@ -17,14 +17,21 @@ ROOT = Path(fedveil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 700
 
-LEAVES = {"errors", "plain", "flat", "secrets", "shapes", "version", "config", "data", "models"}
-# cli → api, trials, deploy → engines.flower → runs → audit, schemes, engines → protocol → downlink, work, uplink,
-# ledger → crypto, leaves below. The Flower engine carries whole runs, so it stands above them; the local one below.
+LEAVES = {"errors", "plain", "tensors", "secrets", "shapes", "version", "config", "data", "models"}
+PARTS = {"downlink", "work", "noise", "uplink", "ledger", "crypto", "protocol", "roles", "client_held"}
+# Two rooms stand on two floors: what both roles must know of noise lies below the protocol, the uplinks that make it
+# above; and what a run writes down for an audit lies below runs, the audit that reads it above.
+FLOORS = {
+    "noise": {f"uplink.{one}" for one in "noise_plan graph exact_sum fixed_point discrete_gaussian grid".split()},
+    "record": {"audit.record", "audit.views"},
+}
+# cli → api, audit, flower → runs → record, schemes, engine → roles, client_held → uplink → protocol → noise, downlink,
+# work → ledger → crypto, leaves below. Flower carries whole runs, so it stands above them; the local engine below.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "plain": {"errors"},
     "version": set(),
-    "flat": set(),
+    "tensors": set(),
     "secrets": set(),
     "shapes": {"errors"},
     "config": {"errors"},
@@ -32,38 +39,45 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "secrets"},
     "crypto": {"errors", "secrets"},
     "ledger": {"errors"},
-    "downlink": {"errors", "flat", "secrets", "shapes", "ledger", "crypto"},
-    "work": {"errors", "flat", "secrets", "ledger", "crypto", "downlink"},
-    "uplink": {"errors", "flat", "secrets", "ledger", "crypto"},
-    "protocol": {"errors", "flat", "secrets", "shapes", "downlink", "work", "uplink", "ledger", "crypto"},
-    "engines": {"errors", "flat", "protocol", "work"},
-    "schemes": {"errors", "flat", "secrets", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
-    "audit": LEAVES | {"protocol", "downlink", "work", "uplink", "ledger", "crypto"},
-    "runs": LEAVES | {"audit", "schemes", "engines", "protocol", "downlink", "work", "uplink", "ledger", "crypto"},
-    "engines.flower": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work", "ledger", "crypto"},
-    "deploy": LEAVES | {"runs", "engines.flower"},
-    "api": LEAVES | {"runs", "schemes", "engines", "protocol", "downlink", "work"},
-    "trials": LEAVES | {"audit", "runs", "schemes", "engines", "protocol", "downlink", "work"},
+    "noise": {"errors", "tensors", "ledger", "crypto"},
+    "downlink": {"errors", "tensors", "secrets", "shapes", "ledger", "crypto"},
+    "work": {"errors", "tensors", "secrets", "ledger", "crypto", "downlink"},
+    "protocol": {"errors", "tensors", "secrets", "shapes", "downlink", "work", "noise", "ledger", "crypto"},
+    "uplink": {"errors", "tensors", "secrets", "shapes", "downlink", "noise", "protocol", "ledger", "crypto"},
+    "roles": LEAVES | {"protocol", "downlink", "work", "ledger", "crypto"},
+    "client_held": LEAVES | (PARTS - {"client_held"}),
+    "engine": {"errors", "tensors", "protocol", "roles", "client_held", "work"},
+    "schemes": {"errors", "tensors", "secrets"} | PARTS,
+    "record": LEAVES | PARTS,
+    "runs": LEAVES | PARTS | {"record", "schemes", "engine"},
+    "flower": LEAVES | PARTS | {"runs", "schemes", "engine"},
+    "api": LEAVES | PARTS | {"runs", "schemes", "engine"},
+    "audit": LEAVES | PARTS | {"record", "runs", "schemes", "engine"},
     "tracking": LEAVES | {"runs"},
     "compare": LEAVES | {"runs", "schemes", "tracking"},
     "doctor": {"version", "api"},
-    "report": LEAVES | {"trials", "runs", "ledger"},
+    "report": LEAVES | {"audit", "runs", "ledger"},
     "cli": LEAVES
-    | {"api", "audit", "trials", "runs", "schemes", "engines", "downlink", "ledger", "protocol"}
-    | {"doctor", "deploy", "engines.flower", "tracking", "compare", "report"},
+    | {"api", "audit", "record", "runs", "schemes", "engine", "downlink", "ledger", "protocol"}
+    | {"doctor", "flower", "tracking", "compare", "report"},
     "__init__": {"api", "errors", "version"},
     "__main__": {"cli"},
 }
-PURE = ("crypto", "ledger", "downlink", "work", "uplink", "protocol")
+PURE = ("crypto", "ledger", "downlink", "work", "noise", "uplink", "protocol", "roles", "client_held")
 NOT_PURE = {"threading", "multiprocessing", "asyncio", "socket", "subprocess", "time", "datetime", "logging", "pickle"}
 # Worker processes of a cipher are arithmetic on more cores: what goes in comes out, and nobody else is spoken to.
 # What a client must not tell anybody else, its owner may read in the log.
 ALLOWED = {"crypto/ckks/processes.py": {"subprocess", "threading"}, "uplink/fixed_point.py": {"logging"}}
 
 
+def part(module: str) -> str:
+    """The part that a module below fedveil belongs to: its first word, or the floor it stands on."""
+    names = module.split(".")
+    return next((floor for floor, there in FLOORS.items() if ".".join(names[:2]) in there), names[0])
+
+
 def part_of(path: Path) -> str:
-    names = path.relative_to(ROOT).parts
-    return ".".join(names[:2]) if ".".join(names[:2]) in MAY_IMPORT else names[0].removesuffix(".py")
+    return part(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def modules_imported(tree: ast.AST, package: list[str]) -> Iterator[str]:
@@ -81,14 +95,17 @@ def modules_imported(tree: ast.AST, package: list[str]) -> Iterator[str]:
 def parts_imported(source: str, path: Path) -> set[str]:
     package = ["fedveil", *path.relative_to(ROOT).parts[:-1]]
     names = [name.split(".") for name in modules_imported(ast.parse(source), package)]
-    # The second word is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`; or two.
-    ours = {
-        two if (two := ".".join(name[1:3])) in MAY_IMPORT else name[1]
-        for name in names
-        if name[0] == "fedveil" and len(name) > 1
-    }
-    # `from fedveil.engines.flower import X` names fedveil.engines.flower itself too, and that is enough.
-    return {name for name in ours if name in MAY_IMPORT} - {part_of(path)}
+    # The second word is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`.
+    ours = {part(".".join(name[1:])) for name in names if name[0] == "fedveil" and len(name) > 1}
+    two_floors = {one.split(".")[0] for there in FLOORS.values() for one in there}
+    whole = {name[1] for name in names if name[0] == "fedveil" and len(name) == 2} & two_floors
+    return {name for name in ours if name in MAY_IMPORT} - {part_of(path)} - (two_floors - whole - _above(names))
+
+
+def _above(names: list[list[str]]) -> set[str]:
+    """The rooms on two floors of which a module of the upper one is named."""
+    lower = {one for there in FLOORS.values() for one in there}
+    return {name[1] for name in names if len(name) > 2 and name[0] == "fedveil" and ".".join(name[1:3]) not in lower}
 
 
 def imports_by_part() -> dict[str, set[str]]:
@@ -102,9 +119,9 @@ def test_every_part_of_the_package_has_its_place() -> None:
     assert set(imports_by_part()) == set(MAY_IMPORT)
 
 
-@pytest.mark.parametrize("part", MAY_IMPORT)
-def test_imports_point_one_way(part: str) -> None:
-    assert imports_by_part()[part] - MAY_IMPORT[part] == set()
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_imports_point_one_way(name: str) -> None:
+    assert imports_by_part()[name] - MAY_IMPORT[name] == set()
 
 
 def test_the_allowed_directions_have_no_circle() -> None:
@@ -112,16 +129,18 @@ def test_the_allowed_directions_have_no_circle() -> None:
 
 
 def test_the_rules_that_matter_most_are_in_the_table() -> None:
-    assert not MAY_IMPORT["protocol"] & {"schemes", "engines", "runs", "api", "cli"}
-    assert not MAY_IMPORT["engines"] & {"downlink", "uplink", "schemes", "runs", "api", "cli"}
-    for part in ("downlink", "work", "uplink"):
-        assert not MAY_IMPORT[part] & {"protocol", "engines", "schemes", "runs", "api", "cli"}
+    above = {"schemes", "engine", "flower", "runs", "api", "cli"}
+    for name in ("protocol", "roles", "client_held", "uplink"):
+        assert not MAY_IMPORT[name] & above
+    assert not MAY_IMPORT["engine"] & {"downlink", "uplink", "schemes", "runs", "flower", "api", "cli"}
+    for name in ("downlink", "work", "noise"):
+        assert not MAY_IMPORT[name] & {"protocol", "roles", *above}
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "import fedveil.schemes.veiled",
+        "import fedveil.schemes.lossless",
         "from fedveil import schemes",
         "from fedveil.schemes import find",
         "from ..schemes import find",
@@ -184,7 +203,7 @@ for name in BLOCKED:
         continue
     raise SystemExit(f"{name} is not blocked")
 
-for name in ("models", "data", "downlink", "work", "uplink", "ledger", "protocol", "engines", "schemes", "api"):
+for name in ("models", "data", "downlink", "work", "uplink", "ledger", "protocol", "roles", "engine", "schemes", "api"):
     importlib.import_module(f"fedveil.{name}")
 
 import torch, fedveil

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.flat import Layout, flatten
+from fedveil.tensors import Layout, flatten
 
 SHAPES = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), max_size=5)
 

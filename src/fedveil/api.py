@@ -16,13 +16,12 @@ from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task
 from fedveil.downlink import assemble
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
+from fedveil.runs.callbacks import progress_for
 from fedveil.runs.job import ModelFacts, assemble_job, device_of, dtype_of, settled
-from fedveil.runs.progress import progress_for
-from fedveil.runs.rehearsal import rehearse
-from fedveil.runs.summary import summarise
-from fedveil.runs.training import Row, fresh_state, train_job
+from fedveil.runs.loop import Row, fresh_state, summarise, train_job
+from fedveil.runs.preflight import rehearse
 
 # Settings about data and model that a command line needs and arguments replace.
 _GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())

@@ -13,11 +13,11 @@ import pytest
 
 import federation
 from fedveil.audit.record import Record
-from fedveil.engines import LocalEngine
-from fedveil.protocol.heard import Heard
-from fedveil.runs import training
+from fedveil.engine import LocalEngine
+from fedveil.protocol.phases import Heard
+from fedveil.runs import loop as training
 from fedveil.runs.job import Job
-from fedveil.runs.training import Outcome, fresh_state, train_job
+from fedveil.runs.loop import Outcome, fresh_state, train_job
 
 _KEPT: list[TemporaryDirectory[str]] = []  # removed when the interpreter ends
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from audit.recorded import recorded_once
-from fedveil.audit.isolation import AttackProcess, attacked
+from fedveil.audit.record import server_view
 from fedveil.audit.registry import attack_at
-from fedveil.audit.seen import server_view
+from fedveil.audit.sandbox import AttackProcess, attacked
 from fedveil.audit.views import to_bytes
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
 

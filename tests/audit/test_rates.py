@@ -8,7 +8,7 @@ import torch
 from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
-from fedveil.audit.rates import (
+from fedveil.audit.metrics import (
     CHANCE,
     Estimate,
     Rates,

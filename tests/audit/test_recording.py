@@ -9,17 +9,14 @@ import torch
 
 import federation
 from audit.recorded import overheard, recorded, recorded_once
-from fedveil.audit.record import Record, RecordWriter
-from fedveil.audit.recording import Choice
-from fedveil.audit.seen import outsider_view, server_view
+from fedveil.audit.record import Choice, Record, RecordWriter, outsider_view, server_view
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.protocol.codec import decode, encode, from_stored
 from fedveil.protocol.messages import Train
-from fedveil.protocol.stored import from_stored
-from fedveil.protocol.wire import decode, encode
 from fedveil.runs import session
+from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.recorded import Recording
-from fedveil.runs.training import fresh_state, train_job
 from shell import fedveil
 
 EVERYTHING: list[dict[str, Any]] = [
@@ -95,7 +92,7 @@ def test_a_run_that_is_not_recorded_has_nobody_listening(tmp_path: Path, monkeyp
     def never(*args: Any, **named: Any) -> None:
         raise AssertionError("something was heard")
 
-    monkeypatch.setattr("fedveil.engines.local.Heard", never)
+    monkeypatch.setattr("fedveil.engine.local.Heard", never)
     config = RunConfig(clients=3, rounds=1, seed=1, scheme="fedavg")
     session.run(config, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / "record").exists()

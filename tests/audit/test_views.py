@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from audit.recorded import recorded, recorded_once
-from fedveil.audit.record import Record
-from fedveil.audit.seen import client_view, outsider_view, server_history, server_view
+from fedveil.audit.record import Record, client_view, outsider_view, server_history, server_view
 from fedveil.audit.views import ClientView, Message, ServerView, View, from_bytes, to_bytes
-from fedveil.downlink.blueprint import Weights
+from fedveil.downlink.architecture import Weights
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.protocol.messages import Train
-from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.work.messages import ClientData
 
 

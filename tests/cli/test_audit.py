@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.audit.running import LISTING
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError
-from fedveil.trials.listing import LISTING
 from shell import Done, fedveil
 
 SMALL = ("--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")

@@ -156,7 +156,7 @@ def test_no_progress_bar_bytes_reach_a_pipe(tmp_path: Path) -> None:
 
 def test_a_terminal_does_get_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The silence above is a choice: on a terminal there is a bar."""
-    from fedveil.runs.progress import Bar, Quiet, progress_for
+    from fedveil.runs.callbacks import Bar, Quiet, progress_for
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert isinstance(progress_for("lossless", total=3), Bar)

@@ -8,11 +8,10 @@ import pytest
 import typer.main
 
 from fedveil.config import RunConfig
-from fedveil.deploy.project import prepared
-from fedveil.engines.flower.home import Home
 from fedveil.errors import ConfigError
-from fedveil.runs.identities import create_identities
-from fedveil.runs.terms import DEFAULTS, OneOf
+from fedveil.flower.app_folder import prepared
+from fedveil.flower.home import Home
+from fedveil.runs.terms import DEFAULTS, OneOf, create_identities
 from shell import fedveil
 
 

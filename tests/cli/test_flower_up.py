@@ -17,12 +17,12 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.flower import flwr
-from fedveil.deploy.leash import descendants
-from fedveil.deploy.namespace import entering
-from fedveil.deploy.places import CONNECTION, Places
-from fedveil.engines.flower import courier
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.flower import worker_client as courier
+from fedveil.flower.cluster import CONNECTION, Places
+from fedveil.flower.commands import flwr
+from fedveil.flower.network import entering
+from fedveil.flower.supervisor import descendants
 from flower_echo import create_echo
 
 FEDVEIL = [sys.executable, "-P", "-m", "fedveil", "flower"]
@@ -163,7 +163,7 @@ def test_a_node_that_ends_is_started_again(up: Up) -> None:
         pid
         for pid in descendants(up.process.pid)
         if b"flower-supernode" in (line := Path(f"/proc/{pid}/cmdline").read_bytes())
-        and b"fedveil.deploy.leash" not in line
+        and b"fedveil.flower.supervisor" not in line
         and b"client-1" in line
     )
     os.kill(node, signal.SIGKILL)

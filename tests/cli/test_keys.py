@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.crypto.roster import Roster
+from fedveil.crypto.keys import Roster
 from fedveil.errors import ProtocolError
 from shell import Done, fedveil
 

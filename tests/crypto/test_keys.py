@@ -4,8 +4,7 @@ import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from fedveil.crypto.keys import Identity, RunKey, extract
-from fedveil.crypto.roster import Roster
+from fedveil.crypto.keys import Identity, Roster, RunKey, extract
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.secrets import OsSecrets, SecretStream, SeededSecrets
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.crypto.sealing import seal, unseal
+from fedveil.crypto.keys import seal, unseal
 from fedveil.errors import ProtocolError
 
 KEYS = st.binary(min_size=32, max_size=32)

@@ -216,7 +216,7 @@ def test_a_header_that_claims_gigabytes_is_refused_before_they_are_allocated(tmp
     import tracemalloc
     import zipfile
 
-    from fedveil.data.npz import read_array, read_arrays
+    from fedveil.data.arrays import read_array, read_arrays
 
     with zipfile.ZipFile(tmp_path / "toy.npz", "w") as archive:
         archive.writestr("x.npy", _claiming("(2000000000,)"))
@@ -235,8 +235,8 @@ def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, suffix: str) -> No
     import lzma
     import zipfile
 
+    from fedveil.data.arrays import read_arrays
     from fedveil.data.files import read_bytes
-    from fedveil.data.npz import read_arrays
 
     zeros, path = bytes(1 << 27), tmp_path / f"toy.{suffix}"
     if suffix == "npz":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.data.table import read_table
+from fedveil.data.tabular import read_table
 from fedveil.errors import DataError
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from fedveil.data.text import token_ids, vocabulary_of, words
+from fedveil.data.tabular import token_ids, vocabulary_of, words
 
 
 def test_words_are_lower_case_and_free_of_punctuation() -> None:

@@ -15,8 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedveil.deploy.certificates import Certificates, create_certificates, create_node_key
 from fedveil.errors import ConfigError
+from fedveil.flower.certificates import Certificates, create_certificates, create_node_key
 
 
 @pytest.fixture

@@ -17,15 +17,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.flower import FlowerError
-from fedveil.deploy.leash import descendants
-from fedveil.deploy.places import CONNECTION, Places
-from fedveil.deploy.processes import free_port
-from fedveil.deploy.submission import Submission, parse_event
-from fedveil.engines.flower import courier
-from fedveil.engines.flower.settings import override
 from fedveil.errors import ConfigError
+from fedveil.flower import worker_client as courier
+from fedveil.flower.cluster import CONNECTION, Cluster, Places, free_port
+from fedveil.flower.commands import FlowerError
+from fedveil.flower.settings import override
+from fedveil.flower.submission import Submission, parse_event
+from fedveil.flower.supervisor import descendants
 from flower_echo import create_echo
 
 
@@ -131,7 +129,7 @@ def test_tls_is_not_changed_under_a_folder(tmp_path: Path) -> None:
 def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from fedveil.deploy.cluster import Cluster\n"
+        "from fedveil.flower.cluster import Cluster\n"
         "with Cluster(sys.argv[1], nodes=1) as cluster:\n"
         "    print(cluster.address, flush=True)\n"
         "    time.sleep(600)\n"
@@ -140,7 +138,7 @@ def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp
     assert parent.stdout is not None
     address = parent.stdout.readline().strip()
     home = Places.of(tmp_path).home(0)
-    worker = subprocess.Popen([sys.executable, "-P", "-m", "fedveil.engines.flower.worker", home])
+    worker = subprocess.Popen([sys.executable, "-P", "-m", "fedveil.flower.worker", home])
     while courier.ping(home) is None:
         time.sleep(0.1)
     below = descendants(parent.pid)

@@ -12,13 +12,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.certificates import create_node_key
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.flower import environment, program, superexec_command, supernode_command
-from fedveil.deploy.leash import descendants
-from fedveil.deploy.places import CONNECTION, healthy
-from fedveil.deploy.processes import free_port
-from fedveil.deploy.submission import Submission
+from fedveil.flower.certificates import create_node_key
+from fedveil.flower.cluster import CONNECTION, Cluster, free_port, healthy
+from fedveil.flower.commands import environment, program, superexec_command, supernode_command
+from fedveil.flower.submission import Submission
+from fedveil.flower.supervisor import descendants
 from flower_echo import create_echo
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.deploy.certificates import Certificates
-from fedveil.deploy.flower import connection, environment, require_flower, superlink_command, supernode_command
 from fedveil.errors import MissingExtraError
+from fedveil.flower.certificates import Certificates
+from fedveil.flower.commands import connection, environment, require_flower, superlink_command, supernode_command
 
 
 def test_without_flower_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ pytest.importorskip("flwr")
 
 import httpx
 
-from fedveil.deploy.gate import Gate, behind, serve
 from fedveil.errors import ConfigError
+from fedveil.flower.gate import Gate, behind, serve
 
 
 def asked(method: str, path: str, *, headers: dict[str, str] | None = None) -> tuple[int, list[httpx.Request]]:

@@ -19,9 +19,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.places import healthy
-from fedveil.deploy.processes import free_port
-from fedveil.engines.flower import courier
+from fedveil.flower import worker_client as courier
+from fedveil.flower.cluster import free_port, healthy
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 DATA = """

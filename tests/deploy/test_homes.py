@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.deploy.homes import create_home, parse_required
-from fedveil.engines.flower.home import Home
 from fedveil.errors import ConfigError
-from fedveil.runs.identities import create_identities
-from fedveil.runs.terms import OneOf
+from fedveil.flower.home import Home, create_home, parse_required
+from fedveil.runs.terms import OneOf, create_identities
 
 
 def test_a_bare_home_says_who_the_client_is(tmp_path: Path) -> None:

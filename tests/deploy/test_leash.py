@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.deploy.leash import descendants
+from fedveil.flower.supervisor import descendants
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 # A child in a session of its own, as Flower's are, and one whose parent has gone.
 FAMILY = "setsid sleep 600 & (setsid sh -c 'sleep 600 & sleep 600' &) ; "
-LEASH = [sys.executable, "-P", "-m", "fedveil.deploy.leash"]
+LEASH = [sys.executable, "-P", "-m", "fedveil.flower.supervisor"]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -92,7 +92,7 @@ def test_a_leash_that_is_killed_takes_its_command_along(leashed: Start) -> None:
 
 
 def test_a_worker_lives_on(leashed: Start) -> None:
-    code = "import time; time.sleep(600)  # fedveil.engines.flower.worker"
+    code = "import time; time.sleep(600)  # fedveil.flower.worker"
     leash, below = leashed(f"setsid {sys.executable} -c '{code}' & {FAMILY} exec sleep 600")
     (worker,) = (pid for pid in below if b"import time" in Path(f"/proc/{pid}/cmdline").read_bytes())
     leash.terminate()

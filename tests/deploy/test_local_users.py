@@ -15,9 +15,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.flower import environment, flwr
-from fedveil.deploy.places import CONNECTION
+from fedveil.flower.cluster import CONNECTION, Cluster
+from fedveil.flower.commands import environment, flwr
 
 NOBODY = 65534
 _PROJECT = """

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedveil.deploy.namespace import VARIABLE, Network, entering
 from fedveil.errors import ConfigError
+from fedveil.flower.network import VARIABLE, Network, entering
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no network namespaces")
 
@@ -27,7 +27,7 @@ _CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.a
 _ORDINARY = ["setpriv", "--bounding-set", "-sys_admin,-net_admin", "--"]
 _AS_ORDINARY = f"""
 import subprocess, sys
-from fedveil.deploy.namespace import VARIABLE, Network, entering
+from fedveil.flower.network import VARIABLE, Network, entering
 network = Network()
 subprocess.run([*entering({{VARIABLE: str(network.pid)}}), sys.executable, "-c", sys.argv[1]], check=True)
 assert open(f"/proc/{{network.pid}}/uid_map").read().split() == ["{os.geteuid()}", "{os.geteuid()}", "1"]
@@ -78,7 +78,7 @@ def test_an_ordinary_user_gets_one_too(network: Network) -> None:
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="needs a place without namespaces")
 def test_where_there_are_none_it_is_said_and_what_to_do() -> None:
-    code = "from fedveil.deploy.namespace import Network\nNetwork()"
+    code = "from fedveil.flower.network import Network\nNetwork()"
     forbidden = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", forbidden, "sh", sys.executable, "-c", code],

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fedveil.config import RunConfig
-from fedveil.deploy.project import create_app, prepared
-from fedveil.engines.flower.settings import Extras
 from fedveil.errors import ConfigError
+from fedveil.flower.app_folder import create_app, prepared
+from fedveil.flower.settings import Extras
 
 CONFIG = RunConfig(
     scheme="veil-dp",
@@ -40,7 +40,7 @@ def test_an_app_describes_the_run_it_was_made_for(tmp_path: Path, config: RunCon
 @pytest.mark.parametrize("own_data", [False, True], ids=["named", "own"])
 def test_flower_builds_it_without_a_warning(tmp_path: Path, own_data: bool) -> None:
     pytest.importorskip("flwr")
-    from fedveil.deploy.flower import environment, program
+    from fedveil.flower.commands import environment, program
 
     create_app(tmp_path / "app", CONFIG, own_data=own_data)
     done = subprocess.run(

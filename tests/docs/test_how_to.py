@@ -51,10 +51,10 @@ def _noise_on_what_nothing_bounds() -> None:
 
     from fedveil import train
     from fedveil.downlink import Plain
-    from fedveil.protocol import Scheme
-    from fedveil.protocol.noised import Noised
+    from fedveil.protocol.parts import Scheme
     from fedveil.schemes import registry
-    from fedveil.uplink.plan import NoisePlan, Target
+    from fedveil.uplink.noise_plan import NoisePlan, Target
+    from fedveil.uplink.noised import Noised
     from fedveil.work import Gradients
 
     def unbounded(setting: registry.Setting) -> Scheme:

@@ -16,15 +16,15 @@ from torch import nn
 
 from docs.pages import DOCS
 from downlink.exactness import scramble, trial
-from fedveil.crypto.stream import add_mask
+from fedveil.crypto.streams import add_mask
 from fedveil.ledger.correlated import Covering, by_peer, charges
 from fedveil.ledger.gaussian import delta_of, epsilon_of, paper_sigma, sigma_of
-from fedveil.uplink.allocation import allocate
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise
+from fedveil.uplink.noise_plan import allocate
 from fedveil.uplink.vote import choice, indices_of, tags, vote_label
 from fedveil.work import Batches, LocalSteps, Schedule, SquareLoss
-from fedveil.work.clipped import ClippedUpdate
+from fedveil.work.clipping import ClippedUpdate
 
 PAGE = (DOCS / "mathematics.md").read_text(encoding="utf-8")
 EXACT = 1e-9

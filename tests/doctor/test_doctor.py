@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fedveil import doctor as checkup
 from fedveil.crypto.ckks.processes import VARIABLE
-from fedveil.doctor import ADVICE, OK, PROBLEM, Finding, checkup, examine
+from fedveil.doctor import ADVICE, OK, PROBLEM, Finding, examine
 from papers import stage
 from shell import fedveil
 

@@ -24,11 +24,11 @@ from fedveil.downlink import (
     ScaleTable,
     draw,
 )
-from fedveil.downlink.blueprint import load_epsilon, load_parameters, load_statistics
+from fedveil.downlink.architecture import load_epsilon, load_parameters, load_statistics
 from fedveil.downlink.decomposed import load_multipliers
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, Loss, SquareLoss
-from fedveil.work.dropout import seeded_dropout
+from fedveil.work.batches import seeded_dropout
 
 TOLERANCE = 1e-9
 SEED = 11

@@ -33,13 +33,13 @@ from fedveil.downlink import (
     noise_kinds,
 )
 from fedveil.downlink.decomposed import has_multipliers, transitional
+from fedveil.downlink.export import verify
 from fedveil.downlink.messages import Broadcast
-from fedveil.downlink.verify import verify
 from fedveil.errors import TraceError
 from fedveil.ledger.releases import check_declared
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, SquareLoss
-from fedveil.work.step import prepare
+from fedveil.work.gradients import prepare
 
 EXACT = 1e-10
 CATALOGUE: dict[str, tuple[str, tuple[int, ...], dict[str, object]]] = {

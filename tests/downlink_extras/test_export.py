@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from federation import job, trained
 from fedveil import models
 from fedveil.downlink import Blueprint, Weights, assemble, draw
-from fedveil.downlink.blueprint import draw_secret_epsilon
+from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import ChannelAffine, ExportShape, ShiftedLinear, export, exported_architecture
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.downlink.report import coverage

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from fedveil import data
 from fedveil.downlink import Blueprint, Broadcast, Mean, Plain, Rescaling, Weights, assemble, draw
 from fedveil.secrets import SeededSecrets
+from fedveil.work.gradients import prepare
 from fedveil.work.losses import make_loss
-from fedveil.work.persample import PerSample
-from fedveil.work.step import prepare
+from fedveil.work.per_sample import PerSample
 
 DRAWS = 20
 SAMPLES = 200

@@ -9,7 +9,7 @@ import torch
 
 from fedveil import models
 from fedveil.downlink import Blueprint, Weights, draw
-from fedveil.downlink.verify import verify
+from fedveil.downlink.export import verify
 from fedveil.errors import TraceError
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from federation import job, same_bits, trained
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
-from fedveil.protocol import ClientRole, ServerState, Upload
-from fedveil.protocol.wire import encode
-from fedveil.runs import training
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.protocol.codec import encode
+from fedveil.protocol.messages import Upload
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerState
+from fedveil.runs import loop as training
+from fedveil.runs.loop import fresh_state, train_job
 
 BATCH_NORM = {"depth": 2, "width": 12, "norm": "batch"}
 

@@ -26,22 +26,23 @@ from torch import Tensor, nn
 
 from fedveil.config import RunConfig
 from fedveil.downlink import Broadcast
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
-from fedveil.protocol import grid as grid_module
-from fedveil.protocol import noised as noised_module
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.cohort import WINDOW
 from fedveil.protocol.directory import Directory, Hello, Nonce
-from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
-from fedveil.protocol.messages import Request
+from fedveil.protocol.messages import Request, Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
+from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
-from fedveil.runs.privacy import Books
-from fedveil.runs.training import client_role
+from fedveil.runs.loop import client_role
+from fedveil.runs.privacy_journal import Books
+from fedveil.uplink import grid_noise as grid_module
+from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.work.messages import Bench, ClientData
 from protocol.masking import epoch_of, nonces_of
 

@@ -18,14 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.crypto.stream import WordStream
-from fedveil.engines import ClientPool, LocalEngine
-from fedveil.protocol import ServerRole, noised
-from fedveil.protocol.grid import gridded
+from fedveil.crypto.streams import WordStream
+from fedveil.engine import ClientPool, LocalEngine
 from fedveil.protocol.parts import planned
-from fedveil.runs.training import client_role, fresh_state
+from fedveil.roles.server import ServerRole
+from fedveil.runs.loop import client_role, fresh_state
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink import grid as grid_module
+from fedveil.uplink import noised
+from fedveil.uplink.grid_noise import gridded
 from integration.test_distinguishing import Table, job_of, shared_noise, worlds
 
 GAMES = 40

@@ -12,7 +12,7 @@ SCRIPT = """
 import json, resource, sys
 from fedveil.config import RunConfig
 from fedveil.runs.job import job_from_config, settled
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 def peak():
     # VmHWM, not ru_maxrss: the latter starts at the parent's peak.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
 from fedveil.ledger.correlated import Covering, by_peer, central, charges, only, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of, mu_of
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.gaussian import epsilon_of, mu_of, sigma_of
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line
 from fedveil.runs.planning import Planned, Question, plan_run
@@ -69,7 +69,7 @@ def test_every_scheme_says_what_each_adversary_learns(case: str) -> None:
 def test_a_ledger_reads_the_same_from_its_file(case: str) -> None:
     import json
 
-    from fedveil.runs.ledger_file import ledger_from
+    from fedveil.runs.folder import ledger_from
 
     scheme, options, _ = CASES[case]
     ledger = ledger_of(scheme, **options)

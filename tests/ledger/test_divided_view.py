@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from fedveil import data, models
+from fedveil.client_held.ciphers import Pads
+from fedveil.client_held.messages import Divided, Vote
 from fedveil.config import RunConfig
-from fedveil.engines import ClientPool, LocalEngine
-from fedveil.protocol.dividing import Divided, Vote
-from fedveil.protocol.hiding import Pads
-from fedveil.protocol.masked import Masked
+from fedveil.engine import ClientPool, LocalEngine
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.shares import Quorum
-from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
+from fedveil.runs.loop import client_role, fresh_state, server_role, train_job
 from fedveil.runs.planning import Question, plan_run
-from fedveil.runs.roles import client_role, server_role
-from fedveil.runs.training import fresh_state, train_job
 from fedveil.uplink.graph import ring
 from fedveil.uplink.grid import grid_of
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.unmasking import MaskedUpload, Quorum
 
 EACH = 70
 PAIRS = ((0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5))

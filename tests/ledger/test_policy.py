@@ -13,18 +13,20 @@ import pytest
 import torch
 
 from federation import job, server_of
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import ClientRole, ClientState, RoundDone, Train
-from fedveil.protocol.directory import Hello
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.noised import Repair
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Epoch, Hello
+from fedveil.protocol.messages import Train
+from fedveil.protocol.phases import RoundDone
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.schemes import schemes
+from fedveil.uplink.noised import Repair
 
 KEY = bytes(range(32))
 File = Callable[[str], str]

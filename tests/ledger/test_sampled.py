@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from fedveil.errors import ConfigError, MissingExtraError
-from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.sampled import sampled_epsilon
+from fedveil.ledger.gaussian import epsilon_of, sampled_epsilon
 
 
 def test_the_checked_numbers() -> None:

@@ -10,8 +10,8 @@ import pytest
 from federation import job
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import Covering, central, charges, worst_collusion
-from fedveil.protocol.shares import Quorum
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
+from fedveil.uplink.unmasking import Quorum
 
 NOBODY = np.empty(0, dtype=np.int64)
 

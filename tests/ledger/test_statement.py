@@ -8,11 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.releases import Release
-from fedveil.ledger.remarks import Remarks
+from fedveil.ledger.releases import Release, Remarks
 from fedveil.ledger.statement import OUTSIDER, Ledger, PaperFigure, state
 
 NOISED = Release("upload.gradients", "client", ("server",), "gradients", about="data", protection="noised")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedveil import models
-from fedveil.models.layers import groups_for
+from fedveil.models.networks import groups_for
 
 CIFAR = (3, 32, 32)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedveil import models
-from fedveil.models.gru import GRUClassifier
+from fedveil.models.networks import GRUClassifier
 
 STEPS, WORDS = 7, 11
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from federation import distance, job
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 
 def final(**settings: Any) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any, Self
 import pytest
 from torch import Tensor
 
-from fedveil.audit.isolation import AttackProcess
 from fedveil.audit.registry import ATTACKS, attack_at
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import from_bytes
 from fedveil.errors import AttackError, NumericError
 from papers import membership, reproduce

@@ -13,12 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.crypto.shamir import join
-from fedveil.crypto.stream import add_mask
+from fedveil.crypto.streams import add_mask
 from fedveil.errors import ProtocolError
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.shares import LOCK, Item, Label, open_bundle, unlock_shares
-from fedveil.protocol.unmasking import MaskedUpload, Relayed, Revealed, packed, unpacked
+from fedveil.uplink.unmasking import (
+    LOCK,
+    Item,
+    Label,
+    MaskedUpload,
+    Relayed,
+    Revealed,
+    open_bundle,
+    packed,
+    unlock_shares,
+    unpacked,
+)
 from protocol.masking import Federation, mask_purpose, words
 
 

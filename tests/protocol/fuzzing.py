@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from federation import job, relay_of, server_of
-from fedveil.engines import LocalEngine
+from fedveil.client_held.messages import Begin
+from fedveil.engine import LocalEngine
 from fedveil.errors import FedVeilError, ProtocolError
-from fedveil.protocol import ClientState, RoundDone, Train
-from fedveil.protocol.asking import Ask, Gathered
-from fedveil.protocol.dividing import Begin
-from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.wire import decode, encode, registered
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import decode, encode, registered
+from fedveil.protocol.messages import Reply, Request, Train
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
+from fedveil.runs.loop import client_role
 from fedveil.schemes import find
 from fedveil.shapes import Number, Shape, declared
 

@@ -10,20 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.downlink.blueprint import Blueprint
-from fedveil.flat import Layout
-from fedveil.protocol.asking import Ask, Gathered
-from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, beacon, from_bytes
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.handshake import introduce
-from fedveil.protocol.masked import Masked
+from fedveil.downlink.architecture import Blueprint
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, beacon, from_bytes
+from fedveil.protocol.key_agreement import introduce
 from fedveil.protocol.messages import Request
 from fedveil.protocol.parts import RoundContext, Terms
-from fedveil.protocol.state import ClientState
-from fedveil.protocol.unmasking import MaskedSum, MaskedUpload, Revealed, Unmask
+from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource, SeededSecrets
 from fedveil.shapes import check
+from fedveil.tensors import Layout
 from fedveil.uplink.graph import Graph
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.unmasking import MaskedSum, MaskedUpload, Revealed, Unmask
 from fedveil.work.messages import LocalWork
 
 CPU = torch.device("cpu")

@@ -9,18 +9,19 @@ import pytest
 from torch import Tensor
 
 from federation import relay_of
+from fedveil.client_held.ciphers import Ciphertext
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.divided import Parallel
+from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
+from fedveil.client_held.model import UnreadableError
 from fedveil.errors import FedVeilError
-from fedveil.protocol import ClientState, HolderRole, RoundDone, RunStopped
-from fedveil.protocol.asking import Ask, Gathered
-from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
-from fedveil.protocol.group import Found, Founded, Invitation, Join, Joined
-from fedveil.protocol.hiding import Ciphertext
-from fedveil.protocol.keeping import UnreadableError
-from fedveil.protocol.messages import Request
-from fedveil.protocol.parallel import Parallel
-from fedveil.protocol.wire import decode, encode
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.messages import Aggregate, Request
+from fedveil.protocol.phases import Ask, Gathered, RoundDone, RunStopped
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
+from fedveil.runs.loop import client_role
 
 HELD_SCHEMES = ("ckks-fedavg", "serial", "paraaegis")
 HELD_MESSAGES: set[type] = {

@@ -15,13 +15,16 @@ from fedveil.downlink import noise_kinds
 from fedveil.downlink.samplers import BOUNDED
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.gaussian import paper_sigma
-from fedveil.protocol import Ask, ClientState, Gathered, ServerRole, Train, Upload
-from fedveil.protocol.assumed import AssumedNoise
-from fedveil.protocol.central import AssumedCentral
-from fedveil.protocol.noised import Repair
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import RoundContext
+from fedveil.protocol.phases import Ask, Gathered
+from fedveil.roles.server import ServerRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.uplink.assumed import AssumedNoise
+from fedveil.uplink.central import AssumedCentral
+from fedveil.uplink.noised import Repair
 from fedveil.work.messages import Bench
 
 

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from federation import digits, job, server_of
-from fedveil.engines import ClientPool, LocalEngine
+from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import FedVeilError
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import ClientRole, Upload
-from fedveil.protocol.grid import gridded
+from fedveil.protocol.messages import Upload
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import fresh_state
+from fedveil.runs.loop import fresh_state
 from fedveil.secrets import SeededSecrets
+from fedveil.uplink.grid_noise import gridded
 
 CLIP = 1e-4
 WIDTH = 256

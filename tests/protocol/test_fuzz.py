@@ -16,17 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from fedveil.crypto.sealing import seal, unseal
-from fedveil.engines import LocalEngine
+from fedveil.client_held.messages import Vote
+from fedveil.crypto.keys import seal, unseal
+from fedveil.engine import LocalEngine
 from fedveil.errors import FedVeilError
-from fedveil.protocol import ClientState
-from fedveil.protocol.dividing import Vote
-from fedveil.protocol.group import Group
+from fedveil.protocol.client_state import ClientState, Group
+from fedveil.protocol.codec import decode, encode, from_stored, registered
 from fedveil.protocol.messages import Reply
-from fedveil.protocol.requests import _LISTS, Gate
-from fedveil.protocol.stored import from_stored
-from fedveil.protocol.wire import decode, encode, registered
-from fedveil.runs.roles import client_role
+from fedveil.roles.client import _LISTS, Gate
+from fedveil.runs.loop import client_role
 from fedveil.schemes import schemes
 from protocol.fuzzing import (
     LONGEST,

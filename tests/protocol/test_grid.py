@@ -8,12 +8,12 @@ import torch
 
 from federation import held_run, job, trained
 from fedveil import schemes
-from fedveil.protocol import Train, Upload
-from fedveil.protocol.central import PlannedCentral
-from fedveil.protocol.dividing import Divided
-from fedveil.protocol.grid import gridded
+from fedveil.client_held.messages import Divided
+from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import planned
 from fedveil.secrets import SeededSecrets
+from fedveil.uplink.central import PlannedCentral
+from fedveil.uplink.grid_noise import gridded
 from protocol.test_noised import Federation
 
 MORE: dict[str, dict[str, Any]] = {

@@ -22,23 +22,48 @@ from scipy import stats
 
 from federation import job
 from fedveil.crypto.shamir import join
-from fedveil.crypto.stream import add_mask
+from fedveil.crypto.streams import add_mask
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol import ClientRole, ClientState
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.cohort import WINDOW, Cohort
-from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, beacon, from_bytes, to_bytes
-from fedveil.protocol.epoch import SPARE, Epoch, committed, draws_of
-from fedveil.protocol.masked import Masked, pair_seed
+from fedveil.protocol.directory import (
+    SPARE,
+    Announce,
+    Directory,
+    Epoch,
+    Hello,
+    Nonce,
+    Nonces,
+    beacon,
+    committed,
+    draws_of,
+    from_bytes,
+    to_bytes,
+)
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.shares import LOCK, Item, Label, Quorum, open_bundle, unlock_shares
-from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask, packed, unpacked
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
 from fedveil.schemes.hardened import masked_assumptions
 from fedveil.schemes.registry import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
-from fedveil.uplink.graph import Graph, ring
-from fedveil.uplink.surrounding import LEAST_BITS, masking_degree, surrounded_bits
+from fedveil.uplink.graph import LEAST_BITS, Graph, masking_degree, ring, surrounded_bits
+from fedveil.uplink.masked import Masked, pair_seed
+from fedveil.uplink.unmasking import (
+    LOCK,
+    Evidence,
+    Item,
+    Label,
+    MaskedUpload,
+    Quorum,
+    Relayed,
+    Revealed,
+    Unmask,
+    open_bundle,
+    packed,
+    unlock_shares,
+    unpacked,
+)
 from protocol.masking import nonces_of
 
 CLIENTS = 100

@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from federation import held_run, job
+from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
+from fedveil.client_held.messages import Begin
 from fedveil.crypto import ckks
-from fedveil.crypto.sealing import seal
+from fedveil.crypto.keys import seal
 from fedveil.errors import ProtocolError
-from fedveil.protocol import ClientState
+from fedveil.protocol.client_state import ClientState, Group, Held, Pending
 from fedveil.protocol.directory import Hello, from_bytes, to_bytes
-from fedveil.protocol.dividing import Begin
-from fedveil.protocol.group import Found, Founded, Group, Invitation, Join, Joined
-from fedveil.protocol.held import Held, Pending
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.unmasking import packed, unpacked
 from fedveil.runs.job import Job
+from fedveil.uplink.unmasking import packed, unpacked
 from protocol.relaying import Hall
 
 pytest.importorskip("tenseal")

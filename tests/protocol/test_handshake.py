@@ -11,19 +11,32 @@ import pytest
 import torch
 
 from federation import job, next_ask, same_bits, server_of, trained
-from fedveil.crypto.roster import Roster
-from fedveil.engines import LocalEngine
+from fedveil.crypto.keys import Roster
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol import ClientRole, ClientState, Gathered, RoundDone, Train, epoch
-from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready, from_bytes, to_bytes
-from fedveil.protocol.epoch import Epoch, committed
-from fedveil.protocol.keyring import Keyring
-from fedveil.protocol.messages import Reply
-from fedveil.protocol.unmasking import Unmask
-from fedveil.runs.identities import create_identities
+from fedveil.protocol import directory as epoch
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import (
+    Announce,
+    Directory,
+    Epoch,
+    Hello,
+    Nonce,
+    Nonces,
+    Ready,
+    committed,
+    from_bytes,
+    to_bytes,
+)
+from fedveil.protocol.key_agreement import Keyring
+from fedveil.protocol.messages import Reply, Train
+from fedveil.protocol.phases import Gathered, RoundDone
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.terms import create_identities
 from fedveil.secrets import SeededSecrets
+from fedveil.uplink.unmasking import Unmask
 from protocol.masking import epoch_of, nonces_of
 
 KEY = bytes(range(32))

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from federation import held_run, job, relay_of
-from fedveil.engines import LocalEngine
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Begin, Divide
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering, by_peer, charges
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import ClientState, HolderRole, RoundDone
-from fedveil.protocol.directory import Hello
-from fedveil.protocol.dividing import Begin, Divide
-from fedveil.protocol.epoch import Epoch
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Epoch, Hello
+from fedveil.protocol.phases import RoundDone
 from fedveil.runs.job import Guard, Job
-from fedveil.runs.roles import client_role
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
 from protocol.relaying import Hall
 
 pytest.importorskip("tenseal")

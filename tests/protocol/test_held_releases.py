@@ -9,29 +9,17 @@ from typing import Any
 import pytest
 
 from federation import held_run, job, relay_of
+from fedveil.client_held.ciphers import Ciphertext
+from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Release, UndeclaredError
-from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready
-from fedveil.protocol.dividing import (
-    Aggregate,
-    Begin,
-    Borrowed,
-    Divide,
-    Divided,
-    Finish,
-    Finished,
-    Lend,
-    Lent,
-    Vote,
-)
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.group import Found, Founded, Invitation, Join, Joined
-from fedveil.protocol.hiding import Ciphertext
-from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.unmasking import MaskedUpload, Relayed, Revealed, Unmask
-from fedveil.protocol.wire import registered
+from fedveil.protocol.codec import registered
+from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, Ready
+from fedveil.protocol.messages import Aggregate, Reply, Request
 from fedveil.runs.job import Job
 from fedveil.schemes import schemes
+from fedveil.uplink.unmasking import MaskedUpload, Relayed, Revealed, Unmask
 from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES, Recording
 
 pytest.importorskip("tenseal")

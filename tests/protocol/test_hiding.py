@@ -16,20 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from federation import HeldRun, held_run, job
+from fedveil.client_held.ciphers import Ciphertext, Ckks, PaddedSum, Pads
+from fedveil.client_held.messages import Divide, Divided
 from fedveil.crypto import ckks
-from fedveil.crypto.stream import add_mask
+from fedveil.crypto.streams import add_mask
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.dividing import Divide, Divided
-from fedveil.protocol.encrypted import Ckks
-from fedveil.protocol.group import Group
-from fedveil.protocol.hiding import Ciphertext, PaddedSum, Pads
-from fedveil.protocol.masked import Masked
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.shares import Quorum
-from fedveil.protocol.state import ClientState
-from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.secrets import SeededSecrets
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.unmasking import MaskedUpload, Quorum
 from protocol.masking import RUN, Federation, arrivals, mask_purpose, words
 from protocol.relaying import Covered, Recording, watch_uploads
 from protocol.test_masked import assert_uniform, byte_p_value

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from federation import held_run, job, same_bits
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Lend
 from fedveil.crypto import ckks
-from fedveil.crypto.sealing import seal
+from fedveil.crypto.keys import seal
 from fedveil.errors import ProtocolError
-from fedveil.protocol import HolderRole, Train
+from fedveil.protocol.codec import as_bytes
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.dividing import Aggregate, Begin, Borrowed, Divide, Lend
-from fedveil.protocol.messages import Request
-from fedveil.protocol.stored import as_bytes
-from fedveil.protocol.unmasking import Unmask
+from fedveil.protocol.messages import Aggregate, Request, Train
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
+from fedveil.runs.loop import client_role
+from fedveil.uplink.unmasking import Unmask
 from fedveil.work.messages import ClientData
 from protocol.relaying import Hall
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from federation import job, next_ask, server_of
-from fedveil.engines import LocalEngine
-from fedveil.engines.driving import folded
+from fedveil.engine import LocalEngine
+from fedveil.engine.driver import folded
 from fedveil.errors import FedVeilError, ProtocolError
-from fedveil.protocol import ClientState, RoundDone, Train
-from fedveil.protocol.asking import Accumulator
-from fedveil.protocol.messages import Reply
-from fedveil.protocol.noised import Repaired
-from fedveil.protocol.wire import decode
-from fedveil.runs.roles import client_role
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import decode
+from fedveil.protocol.messages import Reply, Train
+from fedveil.protocol.phases import Accumulator, RoundDone
+from fedveil.runs.loop import client_role
+from fedveil.uplink.noised import Repaired
 
 
 def framed(kind: str, fields: dict[str, Any], tail: bytes = b"") -> bytes:

@@ -15,18 +15,19 @@ from scipy import stats
 from torch import Tensor
 
 from federation import job, same_bits, server_of, trained
-from fedveil.crypto import stream
-from fedveil.engines import LocalEngine
+from fedveil.crypto import streams as stream
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol import ClientRole, RoundDone, ServerState
-from fedveil.protocol.asking import Ask
-from fedveil.protocol.masked import MOST_UNEXPLAINED, Masked
 from fedveil.protocol.messages import Request, Train
-from fedveil.protocol.unmasking import Unmask
+from fedveil.protocol.phases import Ask, RoundDone
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 from fedveil.secrets import OsSecrets
 from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.masked import MOST_UNEXPLAINED, Masked
+from fedveil.uplink.unmasking import Unmask
 from protocol.masking import Federation, epoch_of, mask_purpose, words
 from shell import fedveil
 

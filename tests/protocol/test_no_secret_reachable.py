@@ -15,17 +15,20 @@ import torch
 from federation import job, server_of
 from fedveil.crypto.keys import PairSecret
 from fedveil.downlink import Broadcast
-from fedveil.downlink.blueprint import flat_views
+from fedveil.downlink.architecture import flat_views
 from fedveil.downlink.decomposed import DecomposedVeil
 from fedveil.downlink.rescaling import ScaledVeil
-from fedveil.engines import LocalEngine
-from fedveil.engines.local import Absent
-from fedveil.protocol import Ask, ClientRole, Gathered, ServerRole, Train, masked, noised
-from fedveil.protocol.grid import add_residual, gridded
+from fedveil.engine import LocalEngine
+from fedveil.engine.local import Absent
+from fedveil.protocol.messages import Train
+from fedveil.protocol.phases import Ask, Gathered
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import client_role
+from fedveil.runs.loop import client_role
 from fedveil.secrets import SecretStream, SeededSecrets
-from fedveil.uplink import grid
+from fedveil.uplink import grid, masked, noised
+from fedveil.uplink.grid_noise import add_residual, gridded
 from reach import CLIENT_SIDE, SERVERS_OWN, Secrets, leaks, leaks_in_text
 
 BATCH_NORM = {"depth": 3, "width": 12, "norm": "batch"}

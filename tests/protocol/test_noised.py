@@ -17,21 +17,23 @@ from torch import Tensor
 
 from federation import distance, job, same_bits
 from fedveil.config import RunConfig
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering
-from fedveil.protocol import Ask, ClientState, Gathered, RoundDone, ServerRole, Train, Upload
-from fedveil.protocol import grid as grid_module
-from fedveil.protocol import noised as noised_module
-from fedveil.protocol.grid import add_residual, add_shared, gridded, pair_seed, partners
-from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.noised import Noised, Repair
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.messages import Reply, Request, Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
+from fedveil.roles.server import ServerRole
 from fedveil.runs import session
 from fedveil.runs.job import Job
-from fedveil.runs.privacy import Books
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.privacy_journal import Books
+from fedveil.uplink import grid_noise as grid_module
+from fedveil.uplink import noised as noised_module
 from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
+from fedveil.uplink.noised import Noised, Repair
 from fedveil.work.messages import Bench
 
 UNEVEN: dict[str, Any] = {"loss": None, "how": "size", "ratio": 2.0}
@@ -375,7 +377,7 @@ def test_a_repaired_client_pays_for_an_upload_under_residual_noise_alone(honest:
 
 
 def next_begin(one: Federation, ask: Ask) -> Any:
-    from fedveil.protocol import RoundBegins
+    from fedveil.protocol.phases import RoundBegins
 
     context = one.context(ask)
     return RoundBegins(context.round, context.attempt, context.cohort, context.graph_seed())

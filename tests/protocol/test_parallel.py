@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from federation import HeldRun, held_run, job, same_bits, trained
+from fedveil.client_held import divided as parallel
+from fedveil.client_held.messages import Begin, Divide
 from fedveil.crypto import ckks
 from fedveil.errors import ConfigError
-from fedveil.protocol import RoundDone, ServerState, Train, parallel
-from fedveil.protocol.dividing import Begin, Divide
-from fedveil.protocol.messages import Request
-from fedveil.protocol.unmasking import Unmask
+from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.phases import RoundDone
+from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.uplink import grid
+from fedveil.uplink.unmasking import Unmask
 from protocol.relaying import Covered, watch_uploads
 
 pytest.importorskip("tenseal")

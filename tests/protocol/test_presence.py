@@ -14,15 +14,14 @@ import pytest
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.account import COLLUSION, Account
+from fedveil.ledger.accountant import COLLUSION, Account
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import masked
-from fedveil.protocol.directory import Directory, beacon
-from fedveil.protocol.epoch import draws_of
-from fedveil.protocol.masked import Masked
+from fedveil.protocol.directory import Directory, beacon, draws_of
 from fedveil.protocol.parts import RoundContext
-from fedveil.uplink.plan import NoisePlan, Target, worst_of
-from fedveil.uplink.surrounding import LEAST_BITS, surrounded_bits, withstood
+from fedveil.uplink import masked
+from fedveil.uplink.graph import LEAST_BITS, surrounded_bits, withstood
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.noise_plan import NoisePlan, Target, worst_of
 from protocol.masking import nonces_of
 from protocol.test_grinding import ALLIES, RUN, Grinder, two_stories
 

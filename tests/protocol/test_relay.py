@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from federation import held_run, job, same_bits
+from fedveil.client_held.ciphers import Ciphertext, PaddedSum
+from fedveil.client_held.messages import Begin, Divide, Divided, Finish, Finished, Lend, Lent, Vote
+from fedveil.client_held.server import DividedSum
 from fedveil.crypto import ckks
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.errors import ProtocolError
-from fedveil.protocol import Ask, Gathered
+from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.dividing import Begin, Divide, Divided, Finish, Finished, Lend, Lent, Vote
-from fedveil.protocol.hiding import Ciphertext, PaddedSum
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.relayed import DividedSum
-from fedveil.protocol.unmasking import MaskedUpload
-from fedveil.protocol.wire import decode, encode
+from fedveil.protocol.phases import Ask, Gathered
 from fedveil.runs.job import Job
+from fedveil.uplink.unmasking import MaskedUpload
 from protocol.relaying import Hall
 
 pytest.importorskip("tenseal")

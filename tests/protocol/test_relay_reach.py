@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from federation import HeldRun, held_run, job
+from fedveil.client_held import divided as parallel
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Begin, Divide, Divided
 from fedveil.crypto import ckks
-from fedveil.engines import LocalEngine
-from fedveil.protocol import Ask, Gathered, HolderRole, RoundDone, parallel
-from fedveil.protocol.dividing import Begin, Divide, Divided
-from fedveil.protocol.held import Held, Pending
+from fedveil.engine import LocalEngine
+from fedveil.protocol.client_state import Held, Pending
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
 from protocol.relaying import Covered, Recording, watch_uploads
 from reach import CLIENT_SIDE, Secrets, leaks
 

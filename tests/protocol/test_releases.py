@@ -11,18 +11,19 @@ import pytest
 
 from federation import job, server_of, trained
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.engines.local import Absent
+from fedveil.engine.local import Absent
 from fedveil.errors import ProtocolError
-from fedveil.flat import Layout
-from fedveil.protocol import Ask, ClientRole, RoundBegins, Train, Upload
-from fedveil.protocol.directory import Announce, Directory, Hello, Nonce, Nonces, Ready
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.noised import Repair, Repaired
-from fedveil.protocol.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
-from fedveil.protocol.wire import registered
+from fedveil.protocol.codec import registered
+from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, Ready
+from fedveil.protocol.messages import Train, Upload
+from fedveil.protocol.phases import Ask, RoundBegins
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.runs.training import client_role
+from fedveil.runs.loop import client_role
 from fedveil.schemes import find, schemes
+from fedveil.tensors import Layout
+from fedveil.uplink.noised import Repair, Repaired
+from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES
 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
@@ -132,7 +133,7 @@ def last_is_missing_in_round_two(request: Any, client: int) -> bool:
 
 def test_every_message_class_has_its_place_here() -> None:
     # An engine may have messages of its own, and declares them where it stands.
-    ours = {kind for kind in registered() if not kind.__module__.startswith("fedveil.engines.")}
+    ours = {kind for kind in registered() if not kind.__module__.startswith("fedveil.engine.")}
     assert ours == {*INSIDE, *REQUESTS, *REPLIES, *HELD_MESSAGES}
     assert set(SPEAKS) == {*NAMES, *VARIANTS}
     assert set.union(*SPEAKS.values()) == {*REQUESTS, *REPLIES}

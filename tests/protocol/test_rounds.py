@@ -10,9 +10,10 @@ import torch
 
 from federation import distance, job, next_ask, same_bits, server_of, trained
 from fedveil.errors import ProtocolError
-from fedveil.protocol import Ask, ClientRole, ClientState, Gathered, RoundBegins, RoundDone, Train, Upload
-from fedveil.protocol.asking import Accumulator
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.messages import Reply, Request, Train, Upload
+from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundBegins, RoundDone
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
 
 

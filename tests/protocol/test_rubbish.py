@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from federation import held_run, job, relay_of, same_bits
-from fedveil.engines import LocalEngine
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.group import Founded
+from fedveil.client_held.messages import Begin, Divided, Lent
+from fedveil.client_held.model import UNREADABLE
+from fedveil.engine import LocalEngine
 from fedveil.errors import FedVeilError
-from fedveil.protocol import HolderRole, RoundDone
-from fedveil.protocol.dividing import Begin, Divided, Lent
-from fedveil.protocol.group import Founded
-from fedveil.protocol.keeping import UNREADABLE
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.unmasking import MaskedUpload
-from fedveil.runs import training
+from fedveil.protocol.phases import RoundDone
+from fedveil.runs import loop as training
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.uplink.unmasking import MaskedUpload
 from protocol.test_stories import SMALL, parted, whole
 
 pytest.importorskip("tenseal")

@@ -9,7 +9,7 @@ import torch
 
 from federation import accuracy, distance, job, sizes, trained
 from fedveil import models
-from fedveil.flat import flatten
+from fedveil.tensors import flatten
 
 ROUNDS = 100
 VEILED = ("lossless", "pbpfl")

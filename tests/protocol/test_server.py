@@ -11,18 +11,20 @@ import pytest
 import torch
 
 from federation import job, next_ask, same_bits, server_of, trained
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.errors import NumericError, ProtocolError
-from fedveil.protocol import Ask, ClientState, Gathered, RoundDone, ServerRole, ServerState, Train, Upload
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello, Nonces
-from fedveil.protocol.messages import Reply
-from fedveil.protocol.noised import NoisedSum
-from fedveil.protocol.unmasking import Unmask
-from fedveil.protocol.wire import decode, encode
-from fedveil.runs import training
+from fedveil.protocol.messages import Reply, Train, Upload
+from fedveil.protocol.phases import Ask, Gathered, RoundDone
+from fedveil.roles.server import ServerRole, ServerState
+from fedveil.runs import loop as training
 from fedveil.runs.job import Job
-from fedveil.runs.privacy import account_for
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.privacy_journal import account_for
+from fedveil.uplink.noised import NoisedSum
+from fedveil.uplink.unmasking import Unmask
 from fedveil.work import ClientData
 
 SUMS: dict[str, dict[str, Any]] = {

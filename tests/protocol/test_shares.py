@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from fedveil.crypto.shamir import join
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.protocol.shares import (
+from fedveil.secrets import SeededSecrets
+from fedveil.uplink.graph import Graph, complete, ring
+from fedveil.uplink.unmasking import (
     LOCK,
     SHARE_BYTES,
     Label,
@@ -20,8 +22,6 @@ from fedveil.protocol.shares import (
     open_bundle,
     unlock_shares,
 )
-from fedveil.secrets import SeededSecrets
-from fedveil.uplink.graph import Graph, complete, ring
 from protocol.masking import Federation
 
 LABEL = Label(3, 1, b"graph")

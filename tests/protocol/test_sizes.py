@@ -15,23 +15,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from federation import job, relay_of, same_bits, server_of, trained
-from fedveil.engines import ClientPool, LocalEngine
+from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
-from fedveil.protocol import ClientRole, ClientState
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.directory import Announce, Directory, Hello
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.handshake import Introductions
+from fedveil.protocol.directory import Announce, Directory, Epoch, Hello
+from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.parts import RoundContext
+from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role, server_role
-from fedveil.runs.training import fresh_state, train_job
-from fedveil.uplink.plan import NoisePlan, Target
+from fedveil.runs.loop import client_role, fresh_state, server_role, train_job
+from fedveil.uplink.noise_plan import NoisePlan, Target
 from fedveil.work.messages import ClientData
 
 DELTA = 1e-5

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.crypto.sealing import seal
+from fedveil.crypto.keys import seal
 from fedveil.errors import ProtocolError
-from fedveil.protocol import ClientState
+from fedveil.protocol.client_state import ClientState
 
 KEY = bytes(range(32))
 ROUNDS = st.tuples(st.integers(-1, 10**6), st.integers(0, 10**6))

@@ -17,19 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from federation import job
-from fedveil.crypto.stream import add_mask
-from fedveil.protocol import ClientState, holder, keeping, masked
-from fedveil.protocol.dividing import Begin, Borrowed, Divide, Divided, Finish, Lend
-from fedveil.protocol.hiding import Pads, _pad_seed
-from fedveil.protocol.holder import MOST_MISREAD
-from fedveil.protocol.keeping import UNREADABLE, UnreadableError
-from fedveil.protocol.masked import Masked
+from fedveil.client_held import client as holder
+from fedveil.client_held import model as keeping
+from fedveil.client_held.ciphers import Pads, _pad_seed
+from fedveil.client_held.client import MOST_MISREAD
+from fedveil.client_held.divided import _vote_key, divided
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
+from fedveil.client_held.model import UNREADABLE, UnreadableError
+from fedveil.crypto.streams import add_mask
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Request
-from fedveil.protocol.parallel import _vote_key, divided
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.shares import Label
-from fedveil.protocol.unmasking import MaskedUpload
 from fedveil.runs.job import Job
+from fedveil.uplink import masked
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.unmasking import Label, MaskedUpload
 from fedveil.uplink.vote import tags, vote_label
 from protocol.masking import Federation, words
 from protocol.relaying import Hall, watch_uploads

@@ -14,12 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ProtocolError
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.masked import Masked, Unmasking
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.shares import lock_shares, unlock_shares
-from fedveil.protocol.state import ClientState
-from fedveil.protocol.unmasking import Evidence, MaskedSum, MaskedUpload, Relayed, Revealed, Unmask, packed, unpacked
+from fedveil.uplink.masked import Masked, Unmasking
+from fedveil.uplink.unmasking import (
+    Evidence,
+    MaskedSum,
+    MaskedUpload,
+    Relayed,
+    Revealed,
+    Unmask,
+    lock_shares,
+    packed,
+    unlock_shares,
+    unpacked,
+)
 from protocol.adversary import Adversary, relayed, revealed_kinds
 from protocol.masking import Federation, arrivals
 

@@ -14,14 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedveil.client_held import messages as dividing
 from fedveil.errors import ProtocolError
-from fedveil.protocol import Upload, dividing, noised
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.messages import Reply
-from fedveil.protocol.wire import decode, encode, message, registered, size
+from fedveil.protocol.codec import decode, encode, message, registered, size
+from fedveil.protocol.directory import Epoch
+from fedveil.protocol.messages import Reply, Upload
 from fedveil.shapes import Declared, Number, Shape, declared
+from fedveil.uplink import noised
 
-KINDS = [kind for kind in registered() if not kind.__module__.startswith("fedveil.engines.")]
+KINDS = [kind for kind in registered() if not kind.__module__.startswith("fedveil.engine.")]
 TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=9)
 
 

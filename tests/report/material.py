@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
+from fedveil.audit.findings import Finding, sentences
+from fedveil.audit.pictures import contact_sheet
+from fedveil.audit.store import AuditStore
 from fedveil.config import RunConfig
-from fedveil.trials.pictures import contact_sheet
-from fedveil.trials.store import AuditStore
-from fedveil.trials.trial import Finding
-from fedveil.trials.words import sentences
 
 SCHEMES = ("fedavg", "lossless", "nadp")
 SEEDS = (1, 2)

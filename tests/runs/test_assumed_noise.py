@@ -6,7 +6,7 @@ import pytest
 
 from federation import job
 from fedveil.ledger.gaussian import epsilon_of, paper_sigma
-from fedveil.runs.assumed_noise import composed, floors, notes_on
+from fedveil.runs.privacy_journal import composed, floors, notes_on
 
 
 @pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive", "mp-cdp"])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from federation import job
-from fedveil.protocol import RoundBegins
+from fedveil.protocol.phases import RoundBegins
 from fedveil.runs.job import Job
-from fedveil.runs.privacy import Books
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.privacy_journal import Books
 
 
 @pytest.fixture

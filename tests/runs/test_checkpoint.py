@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from federation import job, same_bits, trained
 from fedveil.errors import CheckpointError
-from fedveil.protocol import ServerState
+from fedveil.roles.server import ServerState
 from fedveil.runs.checkpoint import load_checkpoint, newest_good, save_checkpoint
 
 NORM = {"depth": 2, "width": 8, "norm": "batch"}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save
 
+from fedveil.audit.store import finding_from, read_audit
 from fedveil.compare.results import read_results
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError
@@ -21,15 +22,11 @@ from fedveil.report.sources import gather
 from fedveil.report.view import view_of
 from fedveil.report.words import audit_view
 from fedveil.runs import checkpoint, model_file
-from fedveil.runs.digest import digest_of
-from fedveil.runs.exporting import export_run
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import RunFolder, digest_of, read_ledger
 from fedveil.runs.job import job_from_config
-from fedveil.runs.ledger_file import read_ledger
-from fedveil.runs.predicting import predict_dataset
-from fedveil.runs.privacy import Books
+from fedveil.runs.model_file import export_run, predict_dataset
+from fedveil.runs.privacy_journal import Books
 from fedveil.runs.session import run as train
-from fedveil.trials.store import finding_from, read_audit
 from shell import fedveil
 
 TIMES = 150

@@ -17,9 +17,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
 from fedveil.models import Factory
 from fedveil.runs import session
-from fedveil.runs.exporting import export_run
-from fedveil.runs.model_file import load_model
-from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
+from fedveil.runs.model_file import export_run, load_model, predict_dataset, predict_file, write_predictions
 
 Small = Callable[..., RunConfig]
 FACTORY = """

@@ -12,8 +12,7 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.runs import session
-from fedveil.runs.files import write_atomically
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import RunFolder, write_atomically
 
 Small = Callable[..., RunConfig]
 

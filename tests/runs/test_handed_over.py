@@ -19,7 +19,7 @@ from pathlib import Path
 Path(__file__).with_name("imported").touch()
 def make(**given):
     Path(__file__).with_name("called").touch()
-    from fedveil.models.mlp import mlp
+    from fedveil.models.networks import mlp
     given.pop("vocabulary")
     return mlp(**given)
 """

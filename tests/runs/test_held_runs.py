@@ -15,16 +15,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from federation import held_run, job, same_bits
+from fedveil.client_held import divided as parallel
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Begin, Divide
 from fedveil.config import RunConfig
 from fedveil.crypto import ckks
-from fedveil.ledger.account import SERVER
+from fedveil.ledger.accountant import SERVER
 from fedveil.ledger.gaussian import mu_of
-from fedveil.protocol import HolderRole, parallel
-from fedveil.protocol.dividing import Begin, Divide
 from fedveil.protocol.messages import Request
-from fedveil.runs import session, training
+from fedveil.runs import loop as training
+from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 from fedveil.uplink import grid
 
 pytest.importorskip("tenseal")

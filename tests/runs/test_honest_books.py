@@ -11,9 +11,9 @@ from federation import job
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.runs import session
-from fedveil.runs.ledger_file import read_ledger
-from fedveil.runs.training import fresh_state, train_job
-from fedveil.schemes import remarks
+from fedveil.runs.folder import read_ledger
+from fedveil.runs.loop import fresh_state, train_job
+from fedveil.schemes import caveats as remarks
 
 
 def small(**settings: object) -> RunConfig:
@@ -87,7 +87,7 @@ def test_a_run_in_which_every_round_failed_is_an_error() -> None:
 
 
 def test_with_a_roster_the_ledger_says_so(tmp_path: Path) -> None:
-    from fedveil.runs.identities import create_identities
+    from fedveil.runs.terms import create_identities
 
     roster = create_identities(tmp_path / "keys", clients=4)
     session.run(small(roster=str(roster)), tmp_path / "run", quiet=True)
@@ -109,7 +109,7 @@ def test_secret_sampling_does_not_go_with_dropout() -> None:
 
     from fedveil.downlink import draw
     from fedveil.work import Batches, make_loss
-    from fedveil.work.clipped import ClippedSamples
+    from fedveil.work.clipping import ClippedSamples
 
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
     blueprint, _ = draw(model, torch.randn(2, 4), traced=False)

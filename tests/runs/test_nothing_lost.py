@@ -13,8 +13,7 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.runs import session
-from fedveil.runs.folder import RunFolder
-from fedveil.runs.ledger_file import read_ledger
+from fedveil.runs.folder import RunFolder, read_ledger
 
 Small = Callable[..., RunConfig]
 RESULTS = ("metrics.jsonl", "model.safetensors", "summary.json")

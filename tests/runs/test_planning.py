@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.correlated import charges
 from fedveil.ledger.gaussian import epsilon_of, paper_sigma, sigma_of
-from fedveil.runs import pricing
-from fedveil.runs.planning import Planned, Question, plan_run
-from fedveil.runs.pricing import even_sizes
+from fedveil.runs import planning as pricing
+from fedveil.runs.planning import Planned, Question, even_sizes, plan_run
 
 
 def asked(
@@ -140,8 +139,8 @@ def test_ten_thousand_clients_on_a_sparse_graph_need_no_dense_matrix() -> None:
 def test_the_first_round_is_charged_by_the_covering_it_shows() -> None:
     sizes = even_sizes(9, mean=50, ratio=3)
     answer = plan_run(Question(scheme="nadp", samples=sizes, rounds=1, options={"epsilon": 1.0}))
-    from fedveil.protocol import Cohort
-    from fedveil.uplink.plan import NoisePlan, Target
+    from fedveil.protocol.cohort import Cohort
+    from fedveil.uplink.noise_plan import NoisePlan, Target
 
     plan = NoisePlan(Target(1.0, 1e-5, 1, 1), "pairs")
     members = Cohort(9, 9, 0).draw(0)

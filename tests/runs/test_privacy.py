@@ -12,17 +12,19 @@ import pytest
 
 from federation import job
 from fedveil.config import RunConfig
-from fedveil.engines import LocalEngine
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.engine import LocalEngine
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.correlated import charges
 from fedveil.ledger.gaussian import mu_of
-from fedveil.protocol import ClientRole, Gathered, RoundBegins, RoundDone, ServerRole, Train
-from fedveil.protocol.messages import Request
+from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerRole
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
-from fedveil.runs.privacy import Books
-from fedveil.runs.training import client_role, fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
+from fedveil.runs.privacy_journal import Books
 
 Small = Callable[..., RunConfig]
 Interrupted = Callable[..., Path]

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.protocol import ClientRole
-from fedveil.runs import roles, session
+from fedveil.roles.client import ClientRole
+from fedveil.runs import loop as roles
+from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 
 Interrupted = Callable[..., Path]

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from federation import job, server_of
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError
-from fedveil.ledger.sampled import sampled_epsilon
-from fedveil.protocol import RoundDone
+from fedveil.ledger.gaussian import sampled_epsilon
+from fedveil.protocol.phases import RoundDone
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
-from fedveil.work.clipped import ClippedSamples
+from fedveil.work.clipping import ClippedSamples
 from fedveil.work.messages import Bench
 
 

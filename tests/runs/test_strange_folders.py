@@ -18,8 +18,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.report import write_report
 from fedveil.runs import session
-from fedveil.runs.files import write_atomically
-from fedveil.runs.folder import RunFolder
+from fedveil.runs.folder import RunFolder, write_atomically
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from fedveil.client_held.divided import Parallel
 from fedveil.downlink import Plain, Rescaling
 from fedveil.errors import ConfigError
-from fedveil.protocol import Scheme
-from fedveil.protocol.masked import Masked
-from fedveil.protocol.parallel import Parallel
+from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting, assemble, find, schemes
-from fedveil.uplink.plan import Target
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.noise_plan import Target
 from fedveil.work import Batches, CrossEntropy, Gradients, LocalSteps, Schedule, SquareLoss
 
 SQUARE = Setting(SquareLoss(), Batches(0, 1), Schedule(0.1))

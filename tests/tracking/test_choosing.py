@@ -9,7 +9,7 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.runs import session
 from fedveil.tracking import Tracked, trackers
-from fedveil.tracking.event_files import EventFiles
+from fedveil.tracking.trackers import EventFiles
 from shell import fedveil
 
 pytest.importorskip("tensorboard", reason="needs the extra tensorboard")

@@ -15,8 +15,7 @@ from fedveil.config import RunConfig
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.tracking import Tracked, trackers
-from fedveil.tracking.figures import figures_of, ledger_in_words
-from fedveil.tracking.mlflow_run import LINEAGE
+from fedveil.tracking.trackers import LINEAGE, figures_of, ledger_in_words
 from interrupting import interrupted_run
 from shell import fedveil
 

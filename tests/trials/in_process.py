@@ -9,9 +9,9 @@ from typing import Any, Self
 import pytest
 from torch import Tensor
 
+from fedveil.audit import running
 from fedveil.audit.registry import ATTACKS, attack_at
 from fedveil.audit.views import ServerHistory, View, from_bytes
-from fedveil.trials import running
 
 Substitute = Callable[[View, Mapping[str, Any]], Mapping[str, Tensor]]
 

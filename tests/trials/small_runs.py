@@ -7,10 +7,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fedveil.audit.scene import Effort, Scene, scene_of
+from fedveil.audit.subject import Subject, cut, enacted
 from fedveil.config import RunConfig
 from fedveil.runs.job import Job, job_from_config, settled
-from fedveil.trials.scene import Effort, Scene, scene_of
-from fedveil.trials.subject import Subject, cut, enacted
 
 _KEPT: list[TemporaryDirectory[str]] = []  # removed when the interpreter ends
 QUICK = Effort(quick=True)

@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedveil.audit.seen import client_view
+from fedveil.audit.client_trials import _Maker, _paired
+from fedveil.audit.findings import Finding, Score, judged, sentences
+from fedveil.audit.measures import Likeness, Members
+from fedveil.audit.record import client_view
+from fedveil.audit.running import all_trials, missing_trials
+from fedveil.audit.scene import Effort
+from fedveil.audit.store import AuditStore
+from fedveil.audit.subject import noisy
 from fedveil.errors import ConfigError
-from fedveil.trials.measures import Likeness, Members
-from fedveil.trials.missing import missing_trials
-from fedveil.trials.received import _Maker, _paired
-from fedveil.trials.running import all_trials
-from fedveil.trials.scene import Effort
-from fedveil.trials.store import AuditStore
-from fedveil.trials.subject import noisy
-from fedveil.trials.trial import Finding, Score, judged
-from fedveil.trials.words import sentences
 from trials.small_runs import scene, subject_of
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedveil.trials.measures import Accuracy, Classes, Fit, Labels, Likeness, Members, Numbers, blind_labels
-from fedveil.trials.trial import Score, judged
+from fedveil.audit.findings import Score, judged
+from fedveil.audit.measures import Accuracy, Classes, Fit, Labels, Likeness, Members, Numbers, blind_labels
 from trials.small_runs import scene, subject_of
 
 GENERATOR = torch.Generator().manual_seed(5)

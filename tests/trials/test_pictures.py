@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedveil.audit.findings import Attempt, Measure, Trial
+from fedveil.audit.measures import Labels, Likeness
+from fedveil.audit.pictures import MOST_PICTURES, contact_sheet, sheet_of
 from fedveil.audit.views import OutsiderView
-from fedveil.trials.measures import Labels, Likeness
-from fedveil.trials.pictures import MOST_PICTURES, contact_sheet, sheet_of
-from fedveil.trials.trial import Attempt, Measure, Trial
 
 Image = pytest.importorskip("PIL.Image")
 GAP, SIDE = 4, 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedveil.trials.png import write_png
+from fedveil.audit.pictures import write_png
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedveil.audit.isolation import AttackProcess
+from fedveil.audit import running
+from fedveil.audit.findings import Finding
 from fedveil.audit.registry import ATTACKS
+from fedveil.audit.running import Tick, audit
+from fedveil.audit.sandbox import AttackProcess
+from fedveil.audit.scene import Effort, scene_of
+from fedveil.audit.store import AuditStore, identity_of
 from fedveil.audit.views import View
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
-from fedveil.trials import running
-from fedveil.trials.running import Tick, audit
-from fedveil.trials.scene import Effort, scene_of
-from fedveil.trials.store import AuditStore, identity_of
-from fedveil.trials.trial import Finding
 from trials.in_process import without_processes
 from trials.small_runs import QUICK, subject_of
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from fedveil.audit.findings import Finding
+from fedveil.audit.scene import Effort
+from fedveil.audit.store import FORMAT, AuditStore, finding_from, identity_of, read_audit
 from fedveil.errors import CheckpointError
-from fedveil.trials.scene import Effort
-from fedveil.trials.store import FORMAT, AuditStore, finding_from, identity_of, read_audit
-from fedveil.trials.trial import Finding
 from trials.small_runs import subject_of
 
 FINDING = Finding(

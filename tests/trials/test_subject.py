@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil.audit.seen import server_view
+from fedveil.audit.client_trials import model_trials
+from fedveil.audit.record import server_view
+from fedveil.audit.scene import scene_of
+from fedveil.audit.server_trials import uploads_of
+from fedveil.audit.subject import Subject, enacted, plain_gradient, replayed
 from fedveil.errors import ConfigError
-from fedveil.trials.received import model_trials
-from fedveil.trials.scene import scene_of
-from fedveil.trials.subject import Subject, enacted, replayed
-from fedveil.trials.twins import plain_gradient
-from fedveil.trials.uploads import uploads_of
 from trials.small_runs import QUICK, folder, job_of, scene, subject_of
 
 

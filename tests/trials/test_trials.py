@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attacks.membership import UNKNOWN
+from fedveil.audit.findings import Trial
+from fedveil.audit.references import _PLACES, References
 from fedveil.audit.registry import ATTACKS
+from fedveil.audit.running import LISTING, all_trials, attack_names
 from fedveil.audit.views import ClientView, OutsiderView, ServerHistory, ServerView, from_bytes, to_bytes
-from fedveil.trials.listing import LISTING
-from fedveil.trials.references import _PLACES, References
-from fedveil.trials.running import all_trials, attack_names
-from fedveil.trials.trial import Trial
 from trials.small_runs import QUICK, folder, job_of, scene, subject_of
 
 SEARCHES = ("dlg", "idlg", "inverting", "generative")

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedveil.audit.seen import client_view, server_history, server_view
-from fedveil.audit.views import ClientView, ServerView, to_bytes
-from fedveil.downlink import assemble
-from fedveil.trials.received import model_trials
-from fedveil.trials.twins import (
+from fedveil.audit.client_trials import model_trials
+from fedveil.audit.record import client_view, server_history, server_view
+from fedveil.audit.subject import (
     alike,
     less_colluders,
     plain_gradient,
@@ -18,6 +16,8 @@ from fedveil.trials.twins import (
     unprotected_model,
     unprotected_upload,
 )
+from fedveil.audit.views import ClientView, ServerView, to_bytes
+from fedveil.downlink import assemble
 from trials.small_runs import scene, subject_of
 
 

@@ -7,8 +7,7 @@ from typing import get_args
 
 import pytest
 
-from fedveil.trials.trial import Finding, Verdict
-from fedveil.trials.words import SHORT, sentences
+from fedveil.audit.findings import SHORT, Finding, Verdict, sentences
 
 ASSETS = (
     *("data", "labels", "the model's function", "the model's parameters"),

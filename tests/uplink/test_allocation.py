@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError
-from fedveil.uplink.allocation import allocate, collusion_strength
+from fedveil.uplink.noise_plan import allocate, collusion_strength
 from papers.nadp import COLLUDING, TABLE3
 
 SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=200)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedveil.crypto.stream import WordStream, block_function
+from fedveil.crypto.streams import WordStream, block_function
 from fedveil.errors import ConfigError
-from fedveil.uplink.discrete import (
+from fedveil.uplink.discrete_gaussian import (
     LARGEST_SIGMA,
     _decide,
     _plan,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering, by_peer, central, charges
 from fedveil.ledger.gaussian import epsilon_of, mu_of
-from fedveil.uplink.plan import COMPLETE_STRENGTH, SPARSE_STRENGTH, NoisePlan, Target
+from fedveil.uplink.noise_plan import COMPLETE_STRENGTH, SPARSE_STRENGTH, NoisePlan, Target
 
 SEED = b"a round's graph"
 few = settings(deadline=None, max_examples=40)

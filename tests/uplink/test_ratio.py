@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError
-from fedveil.uplink.ratio import Ratio
+from fedveil.uplink.vote import Ratio
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ from fedveil.work import (
     Schedule,
     SquareLoss,
 )
-from fedveil.work import clipped as clipped_module
-from fedveil.work.clipped import ClippedSamples, ClippedUpdate, refuse_batch_norm
-from fedveil.work.persample import PerSample
-from fedveil.work.recorded import Recorded
+from fedveil.work import clipping as clipped_module
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate, refuse_batch_norm
+from fedveil.work.per_sample import PerSample, Recorded
 
 WORDS = 12
 

@@ -16,22 +16,22 @@ from scipy import stats
 from torch import Tensor
 
 from federation import held_run, job
+from fedveil.client_held import divided as parallel
+from fedveil.client_held.ciphers import Pads
+from fedveil.client_held.divided import Parallel, divided, put_together
+from fedveil.client_held.messages import Divided
 from fedveil.downlink import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.ledger.gaussian import mu_of
-from fedveil.protocol import parallel
-from fedveil.protocol.dividing import Divided
-from fedveil.protocol.grid import gridded
-from fedveil.protocol.hiding import Pads
-from fedveil.protocol.parallel import Parallel, divided, put_together
 from fedveil.runs.job import Job
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import ROUNDING
-from fedveil.uplink.ratio import Ratio
-from fedveil.work.divided import RAN_AWAY, DividedUpdate
+from fedveil.uplink.grid_noise import gridded
+from fedveil.uplink.vote import Ratio
+from fedveil.work.clipping import RAN_AWAY, DividedUpdate
+from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.messages import Bench, ClientData
-from fedveil.work.updates import LocalSteps
 from protocol.relaying import Covered, Recording, watch_uploads
 
 FALSE_ALARM = 1e-6

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fedveil.downlink import HeadNoise, Plain, Rescaling, draw
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, Gradients, LocalSteps, Schedule, SquareLoss
-from fedveil.work.dropout import has_random_layers, seeded_dropout
+from fedveil.work.batches import has_random_layers, seeded_dropout
 
 
 class Functional(nn.Module):

@@ -11,15 +11,46 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from fedveil.audit.facts import Facts
-from fedveil.errors import CheckpointError
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.audit.views import (
+    ClientView,
+    Facts,
+    Message,
+    Messages,
+    Opened,
+    OutsiderView,
+    ServerHistory,
+    ServerView,
+    weights_by_name,
+    weights_from,
+)
+from fedveil.client_held.messages import Begin, Divide
+from fedveil.config import numbers_of
+from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.ledger.releases import Release
 from fedveil.models.custom import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
+from fedveil.protocol.directory import Announce
+from fedveil.protocol.messages import Train, Upload
+from fedveil.protocol.parts import Channel, RoundContext, Scheme, Terms, planned
+from fedveil.protocol.phases import Heard
+from fedveil.secrets import Guarded, SecretStream
+from fedveil.uplink import grid_noise as grid
+from fedveil.uplink.assumed import AssumedNoise
+from fedveil.uplink.masked import Masked, pair_seed
+from fedveil.uplink.noised import Noised
 
 MESSAGES = ("request", "private", "reply")
 SECRETS = ("weights", "recovered", "opened", "shared")
@@ -181,3 +212,418 @@ def _entries(index: Path) -> Iterator[Entry]:
         if not fits:
             raise CheckpointError(f"{index}, line {number} names what no record holds: the record cannot be trusted.")
         yield entry
+
+
+def client_view(record: Record, client: int, *, data: tuple[Tensor, Tensor] | None = None) -> ClientView:
+    """Everything that was sent to `client` in the recorded rounds; `data` are its own samples."""
+    _check_client(record, client)
+    sent = (one for one in record.entries if one.kind in ("request", "private") and client in one.to)
+    x, y = (None, None) if data is None else data
+    return ClientView(record.facts, client, _read(record, sent), x, y)
+
+
+def outsider_view(record: Record) -> OutsiderView:
+    """Every recorded message, both ways."""
+    return OutsiderView(
+        record.facts, _read(record, (one for one in record.entries if one.kind in ("request", "private", "reply")))
+    )
+
+
+def server_view(
+    record: Record,
+    victim: int,
+    *,
+    round: int,
+    attempt: int | None = None,
+    colluders: Collection[int] = (),
+    labels: Tensor | None = None,
+) -> ServerView:
+    """What the server saw of `victim` in a round, with what `colluders` tell it.
+
+    `attempt` is the last recorded one by default. Colluders have to be recorded clients.
+    """
+    _check_client(record, victim)
+    attempt = _last_attempt(record, round) if attempt is None else attempt
+    here = record.find(round=round, attempt=attempt)
+    # What went to others alone is the server's too, but says nothing about the victim.
+    seen = (one for one in here if one.kind == "request" or (one.kind in ("private", "reply") and one.client == victim))
+    view = ServerView(
+        record.facts,
+        round,
+        attempt,
+        victim,
+        _read(record, seen),
+        _weights(record, here),
+        _opened(record, here, "recovered", victim),
+        _opened(record, here, "opened", None),
+        _samples(record, here, victim),
+        labels,
+    )
+    return _with_colluders(record, view, here, colluders) if colluders else view
+
+
+def server_history(
+    record: Record, victim: int, *, colluders: Collection[int] = (), labels: Tensor | None = None
+) -> ServerHistory:
+    """Every recorded round from which an upload of `victim` came, in order, whatever the attempt."""
+    uploads = record.find(kind="reply", phase="train", client=victim)
+    return ServerHistory(
+        tuple(
+            server_view(record, victim, round=one.round, attempt=one.attempt, colluders=colluders, labels=labels)
+            for one in uploads
+        )
+    )
+
+
+def _with_colluders(record: Record, view: ServerView, here: Iterable[Entry], colluders: Collection[int]) -> ServerView:
+    """The upload less what each colluder shares with the victim; masks are words modulo 2⁶⁴ and wrap around.
+
+    Recovery is linear in the upload, so the gradient loses what became of the shared part, over n_k.
+    """
+    if view.victim in colluders:
+        raise ConfigError(f"Client {view.victim} cannot be both the victim and a colluder.")
+    for one in colluders:
+        _check_client(record, one)
+    upload, recovered = view.upload, view.recovered
+    if upload is None:
+        return replace(view, colluders=tuple(sorted(colluders)))
+    uncovered = upload.clone()
+    for entry in here:
+        ends = (entry.client, entry.peer)
+        if entry.kind != "shared" or view.victim not in ends or not set(ends) <= {view.victim, *colluders}:
+            continue
+        _, tensors = from_stored(record.read(entry))
+        sign = 1 if entry.client == view.victim else -1
+        uncovered -= sign * tensors["upload"].to(uncovered.dtype)
+        if recovered is not None and view.samples:
+            gradient = recovered.gradient - sign * tensors["gradient"] / view.samples
+            recovered = Opened(gradient, recovered.loss, recovered.statistics)
+    return replace(view, colluders=tuple(sorted(colluders)), uncovered=uncovered, recovered=recovered)
+
+
+def _read(record: Record, entries: Iterable[Entry]) -> Messages:
+    return tuple(Message(one.round, one.attempt, one.phase, one.kind, one.client, record.read(one)) for one in entries)
+
+
+def _weights(record: Record, here: Iterable[Entry]) -> Weights | None:
+    for one in here:
+        if one.kind == "weights":
+            return weights_from(from_stored(record.read(one))[1])
+    return None
+
+
+def _opened(record: Record, here: Iterable[Entry], kind: str, client: int | None) -> Opened | None:
+    for one in here:
+        if one.kind == kind and one.client == client:
+            fields, tensors = from_stored(record.read(one))
+            return Opened(tensors["gradient"], fields["loss"], tensors["statistics"])
+    return None
+
+
+def _samples(record: Record, here: Iterable[Entry], victim: int) -> int | None:
+    """n_k, as the server learnt it: announced before the first round, or beside the upload's gradients."""
+    for one in record.find(kind="reply", client=victim, round=0):
+        said = decode(record.read(one))
+        if isinstance(said, Announce):
+            return said.samples
+    if not record.facts.readable:
+        return None
+    for one in here:
+        if one.kind == "reply" and one.phase == "train" and one.client == victim:
+            said = decode(record.read(one))
+            if isinstance(said, Upload):
+                return round(float(record.facts.contributed(said.payload)["weight"]))
+    return None
+
+
+def _last_attempt(record: Record, round: int) -> int:
+    attempts = [attempt for one, attempt in record.rounds if one == round]
+    if not attempts:
+        known = ", ".join(str(one) for one in sorted({one for one, _ in record.rounds}))
+        raise ConfigError(f"Round {round} was not recorded; recorded are the rounds {known or 'none'}.")
+    return max(attempts)
+
+
+def _check_client(record: Record, client: int) -> None:
+    if client not in record.clients:
+        known = ", ".join(map(str, record.clients))
+        raise ConfigError(f"Client {client} was not recorded; recorded are the clients {known or 'none'}.")
+
+
+def shared_part(
+    uplink: Channel, terms: Terms, state: ClientState, peer: int, *, round: int, attempt: int
+) -> Tensor | None:
+    """What the pair (client of `state`, `peer`) put into the client's own upload; −1 × that is in the peer's.
+
+    Computed from the client's real keys, right after it answered (`round` counts from 0). Noise and masks come as
+    int64 words modulo 2⁶⁴, noise in floating point (MP-DP's) as float64; None where they share nothing.
+    """
+    if uplink.introduction != "keys" or peer == state.client or peer not in state.seat:
+        return None
+    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
+    if isinstance(uplink, Noised):
+        return _noise(uplink, terms, state, peer, context)
+    if isinstance(uplink, AssumedNoise):
+        return _assumed_noise(uplink, terms, state, peer, context)
+    if isinstance(uplink, Masked):
+        return _mask(uplink, terms, state, peer, context)
+    return None
+
+
+def unit_of(uplink: Channel, terms: Terms, state: ClientState, *, round: int, attempt: int) -> float:
+    """What one of an upload's whole numbers is in the units of a contribution; 1 where they are real numbers."""
+    if not isinstance(uplink, Noised):
+        return 1.0
+    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
+    return grid.gridded(uplink.plan, context, terms).step
+
+
+def _noise(uplink: Noised, terms: Terms, state: ClientState, peer: int, context: RoundContext) -> Tensor | None:
+    covering, client = planned(uplink.plan, context, terms.work), state.client
+    variance = dict(grid.partners(covering, covering.members.index(client))).get(peer)
+    if variance is None:
+        return None
+    words = np.zeros(terms.layout.length, dtype=np.uint64)
+    step, seed = grid.gridded(uplink.plan, context, terms).step, grid.pair_seed(state, peer, context)
+    grid.add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=step)
+    return torch.from_numpy(words.view(np.int64))
+
+
+def _assumed_noise(
+    uplink: AssumedNoise, terms: Terms, state: ClientState, peer: int, context: RoundContext
+) -> Tensor | None:
+    if peer not in uplink.graph(context).neighbours(state.client):
+        return None
+    found = torch.zeros(terms.layout.length, dtype=torch.float64)
+    uplink.add_pair(terms.layout.split(found)["gradients"][0], state, peer, context, terms)
+    return found
+
+
+def _mask(uplink: Masked, terms: Terms, state: ClientState, peer: int, context: RoundContext) -> Tensor | None:
+    from fedveil.crypto.streams import add_mask
+
+    if peer not in uplink.graph(context).neighbours(state.client):
+        return None
+    words = np.zeros(terms.layout.length, dtype=np.uint64)
+    seed = pair_seed(state, peer, round=context.round, attempt=context.attempt)
+    add_mask(words, seed, subtract=state.client > peer)
+    return torch.from_numpy(words.view(np.int64))
+
+
+FIRST_ROUNDS = 3
+FIRST_CLIENTS = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which rounds (counted from 1) and which clients are recorded.
+
+    What two clients share is kept only for pairs that hold one of `victims` (None: every recorded client is one),
+    since a hundred clients have thousands of pairs, and each is as large as an upload.
+    """
+
+    rounds: frozenset[int]
+    clients: frozenset[int]
+    victims: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        strangers = sorted((self.victims or frozenset()) - self.clients)
+        if strangers:
+            raise ConfigError(f"Victims are recorded clients, and {strangers[0]} is none: add it to the clients.")
+
+    def shares(self, one: int, other: int) -> bool:
+        """Whether what two recorded clients share is kept."""
+        return self.victims is None or one in self.victims or other in self.victims
+
+    @staticmethod
+    def of(*, rounds: str | None, clients: str | None, last: int, count: int) -> Choice:
+        """From what was typed, for a run of `last` rounds and `count` clients; refuses numbers outside it."""
+        first = (*range(1, min(FIRST_ROUNDS, last) + 1), last)
+        chosen = frozenset(first if rounds is None else numbers_of(rounds, "record_rounds"))
+        some = range(min(FIRST_CLIENTS, count)) if clients is None else numbers_of(clients, "record_clients")
+        if not all(1 <= one <= last for one in chosen):
+            raise ConfigError(f"record_rounds must lie between 1 and {last}, the last round (got {rounds}).")
+        if not all(0 <= one < count for one in some):
+            raise ConfigError(f"record_clients must lie between 0 and {count - 1} (got {clients}).")
+        return Choice(chosen, frozenset(some))
+
+
+class Recorder(Guarded):
+    """Writes down what passes in chosen rounds, and beside it what the server knew.
+
+    `scheme` is what the server has to be given in place of its own: the same, with a downlink that lets
+    the recorder see which veil was drawn. It changes no number of the run.
+    """
+
+    def __init__(
+        self, folder: Path, choice: Choice, *, facts: Facts, scheme: Scheme, blueprint: Blueprint, attempt: int = 0
+    ) -> None:
+        self._writer = RecordWriter(folder, facts)
+        self._choice = choice
+        self._readable = facts.readable
+        self._uplink = scheme.uplink
+        self._terms: Terms = scheme.terms(blueprint)
+        self._now = (0, attempt)
+        self._drawn: WitnessedVeil | None = None
+        self._pairs: set[tuple[int, int]] = set()
+        held = scheme.holder == "server"
+        self.scheme = replace(scheme, downlink=Witnessed(scheme.downlink, self)) if held else scheme
+
+    def hear(self, heard: Heard) -> None:
+        """Keep one message, if its round and client are among the chosen."""
+        request = heard.request
+        if isinstance(request, (Train, Begin, Divide)) and heard.kind == "request":
+            # Later phases count rounds in their own way (two stages a round): they belong to the one begun last.
+            self._begin(request.round + 1, request.attempt)
+        round, attempt = self._now if hasattr(request, "round") else (0, self._now[1])
+        if round and round not in self._choice.rounds:
+            return
+        if heard.client is not None and heard.client not in self._choice.clients:
+            return
+        if heard.kind == "request" and not self._choice.clients.intersection(heard.to):
+            return
+        phase = type(request).__name__.lower()
+        self._writer.add(
+            encode(heard.message),
+            round=round,
+            attempt=attempt,
+            phase=phase,
+            kind=heard.kind,
+            client=heard.client,
+            to=heard.to,
+        )
+        if isinstance(request, Train):
+            self._beside(heard, request)
+
+    def opened(self, mean: Mean, recovered: Recovered) -> None:
+        """Keep what the server makes of a round's sum."""
+        if self._now[0] in self._choice.rounds:
+            means = {"mean.gradients": mean.gradients, "mean.values": mean.values, "mean.statistics": mean.statistics}
+            self._secret("opened", recovered, means)
+
+    def drawn(self, veil: WitnessedVeil) -> None:
+        """The veil of the round that is about to begin."""
+        self._drawn = veil
+
+    def close(self) -> None:
+        """Bring the record to the disk."""
+        self._drawn = None
+        self._writer.close()
+
+    def _begin(self, round: int, attempt: int) -> None:
+        self._now = (round, attempt)
+        self._pairs = set()
+
+    def _beside(self, heard: Heard, request: Train) -> None:
+        veil = self._drawn
+        if veil is None:
+            return
+        if heard.kind == "request":
+            self._write("weights", {}, weights_by_name(veil.weights))
+        elif heard.kind == "reply" and isinstance(heard.message, Upload):
+            self._recover(heard.message, veil)
+            self._share(heard, request, veil)
+
+    def _recover(self, upload: Upload, veil: WitnessedVeil) -> None:
+        """What the server's own code makes of this upload alone."""
+        layout = self._terms.layout
+        if not self._readable or upload.payload.shape != (layout.length,):
+            return
+        payload = upload.payload if upload.payload.is_floating_point() else upload.payload.double()
+        # Whole numbers have one step, the weight's too: over the weight it cancels.
+        sums = layout.split(payload.to(veil.weights.parameters.device))
+        if float(sums["weight"]) > 0:
+            recovered = veil.inner.recover(_mean(sums, weight=sums["weight"]))
+            self._secret("recovered", recovered, {}, client=upload.client)
+
+    def _share(self, heard: Heard, request: Train, veil: WitnessedVeil) -> None:
+        """What this client shares with other chosen ones, and what becomes of it in the recovered gradient."""
+        state = heard.state
+        if state is None:
+            return
+        for peer in sorted(self._choice.clients - {state.client}):
+            pair = (min(state.client, peer), max(state.client, peer))
+            if pair in self._pairs or not self._choice.shares(*pair):
+                continue
+            part = shared_part(self._uplink, self._terms, state, peer, round=request.round, attempt=request.attempt)
+            if part is None:
+                continue
+            self._pairs.add(pair)
+            tensors = {"upload": part}
+            if self._readable:
+                unit = unit_of(self._uplink, self._terms, state, round=request.round, attempt=request.attempt)
+                sums = self._terms.layout.split((part.double() * unit).to(veil.weights.parameters.device))
+                tensors["gradient"] = veil.inner.recover(_mean(sums)).gradient
+            self._write("shared", {}, tensors, client=state.client, peer=peer)
+
+    def _secret(
+        self, kind: str, recovered: Recovered, more: Mapping[str, Tensor], *, client: int | None = None
+    ) -> None:
+        tensors = {"gradient": recovered.gradient, "statistics": recovered.statistics, **more}
+        self._write(kind, {"loss": recovered.loss}, tensors, client=client)
+
+    def _write(
+        self,
+        kind: str,
+        fields: Mapping[str, float | None],
+        tensors: Mapping[str, Tensor],
+        *,
+        client: int | None = None,
+        peer: int | None = None,
+    ) -> None:
+        round, attempt = self._now
+        content = as_bytes(fields, tensors)
+        self._writer.add(content, round=round, attempt=attempt, phase="train", kind=kind, client=client, peer=peer)
+
+
+class Witnessed:
+    """A downlink like another one, whose veils are shown to a recorder."""
+
+    def __init__(self, inner: Downlink, recorder: Recorder) -> None:
+        self._inner = inner
+        self._recorder = recorder
+
+    @property
+    def traced(self) -> bool:
+        """As the other."""
+        return self._inner.traced
+
+    def head_tensors(self, blueprint: Blueprint) -> int:
+        """As the other."""
+        return self._inner.head_tensors(blueprint)
+
+    def releases(self) -> tuple[Release, ...]:
+        """As the other: a record is no release to anybody who takes part."""
+        return self._inner.releases()
+
+    def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
+        """The other's veil."""
+        inner = self._inner.veil(blueprint, weights, stream=stream, head_level=head_level)
+        veil = WitnessedVeil(inner, weights, self._recorder)
+        self._recorder.drawn(veil)
+        return veil
+
+
+class WitnessedVeil(Guarded):
+    """A veil that tells a recorder what the server recovers with it."""
+
+    __slots__ = ("_recorder", "inner", "weights")
+
+    def __init__(self, inner: Veil, weights: Weights, recorder: Recorder) -> None:
+        self.inner = inner
+        self.weights = weights
+        self._recorder = recorder
+
+    def broadcast(self) -> Broadcast:
+        """What clients receive."""
+        return self.inner.broadcast()
+
+    def recover(self, mean: Mean) -> Recovered:
+        """As the veil itself does."""
+        recovered = self.inner.recover(mean)
+        self._recorder.opened(mean, recovered)
+        return recovered
+
+
+def _mean(sums: Mapping[str, Tensor], *, weight: Tensor | float = 1.0) -> Mean:
+    return Mean(sums["gradients"] / weight, sums["values"] / weight, sums["statistics"] / weight)

@@ -13,12 +13,12 @@ from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
+from fedveil.cli.options import Command
 from fedveil.cli.predict import predict
 from fedveil.cli.report import report
 from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import run
 from fedveil.cli.schemes import models, schemes
-from fedveil.cli.tracking import Command
 from fedveil.version import __version__
 
 app = typer.Typer(

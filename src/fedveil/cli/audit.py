@@ -14,9 +14,8 @@ from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, listed, plainly, table
 
 if TYPE_CHECKING:
-    from fedveil.trials.running import Tick
-    from fedveil.trials.session import Audit
-    from fedveil.trials.trial import Finding
+    from fedveil.audit.findings import Finding
+    from fedveil.audit.running import Audit, Tick
 
 _DASH = "–"
 
@@ -52,8 +51,8 @@ def audit(
 
       fedveil audit runs/a --device cuda --workers 4
     """
+    from fedveil.audit.running import audit_run
     from fedveil.errors import ConfigError
-    from fedveil.trials.session import audit_run
 
     if list_attacks:
         _show_attacks()
@@ -83,7 +82,7 @@ def audit(
 
 
 def _show(found: Audit) -> None:
-    from fedveil.trials.words import CAVEAT, SHORT
+    from fedveil.audit.findings import CAVEAT, SHORT
 
     columns = ("attack", "gets", "by chance", "unprotected", "verdict")
     for title, findings in _by_adversary(found.findings):
@@ -110,7 +109,7 @@ def _show(found: Audit) -> None:
 
 def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
     """Findings under who is after what, from what."""
-    from fedveil.trials.trial import NOT_TRIED
+    from fedveil.audit.findings import NOT_TRIED
 
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
@@ -138,7 +137,7 @@ def _figure(one: Finding) -> str:
 
 
 def _show_attacks() -> None:
-    from fedveil.trials.listing import LISTING
+    from fedveil.audit.running import LISTING
 
     rows = [(name, *said) for name, said in LISTING.items()]
     table("Attacks", ("name", "by", "on", "how"), rows)

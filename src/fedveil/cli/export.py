@@ -20,8 +20,8 @@ def export(
 
     [bold]Example[/bold]  fedveil export runs/a --out usable.safetensors
     """
-    from fedveil.runs.exporting import export_run
-    from fedveil.runs.progress import working
+    from fedveil.runs.callbacks import working
+    from fedveil.runs.model_file import export_run
 
     with working("exporting"):
         found = export_run(run, out, spread=spread, model=flag.own_model(model), say=aside)

@@ -42,10 +42,10 @@ def inspect(
     """
     from fedveil.config import parse_model_options
     from fedveil.downlink import draw
+    from fedveil.downlink.export import verify
     from fedveil.downlink.report import coverage
-    from fedveil.downlink.verify import verify
     from fedveil.errors import unknown_name
-    from fedveil.runs.progress import working
+    from fedveil.runs.callbacks import working
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))

@@ -17,7 +17,7 @@ def keys(
 
     [bold]Example[/bold]  fedveil keys keys --clients 10, then fedveil run --scheme nadp --roster keys/roster.toml
     """
-    from fedveil.runs.identities import create_identities
+    from fedveil.runs.terms import create_identities
 
     roster = create_identities(folder, clients=clients)
     plainly(f"wrote {clients} private keys and {roster}")

@@ -33,8 +33,8 @@ def predict(
 
       fedveil predict runs/own --model nets.py:build
     """
-    from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
-    from fedveil.runs.progress import working
+    from fedveil.runs.callbacks import working
+    from fedveil.runs.model_file import predict_dataset, predict_file, write_predictions
 
     with working("predicting"):
         named = flag.own_model(own)

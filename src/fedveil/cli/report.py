@@ -38,7 +38,7 @@ def report(
       fedveil report compare/x --out compare/x/report.html
     """
     from fedveil.report import write_report
-    from fedveil.runs.progress import working
+    from fedveil.runs.callbacks import working
 
     first = sources[0] if sources[0].is_dir() else sources[0].parent
     with working("writing the report"):

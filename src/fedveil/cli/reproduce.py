@@ -121,7 +121,7 @@ def reproduce(
 
 def _write_page(tables: Any, path: Path, results: Path) -> None:
     from fedveil.errors import DataError
-    from fedveil.runs.files import write_atomically
+    from fedveil.runs.folder import write_atomically
 
     if not any(results.glob("*.json")):
         raise DataError(f"{results} holds no stored results: name the folder with --from.")

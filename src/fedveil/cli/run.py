@@ -8,9 +8,9 @@ from typing import Any
 import typer
 
 from fedveil.cli import options as flag
-from fedveil.cli.statement import show_ledger
+from fedveil.cli.ledger import show_ledger
+from fedveil.cli.options import Mlflow, TensorBoard
 from fedveil.cli.tables import aside, percent, plainly, size, table
-from fedveil.cli.tracking import Mlflow, TensorBoard
 
 NOT_SETTINGS = frozenset({"config", "out", "resume", "quiet", "tensorboard", "mlflow"})
 
@@ -159,7 +159,7 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
 
 def show_ledger_of(summary: dict[str, Any], out: Path) -> None:
     """What the run proves, and where that is written."""
-    from fedveil.runs.ledger_file import ledger_from
+    from fedveil.runs.folder import ledger_from
 
     show_ledger(ledger_from(summary["ledger"], where=str(out)))
     plainly(f"in full: {out / 'ledger.json'}")

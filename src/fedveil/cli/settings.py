@@ -65,6 +65,6 @@ def located_here(settings: dict[str, Any]) -> dict[str, Any]:
     given = settings.get("dataset")
     if given is None or not Path(given).exists():
         return settings
-    from fedveil.data.embedded import EMBEDDED
+    from fedveil.data.sources import EMBEDDED
 
     return settings if given in EMBEDDED else {**settings, "dataset": str(Path(given).resolve())}

@@ -20,8 +20,7 @@ from fedveil.compare.results import Event, Standing, read_results, results_of, w
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError
 from fedveil.models import Factory
 from fedveil.models.custom import vouched
-from fedveil.runs.folder import RunFolder
-from fedveil.runs.ledger_file import ledger_from
+from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.tracking import Tracked, trackers
 
 _PATIENCE = 10.0  # seconds that a stopped process has for closing its files

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fedveil.compare.plan import Cell, Plan
 from fedveil.errors import CheckpointError
 from fedveil.plain import read_named
-from fedveil.runs.files import write_atomically
+from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
 State = Literal["waiting", "starting", "running", "finished", "kept", "failed"]

@@ -7,18 +7,23 @@ reveals nothing else.
 
 from __future__ import annotations
 
+import os
 import struct
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hmac import HMAC
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from fedveil.errors import ProtocolError
+from fedveil.errors import ConfigError, ProtocolError
 from fedveil.secrets import Guarded, SecretStream
 
 SEED_BYTES = 32
@@ -128,3 +133,60 @@ def extract(shared: bytes, *, salt: bytes) -> bytes:
     mac = HMAC(salt or bytes(32), hashes.SHA256())
     mac.update(shared)
     return mac.finalize()
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Clients' public signing keys by number."""
+
+    keys: Mapping[int, bytes]
+
+    def check(self, *, client: int, run: str, public: bytes, signature: bytes, samples: int = 0) -> None:
+        """Refuse an agreement key that was swapped on the way, naming whose it was said to be."""
+        identity = self.keys.get(client)
+        if identity is None:
+            raise ProtocolError(f"client {client} is not in the roster")
+        check_key_signature(identity, signature, run=run, client=client, public=public, samples=samples)
+
+    def to_toml(self) -> str:
+        """The roster as a file."""
+        return "[clients]\n" + "".join(f'{number} = "{key.hex()}"\n' for number, key in sorted(self.keys.items()))
+
+    @staticmethod
+    def parse(text: str, *, where: str = "the roster") -> Roster:
+        """A roster from its file's text; every mistake is named, with `where` it stands."""
+        try:
+            clients = tomllib.loads(text).get("clients")
+        except tomllib.TOMLDecodeError as reason:
+            raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
+        if not isinstance(clients, dict) or not clients:
+            raise ConfigError(f"{where} has no [clients] table with keys in it.")
+        keys: dict[int, bytes] = {}
+        for number, digits in clients.items():
+            try:
+                key = bytes.fromhex(digits)
+            except (TypeError, ValueError):
+                key = b""
+            if not str(number).isdecimal() or len(key) != 32:
+                raise ConfigError(f"{where}: client {number!r} must be a number with a key of 64 hexadecimal digits.")
+            keys[int(number)] = key
+        if len(set(keys.values())) < len(keys):
+            raise ConfigError(f"{where} gives two clients the same key.")
+        return Roster(keys)
+
+
+_NONCE = 12
+
+
+def seal(plain: bytes, *, key: bytes, purpose: str) -> bytes:
+    """AES-256-GCM under a fresh nonce; `purpose` is authenticated with it."""
+    nonce = os.urandom(_NONCE)
+    return nonce + AESGCM(key).encrypt(nonce, plain, purpose.encode())
+
+
+def unseal(sealed: bytes, *, key: bytes, purpose: str) -> bytes:
+    """The plain bytes, or a ProtocolError if key, purpose or content do not match."""
+    try:
+        return AESGCM(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], purpose.encode())
+    except (InvalidTag, ValueError) as reason:
+        raise ProtocolError(f"a sealed {purpose} was damaged, or sealed under another key") from reason

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedveil.data.arrays import Array, Arrays, Part
+from fedveil.data.arrays import Array, Arrays, Part, read_arrays
 from fedveil.data.files import files_of, read_bytes
-from fedveil.data.npz import read_arrays
 from fedveil.errors import DataError
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")

@@ -1,9 +1,10 @@
-"""How the samples of a data set are dealt to clients."""
+"""The random draws of this package: no two purposes share a stream, whatever the seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -12,8 +13,22 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset
-from fedveil.data.seeds import Purpose, generator
 from fedveil.errors import ConfigError, unknown_name
+
+
+class Purpose(IntEnum):
+    """What a generator is for."""
+
+    SPLIT = 1
+    PARTITION = 2
+
+
+def generator(seed: int, *, purpose: Purpose) -> np.random.Generator:
+    """The generator of ``purpose`` under ``seed``."""
+    if seed < 0:
+        raise ConfigError(f"seed is {seed}; it must be 0 or a positive whole number.")
+    return np.random.default_rng([seed, int(purpose)])
+
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -27,7 +27,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.blueprint import Blueprint, Weights
+from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.edges import PINNED, Classes
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
 from fedveil.downlink.rescaling import (

@@ -7,7 +7,7 @@ from typing import Annotated, Protocol
 
 from torch import Tensor
 
-from fedveil.downlink.blueprint import Blueprint, Weights
+from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.ledger.releases import Release
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Number, counts, reals

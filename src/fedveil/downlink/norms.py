@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.walk import NORM_KINDS, norm_paths
+from fedveil.downlink.trace import NORM_KINDS, norm_paths
 from fedveil.errors import DataError, TraceError
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedveil.downlink.blueprint import Blueprint, Weights
+from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
 from fedveil.ledger.releases import Release
 from fedveil.secrets import SecretStream

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.blueprint import Blueprint, TappedLinear, Weights, assemble, flat_views
+from fedveil.downlink.architecture import Blueprint, TappedLinear, Weights, assemble, flat_views
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.table import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError

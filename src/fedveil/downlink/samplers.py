@@ -46,7 +46,7 @@ def secret_uniforms(stream: SecretStream) -> Uniforms:
 
 def seeded_uniforms(seed: bytes) -> Uniforms:
     """Numbers that everybody who holds the 32-byte seed can make again."""
-    from fedveil.crypto.stream import WordStream  # training in memory does not need `cryptography`
+    from fedveil.crypto.streams import WordStream  # training in memory does not need `cryptography`
 
     return _from_words(WordStream(seed).take)
 
@@ -104,7 +104,7 @@ def client_noise(kinds: Tensor, *, sigma: float, seed: bytes) -> Floats:
 
     Both ends of a pair make the same numbers from the same 32-byte seed.
     """
-    from fedveil.crypto.stream import WordStream  # training in memory does not need `cryptography`
+    from fedveil.crypto.streams import WordStream  # training in memory does not need `cryptography`
 
     if not (math.isfinite(sigma) and sigma >= 0.0):
         raise ConfigError(f"the deviation of client noise must be a number from 0 on (got {sigma}).")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.edges import PINNED, Classes, Pin, Tracing
-from fedveil.downlink.walk import walk
-from fedveil.flat import flatten
+from fedveil.downlink.trace import walk
+from fedveil.tensors import flatten
 
 _READERS = (
     nn.Linear,

@@ -54,3 +54,14 @@ def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
             f"undeclared release: {', '.join(missing)}. Every field that leaves a role needs a Release "
             "(to whom, sensitivity, noise, hiding), or the ledger would not count it."
         )
+
+
+@dataclass(frozen=True)
+class Remarks:
+    """`assumptions` are what a proof rests on, `unprotected` what nobody should expect, `paper` the paper's claim,
+    `notes` what else a reader must know."""
+
+    assumptions: tuple[str, ...] = ()
+    unprotected: tuple[str, ...] = ()
+    paper: str = ""
+    notes: tuple[str, ...] = ()

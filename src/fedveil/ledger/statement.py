@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
 from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.releases import Release
-from fedveil.ledger.remarks import Remarks
+from fedveil.ledger.releases import Release, Remarks
 
 OUTSIDER = "outsider"
 Verdict = Literal["differential privacy", "conditional", "estimate", "aggregate only", "ciphertexts only", "none"]

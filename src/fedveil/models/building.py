@@ -9,8 +9,15 @@ import torch
 from torch import nn
 
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.models.catalogue import CATALOGUE, OptionValue
-from fedveil.models.checks import MOST_PARAMETERS, check_input, check_options, check_output, check_sizes
+from fedveil.models.catalogue import (
+    CATALOGUE,
+    MOST_PARAMETERS,
+    OptionValue,
+    check_input,
+    check_options,
+    check_output,
+    check_sizes,
+)
 from fedveil.models.custom import Factory, call_factory, refuse_code
 from fedveil.secrets import SecretStream, drawn_from
 

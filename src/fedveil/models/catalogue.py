@@ -1,21 +1,146 @@
-"""The table of named models: what each takes as input and which options it has."""
+"""Checks around a build: do the data and the options fit the model, does its output fit the task."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from fedveil.models.cnn import cnn
+from fedveil.errors import ConfigError
 from fedveil.models.densenet import densenet
-from fedveil.models.gru import gru
-from fedveil.models.lenet import lenet_sigmoid
-from fedveil.models.mlp import mlp
+from fedveil.models.networks import cnn, gru, lenet_sigmoid, mlp
 from fedveil.models.resnet import cifar_resnet, resnet18
+
+BATCH = 2
+MOST_PARAMETERS = 1 << 30
+MOST_INPUTS, MOST_DIMENSIONS, MOST_OUTPUTS = 1 << 26, 8, 1 << 22
+MOST_STEPS = 1 << 14
+MOST_OF_AN_OPTION = 1 << 20
+_FITS = {
+    "numbers": "'mlp' takes numbers of any shape.",
+    "images": "'cnn' and the ResNets take images (channels, height, width).",
+    "tokens": "'gru' takes token sequences.",
+}
+
+
+def check_sizes(*, input_shape: tuple[int, ...], outputs: int, vocabulary: int | None) -> None:
+    """Refuse sizes that no model can have, or that only a mistake or an attack would ask for."""
+    if len(input_shape) > MOST_DIMENSIONS or math.prod(input_shape) > MOST_INPUTS:
+        raise ConfigError(f"input_shape is too large: a sample has at most {MOST_INPUTS:,} numbers.")
+    if max(outputs, vocabulary or 0) > MOST_OUTPUTS:
+        raise ConfigError(f"outputs and vocabulary must be at most {MOST_OUTPUTS:,}.")
+    if not input_shape or min(input_shape) < 1:
+        raise ConfigError(f"input_shape must hold positive sizes (without the batch), not {input_shape}.")
+    if outputs < 1:
+        raise ConfigError(f"outputs must be at least 1, not {outputs}.")
+    if vocabulary is not None and vocabulary < 1:
+        raise ConfigError(f"vocabulary must be at least 1 (or None for data that is not text), not {vocabulary}.")
+
+
+def check_input(entry: Entry, *, input_shape: tuple[int, ...], vocabulary: int | None) -> None:
+    """Refuse data of a kind or shape that the named model cannot take, and say which model can."""
+    name, wants = entry.info.name, entry.info.inputs
+    if wants == "tokens":
+        if vocabulary is None:
+            raise ConfigError(
+                f"Model {name!r} reads token ids and needs vocabulary=, the number of different ids "
+                f"(padding included). If the data is not text: {_FITS['numbers']} {_FITS['images']}"
+            )
+        if len(input_shape) == 1 and input_shape[0] > MOST_STEPS:
+            raise ConfigError(f"Model {name!r} takes up to {MOST_STEPS:,} tokens a sample, not {input_shape[0]:,}.")
+        if len(input_shape) != 1:
+            raise ConfigError(
+                f"Model {name!r} takes token sequences of shape (length,), not {input_shape}. "
+                f"{_FITS['numbers']} {_FITS['images']}"
+            )
+        return
+    if vocabulary is not None:
+        raise ConfigError(f"Model {name!r} takes {wants}, not token ids. {_FITS['tokens']}")
+    if wants == "images":
+        if len(input_shape) != 3:
+            grey = f" Grey images have the shape {(1, *input_shape)}." if len(input_shape) == 2 else ""
+            raise ConfigError(
+                f"Model {name!r} takes images of shape (channels, height, width), not {input_shape}."
+                f"{grey} {_FITS['numbers']}"
+            )
+        if min(input_shape[1:]) < entry.smallest:
+            raise ConfigError(
+                f"Model {name!r} halves the image twice and needs {entry.smallest}×{entry.smallest} pixels "
+                f"or more, not {input_shape[1]}×{input_shape[2]}. {_FITS['numbers']}"
+            )
+
+
+def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
+    """Refuse options the model does not have, or whose value is of the wrong type or not a choice."""
+    for option, value in options.items():
+        if option not in info.options:
+            raise unknown_option(info.name, option, info.options)
+        default = info.options[option]
+        allowed = (int, float) if isinstance(default, float) else (type(default),)
+        if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool):
+            raise ConfigError(
+                f"Option {option!r} of model {info.name!r} must be of type {type(default).__name__} "
+                f"(default {default!r}), not {value!r}."
+            )
+        if isinstance(value, int | float) and not -MOST_OF_AN_OPTION <= value <= MOST_OF_AN_OPTION:
+            raise ConfigError(f"Option {option!r} of model {info.name!r} is too large: {MOST_OF_AN_OPTION:,} at most.")
+        if option in info.choices and value not in info.choices[option]:
+            choices = ", ".join(repr(choice) for choice in info.choices[option])
+            raise ConfigError(f"Option {option!r} of model {info.name!r} must be one of {choices}, not {value!r}.")
+
+
+def unknown_option(model: str, option: str, known: Iterable[str]) -> ConfigError:
+    """A ConfigError that names the options the model takes and the nearest of them."""
+    takes = list(known)
+    near = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options."
+    return ConfigError(f"Model {model!r} has no option {option!r}.{guess} {listing}")
+
+
+def check_output(
+    model: nn.Module, *, name: str, input_shape: tuple[int, ...], outputs: int, vocabulary: int | None
+) -> None:
+    """Run a random batch of two in eval mode and compare the shape of what comes out."""
+    batch = _random_batch(model, shape=(BATCH, *input_shape), vocabulary=vocabulary)
+    # Module by module, because a factory may have frozen some of its parts in eval mode.
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            scores = model.eval()(batch)
+    except Exception as error:
+        raise ConfigError(
+            f"Model {name!r} failed on a batch of shape {tuple(batch.shape)} ({batch.dtype}): "
+            f"{type(error).__name__}: {error}. Make its forward accept (batch, *input_shape) with "
+            f"input_shape {input_shape}."
+        ) from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+    if found != (BATCH, outputs):
+        raise ConfigError(
+            f"Model {name!r} returns {found} for a batch of shape {tuple(batch.shape)}, but the task needs "
+            f"{(BATCH, outputs)}: make its last layer give {outputs} numbers per sample."
+        )
+
+
+def _random_batch(model: nn.Module, *, shape: tuple[int, ...], vocabulary: int | None) -> Tensor:
+    """Random input of the kind the data has, on the model's device and in its precision."""
+    first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    if first.is_meta:
+        return torch.empty(shape, dtype=torch.int64 if vocabulary is not None else first.dtype, device="meta")
+    if vocabulary is not None:
+        return torch.randint(vocabulary, shape).to(first.device)
+    return torch.randn(shape).to(first)
+
 
 OptionValue: TypeAlias = int | float | str | bool
 Builder: TypeAlias = Callable[..., nn.Module]

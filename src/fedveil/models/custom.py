@@ -20,8 +20,7 @@ from types import ModuleType
 from torch import nn
 
 from fedveil.errors import ConfigError, FedVeilError
-from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue
-from fedveil.models.checks import unknown_option
+from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue, unknown_option
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

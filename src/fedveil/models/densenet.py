@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError
-from fedveil.models.layers import at_least, conv, he_init, image_norm, not_too_deep
+from fedveil.models.networks import at_least, conv, he_init, image_norm, not_too_deep
 
 STEM_CHANNELS = 16
 DENSE_BLOCKS = 3

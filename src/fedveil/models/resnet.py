@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from fedveil.models.layers import at_least, conv, he_init, image_norm
+from fedveil.models.networks import at_least, conv, he_init, image_norm
 
 SMALL_IMAGE = 64
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.protocol.wire import message
-from fedveil.shapes import REALS, Shape, clients
+from fedveil.protocol.codec import message
+from fedveil.shapes import REALS, Shape, clients, words
 
 message(PublicHead)
 message(Broadcast)
@@ -73,3 +73,23 @@ class Upload(Reply):
     round: int
     attempt: int
     payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",))]
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """A round's sums, which bring a model to `version`.
+
+    `asked` is the cohort of the uploads, `contributors` those of it that are in the sums. `rest` is the
+    sum of what travelled under noise, `hidden` the sum of what the server could not read.
+    """
+
+    version: int
+    round: int
+    attempt: int
+    asked: Annotated[Tensor, clients("asked")]
+    contributors: Annotated[Tensor, clients("contributors")]
+    rest: Annotated[Tensor, words("rest")]
+    hidden: Annotated[Tensor | None, Shape((torch.int64, torch.uint8), ("hidden",))]
+
+    released_as = "aggregate"

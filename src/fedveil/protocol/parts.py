@@ -11,23 +11,22 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fedveil.downlink.blueprint import Blueprint
+from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Downlink
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.flat import Layout
 from fedveil.ledger.correlated import Covering
-from fedveil.ledger.releases import Release
-from fedveil.ledger.remarks import Remarks
-from fedveil.protocol.asking import Accumulator, Ask, Gathered, Inbox, RoundBegins
+from fedveil.ledger.releases import Release, Remarks
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory
-from fedveil.protocol.handshake import Introduction
+from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.state import ClientState
+from fedveil.protocol.phases import Accumulator, Ask, Gathered, Inbox, RoundBegins
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
-from fedveil.uplink.accumulate import ExactSum
+from fedveil.tensors import Layout
+from fedveil.uplink.exact_sum import ExactSum
 from fedveil.uplink.graph import graph_seed
-from fedveil.uplink.plan import NoisePlan
+from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
 Holder = Literal["server", "clients"]

@@ -10,15 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fedveil.audit.findings import Finding
+from fedveil.audit.store import finding_from, read_audit
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line
 from fedveil.plain import figure, read_named, read_text
-from fedveil.runs.files import refuse_links
-from fedveil.runs.folder import RunFolder
-from fedveil.runs.ledger_file import read_ledger
-from fedveil.trials.store import finding_from, read_audit
-from fedveil.trials.trial import Finding
+from fedveil.runs.folder import RunFolder, read_ledger, refuse_links
 
 DASH = "–"
 _LONG = 1000.0

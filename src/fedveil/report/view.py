@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedveil.config import RunConfig, parse_model_options
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.report.figures import DASHES, SYMBOLS, Figure, Worth, curves, trade_offs, worth_of
 from fedveil.report.sources import (
     DASH,

@@ -7,14 +7,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedveil.audit.findings import CAVEAT, NOT_TRIED, SHORT, Finding
+from fedveil.audit.pictures import RECORDS, ROWS
 from fedveil.errors import CheckpointError
-from fedveil.ledger.account import CLIENTS, COLLUSION, SERVER
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
 from fedveil.plain import read_raw
 from fedveil.report.sources import DASH, Audited, plain
-from fedveil.trials.pictures import RECORDS, ROWS
-from fedveil.trials.trial import NOT_TRIED, Finding
-from fedveil.trials.words import CAVEAT, SHORT
 
 _WHO = {
     SERVER: "The server that runs the training",

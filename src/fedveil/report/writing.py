@@ -14,7 +14,7 @@ from markupsafe import Markup
 from fedveil.errors import ConfigError, missing_extra
 from fedveil.report.sources import gather
 from fedveil.report.view import View, view_of
-from fedveil.runs.files import write_atomically
+from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fedveil import schemes
-from fedveil.protocol import Cohort, Scheme
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting
 from fedveil.schemes.registry import Option
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from fedveil.downlink import Weights
 from fedveil.errors import CheckpointError
 from fedveil.plain import made, named, parsed, read_raw
-from fedveil.protocol import ServerState
-from fedveil.runs.digest import digest_of
-from fedveil.runs.files import write_atomically
+from fedveil.roles.server import ServerState
+from fedveil.runs.folder import digest_of, write_atomically
 
 _FORMAT = "fedveil-checkpoint-1"
 _KEPT = 2

@@ -1,25 +1,68 @@
-"""The run folder: config.toml, metrics.jsonl, privacy.jsonl, checkpoints/, model, summary.json, ledger.json.
-
-A run that is recorded for an audit has record/ besides; one on Flower has events.jsonl (who was missing, late, refused)
-and, where the model lives with clients, relay.state in place of checkpoints.
-"""
+"""Writing files so that a killed process leaves the old one or the new one, never half of one."""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.ledger.statement import Ledger
 from fedveil.models.custom import vouched
-from fedveil.plain import figure, parsed, read_named, read_text, whole
-from fedveil.runs.files import refuse_links, write_atomically
+from fedveil.plain import figure, made, parsed, read_named, read_text, whole
+from fedveil.runs.job import job_from_config
+from fedveil.runs.privacy_journal import Books
+from fedveil.tensors import raw
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a folder from which a link leads out: what is written there lands elsewhere, or is read from there."""
+    own = folder.resolve()
+    for one in folder.rglob("*"):
+        if one.is_symlink() and not one.resolve().is_relative_to(own):
+            raise CheckpointError(f"{one} is a link out of its folder: put the file itself there, or remove it.")
+
+
+def write_atomically(path: Path, content: bytes | str) -> None:
+    """Write beside the target, flush to disk, then rename over it."""
+    raw = content.encode() if isinstance(content, str) else content
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch.unlink(missing_ok=True)
+    try:
+        with scratch.open("xb") as file:  # a new file, never one that somebody's link leads to
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError:
+        scratch.unlink(missing_ok=True)  # a full disk is not filled further
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def digest_of(tensors: Mapping[str, Tensor], *texts: str) -> str:
+    """SHA-256 over names, types, shapes and numbers (on the CPU), and what else belongs to them."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text.encode()).to_bytes(8, "little") + text.encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name}:{value.dtype}:{tuple(value.shape)};".encode())
+        digest.update(raw(value).data)
+    return digest.hexdigest()
 
 
 class RunFolder:
@@ -269,3 +312,35 @@ def _row(row: object) -> dict[str, Any]:
     if not all(row.get(name) is None or figure(row[name]) for name in _FIGURES):
         raise CheckpointError("a figure is no number")
     return row
+
+
+def read_ledger(run: str | Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> Ledger:
+    """The ledger of a run folder, or of a ledger.json; `model` is the caller's own code, for a run that goes on."""
+    path = Path(run)
+    file = RunFolder(path).ledger_file if path.is_dir() else path
+    if not file.exists():
+        if (path / "config.toml").exists():
+            return _so_far(RunFolder(path), {} if model is None else {"model": model}, say)
+        raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
+    return ledger_from(read_named(file), where=str(file))
+
+
+def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:
+    """The ledger of a run that has not ended, from its journal."""
+    config = folder.config(changes, say=say)
+    if config.dataset == "python":
+        raise CheckpointError(
+            f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
+        )
+    job = job_from_config(config)
+    rounds = len(folder.metrics())
+    found = Books(job, folder.privacy_journal).ledger(rounds=rounds)
+    return replace(found, notes=("the run has not ended: this is what it has spent so far", *found.notes))
+
+
+def ledger_from(data: object, *, where: str = "the ledger") -> Ledger:
+    """A ledger from plain data, as `Ledger.as_data` makes it."""
+    paper = data.get("paper") if isinstance(data, dict) else None
+    if isinstance(data, dict) and isinstance(paper, dict):  # what follows from other figures is not read back
+        data = {**data, "paper": {name: value for name, value in paper.items() if name != "saving"}}
+    return made(Ledger, data, where=f"{where} is not a ledger, or")

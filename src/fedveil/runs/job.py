@@ -14,28 +14,30 @@ from torch import Tensor, nn
 from fedveil import data, models, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
-from fedveil.data.embedded import EMBEDDED
+from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
-from fedveil.downlink.blueprint import draw_secret_epsilon
+from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.decomposed import Decomposed
+from fedveil.downlink.export import verify
 from fedveil.downlink.report import Coverage, coverage, require_coverage
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.downlink.verify import verify
-from fedveil.engines import ClientPool
+from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
 from fedveil.plain import read_text
-from fedveil.protocol import Cohort, Optimiser, Scheme
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.optimiser import Optimiser
+from fedveil.protocol.parts import Scheme
 from fedveil.runs.attendance import attended
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
-from fedveil.work.clipped import refuse_batch_norm
+from fedveil.work.clipping import refuse_batch_norm
 
 if TYPE_CHECKING:
-    from fedveil.crypto.roster import Roster
+    from fedveil.crypto.keys import Roster
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -320,7 +322,7 @@ def _guard(config: RunConfig) -> Guard:
         if config.identities is not None:
             raise ConfigError("identities are of use with a roster only: give --roster too.")
         return Guard(policy)
-    from fedveil.runs.identities import read_identities
+    from fedveil.runs.terms import read_identities
 
     folder = config.identities or str(Path(config.roster).parent)
     return Guard(policy, read_roster(config.roster), read_identities(folder, clients=config.clients))
@@ -333,7 +335,7 @@ def read_policy(path: str | Path) -> Policy:
 
 def read_roster(path: str | Path) -> Roster:
     """Everybody's public signing keys, from their file."""
-    from fedveil.crypto.roster import Roster
+    from fedveil.crypto.keys import Roster
 
     return Roster.parse(_read(path, "roster"), where=str(path))
 

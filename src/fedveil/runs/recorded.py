@@ -6,10 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedveil.audit.facts import Facts
-from fedveil.audit.recording import Choice, Recorder
-from fedveil.protocol.masked import Masked
+from fedveil.audit.record import Choice, Recorder
+from fedveil.audit.views import Facts
 from fedveil.runs.job import Job
+from fedveil.uplink.masked import Masked
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A run with a folder: start or resume, train, leave the model and a summary."""
+"""The figures of a finished run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from typing import Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError
-from fedveil.protocol import ServerState
+from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Follower, Following, progress_for, working
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.following import Follower, Following
 from fedveil.runs.job import Job, job_from_config, located, settled
+from fedveil.runs.loop import Outcome, Row, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
-from fedveil.runs.progress import progress_for, working
+from fedveil.runs.preflight import rehearse
 from fedveil.runs.recorded import chosen
-from fedveil.runs.rehearsal import rehearse
-from fedveil.runs.summary import summarise
-from fedveil.runs.training import Outcome, Row, fresh_state, train_job
 
 Say = Callable[[str], None]
 

@@ -6,18 +6,21 @@ of a scheme rest on has bounds here, and [require] in client.toml, the owner's o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedveil import schemes
 from fedveil.config import RunConfig
+from fedveil.crypto.keys import Identity, Roster
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.epoch import draws_of
-from fedveil.protocol.shares import Quorum
-from fedveil.uplink.graph import default_degree
-from fedveil.uplink.surrounding import COLLUSION, masking_degree
+from fedveil.protocol.directory import draws_of
+from fedveil.secrets import OsSecrets, StoredSecret
+from fedveil.uplink.graph import COLLUSION, default_degree, masking_degree
+from fedveil.uplink.unmasking import Quorum
 
 
 class RequiredError(FedVeilError):
@@ -173,3 +176,52 @@ def terms_of(required: Mapping[str, Accepted], *, where: str) -> list[Term]:
     lines.append(mine.pop(_NEIGHBOURS, Term(_NEIGHBOURS, _MANY_ENOUGH, "default: a neighbourhood is what hides it")))
     few = Term(_COHORT, f"{_FEWEST} clients or more", "default: where a sum hides its parts")
     return [*lines, mine.pop(_COHORT, few), *mine.values()]
+
+
+_KEY_BYTES = 32
+ROSTER = "roster.toml"
+
+
+def create_identities(folder: str | Path, *, clients: int) -> Path:
+    """A signing key per client, readable by its owner only, and roster.toml; nothing is overwritten."""
+    folder = Path(folder)
+    if clients < 1:
+        raise ConfigError(f"There must be at least one client (got {clients}).")
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"The folder {folder} is not empty: keys are never overwritten. Give another one.")
+    folder.mkdir(parents=True, exist_ok=True)
+    public = {}
+    for client in range(clients):
+        secret = OsSecrets().stream("identity").bytes(_KEY_BYTES)
+        public[client] = Identity(StoredSecret(secret)).public
+        handle = os.open(_file(folder, client), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(secret.hex() + "\n")
+    roster = folder / ROSTER
+    roster.write_text(Roster(public).to_toml(), encoding="utf-8")
+    return roster
+
+
+def read_identities(folder: str | Path, *, clients: int) -> dict[int, bytes]:
+    """The private keys of clients 0 … clients − 1."""
+    return {client: read_identity(_file(Path(folder), client)) for client in range(clients)}
+
+
+def read_identity(path: Path) -> bytes:
+    """The private key in a file."""
+    try:
+        key = bytes.fromhex(path.read_text(encoding="ascii").strip())
+    except OSError as reason:
+        raise ConfigError(
+            f"The signing key {path} cannot be read: {reason.strerror}. Make keys with `fedveil keys`, or name their "
+            "folder with --identities."
+        ) from reason
+    except ValueError:
+        key = b""
+    if len(key) != _KEY_BYTES:
+        raise ConfigError(f"{path} does not hold a signing key of {2 * _KEY_BYTES} hexadecimal digits.")
+    return key
+
+
+def _file(folder: Path, client: int) -> Path:
+    return folder / f"client-{client}.key"

@@ -1,18 +1,17 @@
-"""Named schemes."""
+"""Named schemes: importing this package registers them."""
 
-from fedveil.schemes import fedavg, hardened, mpdp, noised, parallel, veiled
+from fedveil.schemes import client_held, hardened, lossless, mpdp, noised
 from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, schemes
 
 __all__ = [
     "SchemeInfo",
     "Setting",
     "assemble",
-    "fedavg",
+    "client_held",
     "find",
     "hardened",
+    "lossless",
     "mpdp",
     "noised",
-    "parallel",
     "schemes",
-    "veiled",
 ]

@@ -7,19 +7,18 @@ from dataclasses import replace
 
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import unknown_name
-from fedveil.ledger.remarks import Remarks
-from fedveil.protocol import Scheme
-from fedveil.protocol.epoch import draws_of
-from fedveil.protocol.masked import Masked, Unmasking
-from fedveil.protocol.noised import Dropouts
-from fedveil.protocol.parts import Uplink
-from fedveil.protocol.shares import Quorum
-from fedveil.schemes import remarks
+from fedveil.ledger.releases import Remarks
+from fedveil.protocol.directory import draws_of
+from fedveil.protocol.parts import Scheme, Uplink
+from fedveil.schemes import caveats as remarks
+from fedveil.schemes.lossless import lossless
 from fedveil.schemes.noised import CLIP, DELTA, EPSILON, clipped_work, pairwise, target_of
 from fedveil.schemes.registry import Setting, scheme
-from fedveil.schemes.veiled import lossless
-from fedveil.uplink.plan import Accounting, NoisePlan
-from fedveil.uplink.surrounding import COLLUSION, LEAST_BITS, colluding, masking_degree, surrounded_bits
+from fedveil.uplink.graph import COLLUSION, LEAST_BITS, colluding, masking_degree, surrounded_bits
+from fedveil.uplink.masked import Masked, Unmasking
+from fedveil.uplink.noise_plan import Accounting, NoisePlan
+from fedveil.uplink.noised import Dropouts
+from fedveil.uplink.unmasking import Quorum
 from fedveil.work.gradients import Gradients
 
 COVERS = ("noise", "masks")

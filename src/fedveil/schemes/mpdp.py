@@ -8,14 +8,15 @@ from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
 from fedveil.errors import ConfigError
 from fedveil.ledger.gaussian import paper_sigma
-from fedveil.ledger.remarks import Remarks
-from fedveil.protocol import Bare, Scheme
-from fedveil.protocol.assumed import AssumedNoise
-from fedveil.protocol.central import AssumedCentral
-from fedveil.schemes import remarks
+from fedveil.ledger.releases import Remarks
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes import caveats as remarks
+from fedveil.schemes.lossless import head_of
 from fedveil.schemes.noised import DELTA, EPSILON
 from fedveil.schemes.registry import Setting, scheme
-from fedveil.schemes.veiled import head_of
+from fedveil.uplink.assumed import AssumedNoise
+from fedveil.uplink.central import AssumedCentral
+from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
 
 SENSITIVITY = 1.0

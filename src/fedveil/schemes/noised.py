@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
 from fedveil.errors import ConfigError
-from fedveil.ledger.remarks import Remarks
-from fedveil.protocol import Bare, Scheme
-from fedveil.protocol.central import PlannedCentral
-from fedveil.protocol.noised import Dropouts, Noised
-from fedveil.schemes import remarks
+from fedveil.ledger.releases import Remarks
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes import caveats as remarks
 from fedveil.schemes.registry import Setting, scheme
-from fedveil.uplink.plan import Accounting, NoisePlan, Target
-from fedveil.work.clipped import ClippedSamples, ClippedUpdate
-from fedveil.work.updates import LocalSteps
+from fedveil.uplink.central import PlannedCentral
+from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
+from fedveil.uplink.noised import Dropouts, Noised
+from fedveil.uplink.plain import Bare
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate
+from fedveil.work.local_sgd import LocalSteps
 
 EPSILON = 3.0
 DELTA = 1e-5

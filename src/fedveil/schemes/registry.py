@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.work.batches import Batches
+from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import Loss
-from fedveil.work.schedule import Schedule
 
 Option = int | float | str | bool | None
 

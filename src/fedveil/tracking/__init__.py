@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fedveil.tracking.choosing import Tracked, trackers
+from fedveil.tracking.trackers import Tracked, trackers
 
 __all__ = ["Tracked", "trackers"]

@@ -1,5 +1,1 @@
-"""The way up: what protects a contribution, and what sums contributions."""
-
-from fedveil.uplink.accumulate import ExactSum
-
-__all__ = ["ExactSum"]
+"""The way up: what protects a contribution, how much noise there is, and what sums contributions."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import Covering
-from fedveil.uplink.discrete import add_discrete_gaussian
+from fedveil.uplink.discrete_gaussian import add_discrete_gaussian
 from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
 
 ROUNDING = 2.0**-20

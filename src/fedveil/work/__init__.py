@@ -1,11 +1,10 @@
 """Local work: what a client computes from a broadcast and its data."""
 
-from fedveil.work.batches import Batches
+from fedveil.work.batches import Batches, Schedule
 from fedveil.work.gradients import Gradients
+from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import CrossEntropy, Loss, SquareLoss, make_loss, refuse_head_noise
 from fedveil.work.messages import Bench, ClientData, LocalWork
-from fedveil.work.schedule import Schedule
-from fedveil.work.updates import LocalSteps
 
 __all__ = [
     "Batches",

@@ -1,27 +1,208 @@
-"""One gradient, or the m + 2 gradients that undo head noise, at the broadcast point."""
+"""One client step: a forward pass, and one backward pass per objective."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.blueprint import Blueprint
-from fedveil.downlink.decomposed import has_multipliers
+from fedveil.downlink.architecture import (
+    Blueprint,
+    TappedLinear,
+    load_epsilon,
+    load_parameters,
+    load_statistics,
+)
+from fedveil.downlink.decomposed import has_multipliers, load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.downlink.norms import batch_norms
 from fedveil.errors import NumericError
-from fedveil.flat import Layout
-from fedveil.work.batches import Batches
-from fedveil.work.captured import CapturedStep
-from fedveil.work.checks import check_finite, reported
-from fedveil.work.dropout import has_random_layers, seeded_dropout
-from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData
-from fedveil.work.step import contribution_layout, prepare, step, weighted
-from fedveil.work.vectorised import steps
+from fedveil.tensors import Layout, flatten
+from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
+from fedveil.work.losses import Loss, SquareLoss
+from fedveil.work.messages import Bench, ClientData, check_finite, reported
+
+
+def contribution_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
+    """gradients (tensors × parameters), values, batch statistics, weight."""
+    statistics = blueprint.statistics_size if _gathers_statistics(blueprint.skeleton) else 0
+    return Layout(
+        (
+            ("gradients", (tensors, blueprint.size)),
+            ("values", (tensors,)),
+            ("statistics", (statistics,)),
+            ("weight", (1,)),
+        )
+    )
+
+
+def prepare(blueprint: Blueprint, module: nn.Module, broadcast: Broadcast) -> None:
+    """Fill a skeleton with a broadcast."""
+    load_parameters(module, broadcast.parameters)
+    load_epsilon(blueprint, module, broadcast.epsilon)
+    load_multipliers(blueprint, module, broadcast.multipliers)
+    if broadcast.statistics.numel():
+        load_statistics(module, broadcast.statistics)
+    for _, norm in batch_norms(module):
+        norm.statistics.clear()  # a step that was interrupted may have left some
+
+
+def head_alpha(blueprint: Blueprint, module: nn.Module) -> Tensor:
+    """α = Σ_j ĥ_j, + 1 if the last layer has a bias; ĥ is what the layer reads, past its multiplier."""
+    assert blueprint.table is not None
+    assert blueprint.table.head is not None
+    layer = module.get_submodule(blueprint.table.head.path)
+    assert isinstance(layer, TappedLinear)
+    alpha = layer.tap.sum(1)
+    return alpha if layer.bias is None else alpha + 1.0
+
+
+def objectives(
+    blueprint: Blueprint, module: nn.Module, loss: Loss, output: Tensor, target: Tensor, head: PublicHead | None
+) -> Tensor:
+    """The functions to differentiate, as one vector: the loss, or φ₀, φ_s, φ_β under head noise."""
+    if head is None:
+        return loss.mean(output, target).reshape(1)
+    assert isinstance(loss, SquareLoss)
+    return loss.basis(output, head_alpha(blueprint, module), target, head)
+
+
+def collect_statistics(module: nn.Module, like: Tensor) -> Tensor:
+    """Mean and variance of every batch norm, flat; nothing if all are frozen.
+
+    Where only some are frozen, those repeat the running statistics they were sent.
+    """
+    if not _gathers_statistics(module):
+        return like.new_empty(0)
+    return flatten([part for _, norm in batch_norms(module) for part in norm.take_statistics()])
+
+
+def _gathers_statistics(module: nn.Module) -> bool:
+    return any(norm.training for _, norm in batch_norms(module))
+
+
+def step(blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+    """gradients, values and statistics of one batch, in one flat vector (without the weight).
+
+    The forward pass is shared; each objective costs one backward pass.
+    """
+    with torch.enable_grad():
+        phi = objectives(blueprint, module, loss, module(x), y, head)
+        parameters = list(module.parameters())
+        rows = []
+        for number in range(len(phi)):
+            grads = torch.autograd.grad(
+                phi[number],
+                parameters,
+                retain_graph=number + 1 < len(phi),
+                allow_unused=True,
+                materialize_grads=True,
+            )
+            rows.append(flatten(grads))
+    return torch.cat([*rows, phi.detach(), collect_statistics(module, phi)])
+
+
+def weighted(vector: Tensor, samples: int, *, share: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+    """n_k × `share` × everything, rounded once, and n_k itself at the end: what a client contributes to a sum."""
+    result = vector.new_empty(len(vector) + 1, dtype=dtype)
+    torch.mul(vector, samples * share, out=result[:-1])
+    result[-1] = float(samples)
+    return result
+
+
+_WARM_UPS = 3
+
+
+class CapturedStep:
+    """`step` for one batch shape, with its inputs in fixed places that each replay reads anew.
+
+    The module's parameters are such places too: filling them (`prepare`) before a replay is enough.
+    """
+
+    def __init__(
+        self, blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
+    ) -> None:
+        self._x, self._y = x.clone(), y.clone()
+        self._head = None
+        if head is not None:
+            self._head = PublicHead(head.vector.clone(), head.groups.clone(), head.count, head.per_group)
+        self._graph, self._result = _recorded(lambda: step(blueprint, module, loss, self._x, self._y, self._head))
+
+    def __call__(self, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+        """The step's result; valid until the next call."""
+        self._x.copy_(x)
+        self._y.copy_(y)
+        if head is not None and self._head is not None:
+            self._head.vector.copy_(head.vector)
+            self._head.groups.copy_(head.groups)
+        self._graph.replay()
+        return self._result
+
+
+class CapturedDescent:
+    """One SGD step on `moving`, in place: loss, gradients, w ← w − lr·g, for one batch shape.
+
+    Capturing takes steps too: whoever makes one fills the parameters again before using it.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss, moving: Sequence[Tensor], x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x.clone(), y.clone()
+        self._rate = torch.zeros((), dtype=moving[0].dtype, device=x.device)
+        self._graph, self._result = _recorded(lambda: self._step(module, loss, list(moving)))
+
+    def _step(self, module: nn.Module, loss: Loss, moving: list[Tensor]) -> Tensor:
+        with torch.enable_grad():
+            value = loss.mean(module(self._x), self._y)
+            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            torch._foreach_sub_(moving, torch._foreach_mul(grads, self._rate))
+        return value.detach()
+
+    def __call__(self, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
+        """Take the step; the loss before it."""
+        self._x.copy_(x)
+        self._y.copy_(y)
+        self._rate.fill_(rate)
+        self._graph.replay()
+        return self._result.clone()
+
+
+def _recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+def steps(blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+    """`step` for every client: x and y have a leading client dimension, and so has the result."""
+    parameters = {name: value.detach() for name, value in module.named_parameters()}
+
+    def one_client(inputs: Tensor, targets: Tensor) -> Tensor:
+        def forward(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            output = torch.func.functional_call(module, values, (inputs,))
+            phi = objectives(blueprint, module, loss, output, targets, head)
+            return phi, collect_statistics(module, phi)
+
+        phi, pull, statistics = torch.func.vjp(forward, parameters, has_aux=True)  # type: ignore[misc]
+        rows = []
+        for number in range(len(phi)):
+            seed = torch.zeros_like(phi)
+            seed[number] = 1.0
+            rows.append(flatten(list(pull(seed)[0].values())))
+        return torch.cat([*rows, phi, statistics])
+
+    return torch.vmap(one_client)(x, y)
+
 
 _CHUNK_BYTES = 64 << 20
 _MOST_AT_ONCE = 64

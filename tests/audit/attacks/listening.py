@@ -11,13 +11,15 @@ from torch import Tensor, nn
 
 from federation import server_of
 from fedveil.downlink import Broadcast, assemble
-from fedveil.engines import LocalEngine
+from fedveil.engine import LocalEngine
 from fedveil.ledger.correlated import Covering
-from fedveil.protocol import ClientState, ServerState, Train, Upload
-from fedveil.protocol.grid import gridded
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
+from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
-from fedveil.runs.roles import client_role
+from fedveil.runs.loop import client_role
+from fedveil.uplink.grid_noise import gridded
 from fedveil.work.messages import Bench
 
 

@@ -23,7 +23,7 @@ from fedveil.audit.attacks.collusion import (
 )
 from fedveil.errors import ConfigError, DataError
 from fedveil.ledger.correlated import charges
-from fedveil.protocol.grid import pair_purpose, pair_seed, partners
+from fedveil.uplink.grid_noise import pair_purpose, pair_seed, partners
 
 CLIENTS = 6
 VICTIM = 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedveil import data, models
 from fedveil.audit.attacks.likelihood import OWN_SPREAD_FROM, Shadows, best_threshold, likelihood, tail_scores
 from fedveil.audit.attacks.membership import UNKNOWN, Candidates, Criterion, Guess
-from fedveil.audit.rates import CHANCE, Estimate, area_under_curve, success_rate
+from fedveil.audit.metrics import CHANCE, Estimate, area_under_curve, success_rate
 from fedveil.errors import ConfigError, DataError, NumericError
 
 SAMPLES = 40

@@ -25,7 +25,7 @@ from fedveil.audit.attacks.membership import (
     describe,
     membership,
 )
-from fedveil.audit.rates import CHANCE, Estimate, area_under_curve, success_rate
+from fedveil.audit.metrics import CHANCE, Estimate, area_under_curve, success_rate
 from fedveil.errors import ConfigError, DataError, FedVeilError, NotApplicableError, NumericError
 
 SAMPLES = 40

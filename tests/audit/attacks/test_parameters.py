@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from audit.attempts.digit_runs import Run, digits_run
 from fedveil.audit.attacks.parameters import parameter_knowledge
 from fedveil.audit.attempts.held import calibrated
-from fedveil.downlink.blueprint import draw
+from fedveil.downlink.architecture import draw
 from fedveil.errors import DataError
-from fedveil.flat import flatten
+from fedveil.tensors import flatten
 
 MLP = {"depth": 3, "width": 16}
 

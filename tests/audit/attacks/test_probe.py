@@ -14,7 +14,7 @@ from fedveil import data
 from fedveil.audit.attacks.probe import fit_probe, linear_probe, read_head, received
 from fedveil.downlink import Broadcast
 from fedveil.errors import ConfigError, DataError
-from fedveil.work.step import head_alpha
+from fedveil.work.gradients import head_alpha
 
 
 @cache

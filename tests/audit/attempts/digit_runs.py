@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from fedveil import data, models
-from fedveil.audit.record import Record
-from fedveil.audit.seen import client_view, server_view
+from fedveil.audit.record import Record, client_view, server_view
 from fedveil.audit.views import ClientView
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
-from fedveil.downlink.blueprint import Weights, assemble
-from fedveil.engines import ClientPool
+from fedveil.downlink.architecture import Weights, assemble
+from fedveil.engine import ClientPool
 from fedveil.runs.job import Job, ModelFacts, assemble_job, settled
-from fedveil.runs.training import fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 
 _KEPT: list[TemporaryDirectory[str]] = []  # removed when the interpreter ends
 

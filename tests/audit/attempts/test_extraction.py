@@ -15,11 +15,11 @@ from audit.recorded import recorded
 from audit.test_views import own_data
 from fedveil.audit.attempts.extraction import calibration, probe, received
 from fedveil.audit.attempts.held import calibrated, held_model
-from fedveil.audit.isolation import AttackProcess
+from fedveil.audit.record import client_view, server_view
 from fedveil.audit.registry import ATTACKS
-from fedveil.audit.seen import client_view, server_view
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes, weights_by_name
-from fedveil.downlink.blueprint import assemble
+from fedveil.downlink.architecture import assemble
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 
 COUNTS = [1, 2, 5, 10, 20, 50, 100, 150]

@@ -18,10 +18,10 @@ from fedveil.audit.attacks.generative import blind_level
 from fedveil.audit.attacks.prior import Prior
 from fedveil.audit.attempts import generative as attempts
 from fedveil.audit.attempts.generative import class_inversion, generative
-from fedveil.audit.isolation import AttackProcess
 from fedveil.audit.metrics import Rate, attack_success
+from fedveil.audit.record import server_view
 from fedveil.audit.registry import attack_at, target_of
-from fedveil.audit.seen import server_view
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ServerView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

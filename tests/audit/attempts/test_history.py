@@ -12,8 +12,8 @@ import torch
 from audit.attempts.reading import QUICK, batch_of, decibels, run_of, tried
 from fedveil.audit.attempts.history import averaging
 from fedveil.audit.attempts.reconstruction import closed_form
-from fedveil.audit.isolation import AttackProcess
-from fedveil.audit.seen import server_history, server_view
+from fedveil.audit.record import server_history, server_view
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import Opened, ServerHistory, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

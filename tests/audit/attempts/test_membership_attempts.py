@@ -15,9 +15,9 @@ from torch import Tensor
 
 from audit.attempts.digit_runs import Run, digits_run
 from fedveil.audit.attempts.membership import LAYERS, likelihood, membership, membership_layers
-from fedveil.audit.isolation import AttackProcess
-from fedveil.audit.rates import area_under_curve, success_rate
+from fedveil.audit.metrics import area_under_curve, success_rate
 from fedveil.audit.registry import Attack
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

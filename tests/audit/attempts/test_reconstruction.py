@@ -12,8 +12,8 @@ from torch import nn
 from audit.attempts.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
 from fedveil.audit.attempts.gradients import observed_in, quiet
 from fedveil.audit.attempts.reconstruction import closed_form, dlg, idlg, inverting, labels, problem_of
-from fedveil.audit.isolation import AttackProcess
-from fedveil.audit.seen import client_view, outsider_view, server_history, server_view
+from fedveil.audit.record import client_view, outsider_view, server_history, server_view
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 

@@ -9,8 +9,8 @@ import pytest
 
 from audit.attempts.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
 from fedveil.audit.attempts.veiled import UNREAD, phi
-from fedveil.audit.isolation import AttackProcess
-from fedveil.audit.seen import outsider_view, server_view
+from fedveil.audit.record import outsider_view, server_view
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ServerView, to_bytes
 from fedveil.errors import NotApplicableError
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.crypto.ckks import PRECISION, ROUNDED, Parameters, choose
-from fedveil.crypto.ckks.parameters import MODULUS_BITS
+from fedveil.crypto.ckks.ring import MODULUS_BITS
 from fedveil.errors import ConfigError
 
 GOOD = {"degree": 4096, "moduli": (54, 55), "scale_bits": 40, "addends": 10, "largest": 1.0}

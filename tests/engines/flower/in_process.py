@@ -10,8 +10,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedveil.engines.flower.client import answer
-from fedveil.engines.flower.desk import Desk
+from fedveil.flower.client_app import answer
+from fedveil.flower.message_handler import Desk
 
 RUN = 7
 Twist = Callable[[Message], "list[Message]"]

@@ -20,9 +20,9 @@ import pytest
 
 import desks
 from desks import DESK, new_home, notes, until
-from fedveil.engines.flower import courier
-from fedveil.engines.flower.courier import CourierError, accepts, hand_over, ping, socket_address, stop
 from fedveil.errors import ConfigError
+from fedveil.flower import worker_client as courier
+from fedveil.flower.worker_client import CourierError, accepts, hand_over, ping, socket_address, stop
 
 SECONDS = 40.0
 
@@ -57,7 +57,7 @@ def worker_pid(home: Path) -> int:
 def test_the_thin_side_loads_nothing_heavy() -> None:
     heavy = ["torch", "numpy", "scipy", "flwr", "sklearn", "cryptography"]
     script = (
-        f"import sys, fedveil.engines.flower.courier; print([one for one in {heavy!r} if one in sys.modules], end='')"
+        f"import sys, fedveil.flower.worker_client; print([one for one in {heavy!r} if one in sys.modules], end='')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]"

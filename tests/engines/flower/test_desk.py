@@ -18,16 +18,8 @@ from safetensors.torch import load_file
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil import models
+from fedveil.client_held.model import UNREADABLE, UnreadableError
 from fedveil.config import RunConfig
-from fedveil.engines.flower import refusals
-from fedveil.engines.flower.desk import Desk, code_of
-from fedveil.engines.flower.envelope import PARTS, out_of_array
-from fedveil.engines.flower.home import Home
-from fedveil.engines.flower.memory import DamagedError, Memory
-from fedveil.engines.flower.parcel import pack, unpack
-from fedveil.engines.flower.rollcall import RollCall
-from fedveil.engines.flower.server import serve
-from fedveil.engines.flower.setup import Setup
 from fedveil.errors import (
     ConfigError,
     DataError,
@@ -37,14 +29,19 @@ from fedveil.errors import (
     ProtocolError,
     TraceError,
 )
+from fedveil.flower import refusals
+from fedveil.flower.client_memory import DamagedError, Memory
+from fedveil.flower.framing import PARTS, out_of_array, pack, unpack
+from fedveil.flower.home import Home
+from fedveil.flower.message_handler import Desk, code_of
+from fedveil.flower.rollcall import RollCall
+from fedveil.flower.server_app import serve
+from fedveil.flower.settings import Setup
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import ENDED
-from fedveil.protocol.directory import Hello
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.keeping import UNREADABLE, UnreadableError
-from fedveil.protocol.wire import decode, encode
-from fedveil.runs.identities import create_identities
-from fedveil.runs.terms import RequiredError
+from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.directory import Epoch, Hello
+from fedveil.runs.terms import RequiredError, create_identities
 
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
 LINEAGE = "0123456789abcdef" * 2

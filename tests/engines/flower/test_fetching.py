@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
-from fedveil.engines.flower.server import serve
+from fedveil.flower.server_app import serve
 
 SETTINGS = {"dataset": "digits", "model": "mlp", "clients": 3, "rounds": 4, "seed": 1, "batch_size": 16}
 

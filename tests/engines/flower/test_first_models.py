@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from engines.flower.in_process import make_homes
+from fedveil.client_held.client import HolderRole
 from fedveil.config import RunConfig
-from fedveil.engines.flower.home import Home
-from fedveil.engines.flower.setup import Setup
-from fedveil.engines.flower.side import build_side
-from fedveil.protocol import HolderRole
+from fedveil.flower.home import Home
+from fedveil.flower.message_handler import build_side
+from fedveil.flower.settings import Setup
 
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
 

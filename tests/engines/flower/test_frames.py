@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedveil.engines.flower.frames import LIMIT, BrokenOffError, Kind, receive, send
 from fedveil.errors import ProtocolError
+from fedveil.flower.framing import LIMIT, BrokenOffError, Kind, receive, send
 
 
 @pytest.fixture

@@ -15,15 +15,13 @@ pytest.importorskip("flwr")
 
 from engines.flower.in_process import make_homes
 from fedveil.config import RunConfig
-from fedveil.engines.flower import refusals
-from fedveil.engines.flower.desk import Desk
-from fedveil.engines.flower.frames import Kind, receive
-from fedveil.engines.flower.parcel import pack, unpack
-from fedveil.engines.flower.setup import Setup
 from fedveil.errors import FedVeilError
-from fedveil.protocol.directory import Hello
-from fedveil.protocol.epoch import Epoch
-from fedveil.protocol.wire import encode
+from fedveil.flower import refusals
+from fedveil.flower.framing import Kind, pack, receive, unpack
+from fedveil.flower.message_handler import Desk
+from fedveil.flower.settings import Setup
+from fedveil.protocol.codec import encode
+from fedveil.protocol.directory import Epoch, Hello
 from protocol.fuzzing import LONGEST, Mutator, little_memory, within
 
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil import schemes
+from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
-from fedveil.engines.flower import refusals
-from fedveil.engines.flower.desk import Desk
-from fedveil.engines.flower.envelope import HEADER, PARTS, in_array, out_of_array
-from fedveil.engines.flower.parcel import pack, unpack
-from fedveil.engines.flower.server import serve
-from fedveil.engines.flower.setup import Setup
 from fedveil.errors import CheckpointError, ConfigError, NumericError, ProtocolError
-from fedveil.protocol import handshake, keyring
-from fedveil.protocol.dividing import Begin
-from fedveil.protocol.wire import decode, encode
+from fedveil.flower import refusals
+from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
+from fedveil.flower.message_handler import Desk
+from fedveil.flower.server_app import serve
+from fedveil.flower.settings import Setup
+from fedveil.protocol import key_agreement as handshake
+from fedveil.protocol import key_agreement as keyring
+from fedveil.protocol.codec import decode, encode
 from fedveil.runs import session
 from fedveil.secrets import OsSecrets, SeededSecrets
 

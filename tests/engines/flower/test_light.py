@@ -18,8 +18,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_the_client_app_is_loaded_without_torch() -> None:
     code = (
         "import sys\n"
-        "from fedveil.engines.flower import client_app\n"
-        "import fedveil.engines.flower.client\n"
+        "from fedveil.flower import client_app\n"
+        "import fedveil.flower.client_app\n"
         "import flwr.clientapp\n"
         f"print([one for one in {HEAVY!r} if one in sys.modules and one != 'numpy'])"
     )
@@ -29,7 +29,7 @@ def test_the_client_app_is_loaded_without_torch() -> None:
 
 @pytest.mark.parametrize("name", ["server_app", "client_app"])
 def test_without_flower_the_extra_is_named(name: str) -> None:
-    done = python(f"import sys; sys.modules['flwr'] = None\nfrom fedveil.engines.flower import {name}")
+    done = python(f"import sys; sys.modules['flwr'] = None\nfrom fedveil.flower import {name}")
     assert done.returncode
     assert "pip install 'fedveil[flower]'" in done.stderr
 
@@ -52,4 +52,4 @@ def test_flower_finds_both_apps_without_running_anything() -> None:
     from flwr.supercore import object_ref
 
     for name in ("server_app", "client_app"):
-        assert object_ref.validate(f"fedveil.engines.flower:{name}", check_module=True) == (True, None)
+        assert object_ref.validate(f"fedveil.flower:{name}", check_module=True) == (True, None)

@@ -11,11 +11,11 @@ import torch
 pytest.importorskip("flwr")
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
-from fedveil.engines.flower import refusals
-from fedveil.engines.flower.memory import DamagedError, Memory, Promise, Remembered
-from fedveil.engines.flower.server import serve
 from fedveil.errors import FedVeilError
-from fedveil.protocol import ClientState
+from fedveil.flower import refusals
+from fedveil.flower.client_memory import DamagedError, Memory, Promise, Remembered
+from fedveil.flower.server_app import serve
+from fedveil.protocol.client_state import ClientState
 
 CPU = torch.device("cpu")
 LINEAGE = "0123456789abcdef" * 2

@@ -15,14 +15,14 @@ import torch
 pytest.importorskip("flwr")
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
-from fedveil.engines.flower import refusals
-from fedveil.engines.flower.desk import Desk
-from fedveil.engines.flower.memory import DamagedError, Memory
-from fedveil.engines.flower.parcel import unpack
-from fedveil.engines.flower.server import serve
 from fedveil.errors import FedVeilError
-from fedveil.protocol.wire import decode
-from fedveil.work.clipped import ClippedSamples, ClippedUpdate
+from fedveil.flower import refusals
+from fedveil.flower.client_memory import DamagedError, Memory
+from fedveil.flower.framing import unpack
+from fedveil.flower.message_handler import Desk
+from fedveil.flower.server_app import serve
+from fedveil.protocol.codec import decode
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {

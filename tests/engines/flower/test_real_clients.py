@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.leash import descendants
-from fedveil.engines.flower import courier
-from fedveil.engines.flower.refusals import TEXTS
+from fedveil.flower import worker_client as courier
+from fedveil.flower.cluster import Cluster
+from fedveil.flower.refusals import TEXTS
+from fedveil.flower.supervisor import descendants
 from flower_desks import RUBBISH
 from flower_runs import (
     Run,
@@ -147,7 +147,7 @@ def test_rubbish_from_a_worker_costs_its_own_contribution_and_no_more(cluster: C
 _HOSTILE = """
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
-from fedveil.engines.flower.client import answer
+from fedveil.flower.client_app import answer
 
 client_app = ClientApp()
 
@@ -184,7 +184,7 @@ def test_a_hostile_client_app_costs_its_own_contribution_and_no_more(cluster: Cl
     app = made_app(tmp_path / "app", **settings)
     (app / "hostile.py").write_text(_HOSTILE)
     project = app / "pyproject.toml"
-    project.write_text(project.read_text().replace("fedveil.engines.flower:client_app", "hostile:client_app"))
+    project.write_text(project.read_text().replace("fedveil.flower:client_app", "hostile:client_app"))
     with Run(cluster, app, tmp_path / "run") as run:
         run.summary()
     assert [row["clients"] for row in rows(run.out)] == [3, 3, 3, 3, 3, 3, 4]

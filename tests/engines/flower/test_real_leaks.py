@@ -15,14 +15,14 @@ pytest.importorskip("flwr")
 
 from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil import schemes
-from fedveil.crypto.roster import Roster
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.homes import create_home
-from fedveil.deploy.leash import descendants
-from fedveil.engines.flower import courier
-from fedveil.engines.flower.refusals import TEXTS
-from fedveil.engines.flower.server import serve
-from fedveil.runs.identities import create_identities
+from fedveil.crypto.keys import Roster
+from fedveil.flower import worker_client as courier
+from fedveil.flower.cluster import Cluster
+from fedveil.flower.home import create_home
+from fedveil.flower.refusals import TEXTS
+from fedveil.flower.server_app import serve
+from fedveil.flower.supervisor import descendants
+from fedveil.runs.terms import create_identities
 from flower_proxy import UP, Proxy, proxied
 from flower_runs import COMMON, Run, events, made_app, ordered_worker, rows
 

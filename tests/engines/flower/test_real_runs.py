@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.leash import descendants
+from fedveil.flower.cluster import Cluster
+from fedveil.flower.supervisor import descendants
 from flower_runs import (
     Run,
     assert_same,

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.flower import FlowerError
-from fedveil.deploy.leash import descendants
+from fedveil.flower.cluster import Cluster
+from fedveil.flower.commands import FlowerError
+from fedveil.flower.supervisor import descendants
 from flower_runs import (
     Run,
     assert_same,

@@ -11,12 +11,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.deploy.certificates import create_node_key
-from fedveil.deploy.cluster import Cluster
-from fedveil.deploy.flower import environment, supernode_command
-from fedveil.deploy.leash import descendants
-from fedveil.deploy.processes import Janitor, Leashed, free_port
-from fedveil.runs.identities import create_identities
+from fedveil.flower.certificates import create_node_key
+from fedveil.flower.cluster import Cluster, Janitor, Leashed, free_port
+from fedveil.flower.commands import environment, supernode_command
+from fedveil.flower.supervisor import descendants
+from fedveil.runs.terms import create_identities
 from flower_proxy import DOWN, UP, Proxy, proxied
 from flower_runs import (
     Run,

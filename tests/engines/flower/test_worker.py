@@ -20,10 +20,10 @@ import pytest
 
 import desks
 from desks import DESK, new_home, notes, until
-from fedveil.engines.flower import worker
-from fedveil.engines.flower.courier import CourierError, hand_over, ping, socket_address, stop
-from fedveil.engines.flower.frames import LIMIT, Kind, receive, send
 from fedveil.errors import ConfigError
+from fedveil.flower import worker
+from fedveil.flower.framing import LIMIT, Kind, receive, send
+from fedveil.flower.worker_client import CourierError, hand_over, ping, socket_address, stop
 
 SECONDS = 40.0
 
@@ -61,7 +61,7 @@ def connected(home: Path) -> Iterator[socket.socket]:
 
 
 def started(home: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "fedveil.engines.flower.worker", str(home), *DESK, *options]
+    command = [sys.executable, "-m", "fedveil.flower.worker", str(home), *DESK, *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -223,7 +223,7 @@ def test_a_worker_that_is_told_to_end_hands_its_waiting_parcels_to_the_next(home
 
 
 def test_a_parcel_that_takes_too_long_is_given_up_when_the_worker_must_end(home: Path) -> None:
-    script = "import sys; from fedveil.engines.flower import worker; worker.GRACE = 0.2; worker.main(sys.argv[1:])"
+    script = "import sys; from fedveil.flower import worker; worker.GRACE = 0.2; worker.main(sys.argv[1:])"
     with subprocess.Popen([sys.executable, "-c", script, str(home), *DESK]) as ending:
         until(lambda: ping(home) is not None)
         with connected(home) as courier:
@@ -277,7 +277,7 @@ def test_only_the_workers_own_user_may_stop_it(home: Path) -> None:
     script = "\n".join(
         [
             "import sys",
-            "from fedveil.engines.flower import worker",
+            "from fedveil.flower import worker",
             "worker.accepts = lambda uid, named=None: named is not None",
             "worker.main(sys.argv[1:])",
         ]
@@ -300,7 +300,7 @@ def test_the_log_starts_a_new_file_and_the_processes_output_goes_along(tmp_path:
         [
             "import os, sys, logging",
             "from pathlib import Path",
-            "from fedveil.engines.flower import worker",
+            "from fedveil.flower import worker",
             "worker._log_to(Path(sys.argv[1]))",
             "for _ in range(45): worker.log.info('x' * 100_000)",
             "os.write(2, b'the last words')",

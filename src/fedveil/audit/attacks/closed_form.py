@@ -25,7 +25,7 @@ from fedveil.audit.attacks.matching import (
     silent,
 )
 from fedveil.errors import ConfigError
-from fedveil.flat import Layout
+from fedveil.tensors import Layout
 from fedveil.work.losses import CrossEntropy
 
 REFERENCE_MODEL = "mlp"

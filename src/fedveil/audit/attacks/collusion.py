@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedveil.errors import ConfigError, DataError
 from fedveil.ledger.correlated import Covering
-from fedveil.protocol.grid import add_shared
+from fedveil.uplink.grid_noise import add_shared
 
 
 def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, step: float, length: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedveil import data, models
 from fedveil.audit.metrics import psnr
 from fedveil.errors import ConfigError, NumericError
-from fedveil.flat import flatten
+from fedveil.tensors import flatten
 from fedveil.work.losses import CrossEntropy, Loss
 
 MOST_SAMPLES = 8

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from fedveil.audit.attacks.probe import head_path, received
 from fedveil.downlink import Blueprint, Broadcast, PublicHead
 from fedveil.errors import ConfigError, NumericError
-from fedveil.flat import Layout, flatten
+from fedveil.tensors import Layout, flatten
+from fedveil.work.gradients import head_alpha
 from fedveil.work.losses import SquareLoss
-from fedveil.work.step import head_alpha
 
 Match = Callable[[Tensor, Tensor], Tensor]
 """How far a found gradient is from the observed one: a scalar that can be differentiated."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedveil.downlink import Blueprint, Broadcast
 from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.errors import DataError, NotApplicableError, unknown_name
-from fedveil.work.step import prepare
+from fedveil.work.gradients import prepare
 
 Fit = Literal["ridge", "logistic"]
 FITS = ("ridge", "logistic")

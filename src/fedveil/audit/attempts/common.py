@@ -13,9 +13,8 @@ from typing import TypeVar
 import torch
 
 from fedveil.audit.attacks.matching import Budget
-from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Settings
-from fedveil.audit.views import ClientView, OutsiderView, ServerHistory, ServerView, View
+from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerHistory, ServerView, View
 from fedveil.errors import ConfigError, NotApplicableError
 
 _ROLES: dict[type, str] = {

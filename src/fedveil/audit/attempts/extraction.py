@@ -18,7 +18,7 @@ from fedveil.audit.attempts.held import CPU, calibrated, fitting, held_model, la
 from fedveil.audit.registry import Progress, Settings
 from fedveil.audit.views import ClientView, View
 from fedveil.errors import ConfigError, NotApplicableError
-from fedveil.flat import flatten
+from fedveil.tensors import flatten
 
 _AT_ONCE = 1024
 

@@ -30,9 +30,8 @@ from fedveil.audit.attempts.common import (
 )
 from fedveil.audit.attempts.held import calibrated, held_model
 from fedveil.audit.attempts.reconstruction import as_result, problem_of, with_label
-from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Progress, Settings
-from fedveil.audit.views import ClientView, ServerHistory, View
+from fedveil.audit.views import ClientView, Facts, ServerHistory, View
 from fedveil.errors import ConfigError, NotApplicableError
 
 PER_CLASS = 10

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 
 from fedveil.audit.attacks.matching import normalised
 from fedveil.audit.attempts.common import count_of
-from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Settings
-from fedveil.audit.views import ClientView, OutsiderView, ServerView, View
-from fedveil.downlink.blueprint import Blueprint
+from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerView, View
+from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NotApplicableError, unknown_name
-from fedveil.flat import Layout
 from fedveil.protocol.directory import Announce
 from fedveil.protocol.messages import Upload
-from fedveil.work.step import prepare
+from fedveil.tensors import Layout
+from fedveil.work.gradients import prepare
 
 TARGETS = ("upload", "sum")
 FILLED = 2.0**58

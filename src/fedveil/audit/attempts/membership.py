@@ -20,9 +20,8 @@ from fedveil.audit.attacks import membership as by_network
 from fedveil.audit.attacks.membership import Candidates, Criterion, Features, Guess
 from fedveil.audit.attempts.common import count_of, device_of, generator_of, require_classes, seen_by
 from fedveil.audit.attempts.held import calibrated, fitting, held_model
-from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Progress, Settings
-from fedveil.audit.views import ClientView, View
+from fedveil.audit.views import ClientView, Facts, View
 from fedveil.errors import ConfigError, unknown_name
 
 LAYERS: dict[str, Features] = {"last": "outputs", "second": "second", "third": "third", "three": "layers"}

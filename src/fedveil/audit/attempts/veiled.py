@@ -22,13 +22,12 @@ from fedveil.audit.attempts.common import (
 )
 from fedveil.audit.attempts.gradients import batch_seen, exchange_in, observed_in
 from fedveil.audit.attempts.reconstruction import has_closed_form, problem_from, read_by
-from fedveil.audit.facts import Facts
 from fedveil.audit.registry import Progress, Settings
-from fedveil.audit.views import ServerView, View
-from fedveil.downlink.blueprint import Blueprint
+from fedveil.audit.views import Facts, ServerView, View
+from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NotApplicableError
-from fedveil.flat import Layout
+from fedveil.tensors import Layout
 from fedveil.work.losses import SquareLoss
 
 UNREAD = -1

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedveil.crypto.ckks import chunks
 from fedveil.crypto.ckks.chunks import Context, Level
-from fedveil.crypto.ckks.parameters import Parameters
+from fedveil.crypto.ckks.ring import Parameters
 from fedveil.errors import ConfigError, MissingExtraError, ProtocolError, missing_extra
 from fedveil.secrets import Guarded
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from fedveil.crypto.ckks import chunks
 from fedveil.crypto.ckks.chunks import Values, Vector
 from fedveil.crypto.ckks.keys import PublicKey, SecretKey
-from fedveil.crypto.ckks.parameters import ROUNDED
 from fedveil.crypto.ckks.processes import Task, spread
+from fedveil.crypto.ckks.ring import ROUNDED
 from fedveil.crypto.ckks.worker import DECRYPT, ENCRYPT, LEVEL, Part
 from fedveil.errors import NumericError, ProtocolError
 

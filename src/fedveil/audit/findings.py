@@ -1,0 +1,298 @@
+"""What an audit consists of: trials of attacks on views, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from fedveil.audit.views import View
+
+Settings = Mapping[str, Any]
+Found = Mapping[str, Tensor]
+Truth = Mapping[str, Tensor]
+
+NOT_TRIED = "–"
+"""Stands for an attack where none was tried."""
+
+Verdict = Literal["as if unprotected", "in part", "nothing", "not decided", "not effective", "not applicable", "failed"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure, the interval that holds it with 95 % confidence where there is one, and others beside it.
+
+    `floor` is the lower end with 99 %, by which it is decided: several attacks are tried, and the best is told.
+    `chance` is there where it depends on what was scored. `some`: something was got for sure, whatever the mean is.
+    `capped` is the mean with every sample cut at what is enough, so that a few exact ones do not stand for all.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    more: Mapping[str, float] = field(default_factory=dict)
+    floor: float | None = None
+    chance: float | None = None
+    some: bool = False
+    capped: float | None = None
+
+    @property
+    def surely(self) -> float:
+        """The least the figure can be taken to be."""
+        known = self.low if self.floor is None else self.floor
+        return self.value if known is None else known
+
+    def above(self, measure: Measure) -> bool:
+        """Whether it says more than chance."""
+        return self.some or self.surely > self.blind(measure) + measure.margin
+
+    def blind(self, measure: Measure) -> float:
+        """What one gets who saw nothing."""
+        return measure.chance if self.chance is None else self.chance
+
+
+class Measure(Protocol):
+    """How results are judged: higher is better for the attacker."""
+
+    @property
+    def name(self) -> str:
+        """The figure's name, with its unit."""
+        ...
+
+    @property
+    def chance(self) -> float:
+        """What one gets who saw nothing."""
+        ...
+
+    @property
+    def margin(self) -> float:
+        """How far above chance a figure has to be to mean anything."""
+        ...
+
+    @property
+    def enough(self) -> float:
+        """Beyond this, more means nothing."""
+        ...
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Judge the results of all attempts of a trial together."""
+        ...
+
+    def text(self, value: float) -> str:
+        """A figure as a person reads it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """A view under attack, the same as an unprotected run would have given it, and the truth for the scorer.
+
+    Without a twin nothing was hidden: the view is its own. `settings` are the attack's for this view alone;
+    `twin_truth` is there where the twin is of other samples.
+    """
+
+    view: View
+    twin: View | None
+    truth: Truth
+    settings: Settings = field(default_factory=dict)
+    twin_truth: Truth | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One attack on one kind of view. `seen` says in words what is attacked; `twin_settings` are for the twins."""
+
+    name: str
+    adversary: str
+    asset: str
+    attack: str
+    seen: str
+    measure: Measure
+    attempts: tuple[Attempt, ...]
+    settings: Settings = field(default_factory=dict)
+    twin_settings: Settings = field(default_factory=dict)
+    adaptive: bool = False
+    unprotected: Score | None = None
+    """The figure without protection, where it needs no attack: then twins are not attacked."""
+
+    def told(self, attempt: Attempt) -> Settings:
+        """What the attack is told for one of its attempts."""
+        return {**self.settings, **attempt.settings}
+
+    def score(self, found: Sequence[Found]) -> Score:
+        """The figure of what was found on the views."""
+        return self.measure.score(found, [one.truth for one in self.attempts])
+
+    def twin_score(self, found: Sequence[Found]) -> Score:
+        """The figure of what was found on the twins."""
+        truths = [one.truth if one.twin_truth is None else one.twin_truth for one in self.attempts]
+        return self.measure.score(found, truths)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a trial showed. Figures are the attack's on this run, by chance, without protection, on its reference."""
+
+    name: str
+    adversary: str
+    asset: str
+    attack: str
+    seen: str
+    adaptive: bool
+    figure: str
+    verdict: Verdict
+    reason: str = ""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    chance: float | None = None
+    unprotected: float | None = None
+    reference: float | None = None
+    threshold: float | None = None
+    attempts: int = 0
+    seconds: float = 0.0
+    more: Mapping[str, float] = field(default_factory=dict)
+    more_unprotected: Mapping[str, float] = field(default_factory=dict)
+    shown: Mapping[str, str] = field(default_factory=dict)
+    pictures: str = ""
+
+
+def enough_above(chance: float, measure: Measure) -> float:
+    """Beyond this, more means nothing; well above chance, wherever that lies."""
+    return max(measure.enough, chance + 5 * measure.margin)
+
+
+def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
+    """What a figure means beside chance and the unprotected one.
+
+    Nothing follows from an attack that gets nothing even without protection. Otherwise: above chance for sure, and
+    at least four fifths of the way from chance to the unprotected figure is as if unprotected. No more than chance
+    is to a scheme's credit only where the unprotected figure is for sure higher.
+    """
+    chance = score.blind(measure)
+    if not twin.above(measure):
+        if score.above(measure):
+            return "in part", "more than from the unprotected twin: perhaps luck; look again with other seeds"
+        return "not effective", (
+            f"even without protection it gets {measure.text(twin.value)}, by chance "
+            f"{measure.text(twin.blind(measure))}: nothing follows about the scheme"
+        )
+    if not score.above(measure):
+        if score.high is not None and twin.low is not None and twin.low <= score.high:
+            return "not decided", "too few samples: it may be chance, and it may be the unprotected figure"
+        return "nothing", ""
+    enough = enough_above(chance, measure)
+    ours, theirs = (min(one.value if one.capped is None else one.capped, enough) for one in (score, twin))
+    reached = (ours - chance) / (theirs - twin.blind(measure))
+    return ("as if unprotected" if reached >= 0.8 else "in part"), ""
+
+
+CAVEAT = (
+    "An audit shows what these attacks got, not what no attack can get. Not tried: servers that send crafted or "
+    "different models, poisoning, side channels."
+)
+
+_GETS = {
+    "data": "rebuilds what a client trained on",
+    "labels": "reads the labels of what a client trained on",
+    "the model's function": "can use the model as if it were its own",
+    "the model's parameters": "knows the parameters up to scales that leave the function as it is",
+    "members": "tells whose data was trained on",
+    "what classes look like": "makes recognisable pictures of the classes",
+}
+_GETS_PART = {
+    "data": "sees traces of what a client trained on",
+    "labels": "reads some of the labels",
+    "the model's function": "can use a worse copy of the model",
+    "the model's parameters": "knows part of the parameters, up to scales that leave the function as it is",
+    "members": "tells members better than by chance",
+    "what classes look like": "makes pictures that are sometimes recognised",
+}
+_GETS_NOTHING = {
+    "data": "cannot rebuild what a client trained on",
+    "labels": "cannot tell labels",
+    "the model's function": "cannot use the model",
+    "the model's parameters": "knows none of the parameters, not even up to scales",
+    "members": "cannot tell members",
+    "what classes look like": "cannot picture the classes",
+}
+SHORT = {
+    "as if unprotected": "as if unprotected",
+    "in part": "in part",
+    "nothing": "as chance",
+    "not decided": "not decided",
+    "not effective": "not effective here",
+    "not applicable": "not applicable",
+    "failed": "failed to run",
+}
+_ORDER = ("as if unprotected", "in part", "not decided", "nothing", "not effective", "not applicable", "failed")
+
+
+_WHO = ("server", "clients", "wire", "client")
+
+
+def sentences(findings: Iterable[Finding]) -> dict[str, str]:
+    """What each adversary got, by its best attack on every asset, with chance and no protection beside it."""
+    by_adversary: dict[str, list[Finding]] = {}
+    for one in findings:
+        by_adversary.setdefault(one.adversary, []).append(one)
+    order = sorted(by_adversary, key=lambda who: (_WHO.index(who.split()[-1]) if who.split()[-1] in _WHO else 1, who))
+    return {who: _sentence(who, by_adversary[who]) for who in order}
+
+
+def best_of(findings: Iterable[Finding]) -> list[Finding]:
+    """For every adversary and asset the attack that got most."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for one in findings:
+        groups.setdefault((one.adversary, one.asset), []).append(one)
+    return [min(found, key=_rank) for found in groups.values()]
+
+
+def _sentence(who: str, findings: Sequence[Finding]) -> str:
+    parts = [_about(one, [each for each in findings if each.asset == one.asset]) for one in best_of(findings)]
+    return f"{who[0].upper()}{who[1:]} {'; '.join(parts)}."
+
+
+def _about(best: Finding, findings: Sequence[Finding]) -> str:
+    """One asset: by the attack that got most, and what could not be tried where it got nothing."""
+    said = _got(best)
+    untried = [one for one in findings if one.verdict in ("not applicable", "failed") and one is not best]
+    if best.verdict in ("nothing", "not decided", "not effective") and untried:
+        said += f" (not measured: {', '.join(dict.fromkeys(_untried(one) for one in untried))})"
+    return said
+
+
+def _untried(one: Finding) -> str:
+    return one.reason.rstrip(".") if one.attack == NOT_TRIED else f"{one.attack} on {one.seen}"
+
+
+def _got(best: Finding) -> str:
+    shown = best.shown
+    figures = (
+        f"({best.attack} on {best.seen}: {shown.get('value')}; chance {shown.get('chance')}, without protection "
+        f"{shown.get('unprotected')})"
+    )
+    asset = best.asset
+    if best.verdict == "as if unprotected":
+        return f"{_GETS[asset]} {figures}"
+    if best.verdict == "in part":
+        return f"{_GETS_PART[asset]} {figures}"
+    if best.verdict == "nothing":
+        return f"{_GETS_NOTHING[asset]} by these attacks {figures}"
+    if best.verdict == "not decided":
+        return f"was measured on {asset} with too few samples to decide {figures}"
+    if best.verdict == "not effective":
+        return f"gets nothing that says anything about {asset}: no attack is effective here even without protection"
+    return f"was not measured on {asset}: {best.reason.rstrip('.') or best.verdict}"
+
+
+def _rank(one: Finding) -> tuple[int, float, float]:
+    return _ORDER.index(one.verdict), -_reached(one), -(one.value or 0.0)
+
+
+def _reached(one: Finding) -> float:
+    if one.value is None or one.chance is None or one.unprotected is None or one.unprotected == one.chance:
+        return 0.0
+    return (one.value - one.chance) / (one.unprotected - one.chance)

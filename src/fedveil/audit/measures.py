@@ -1,0 +1,274 @@
+"""How results are scored, by who knows the truth: reconstructions, labels, the model's function, members, classes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.stats import binom
+from torch import Tensor
+
+from fedveil.audit.attacks.parameters import parameter_knowledge
+from fedveil.audit.findings import Found, Score, Truth, enough_above
+from fedveil.audit.judge import Judge
+from fedveil.audit.metrics import (
+    CHANCE,
+    assignment,
+    attack_success,
+    exact_interval,
+    feature_mse,
+    knn_distance,
+    psnr,
+    rates,
+    ssim,
+)
+from fedveil.downlink import Blueprint
+
+RECOGNISABLE = 20.0
+_CONFIDENCE = 0.95
+_DECIDING = 0.99
+_MOST_DECIBELS = 100.0
+_FAR = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class Likeness:
+    """PSNR of reconstructions in decibels, capped at 100; beside it MSE, SSIM, feature MSE, KNN distance, ASR.
+
+    Chance is the best guess of one who saw nothing, the mean public picture (`blind`, compared with the very samples
+    that are scored); `random` is the level of a random one. A sample that is missed by more than that counts as if it
+    were guessed: whoever fails on most and rebuilds a few would otherwise look worse than one who saw nothing.
+    `private` are samples among which the nearest neighbour of a reconstruction is looked for.
+    """
+
+    peak: float
+    chance: float
+    random: float
+    blind: Tensor | None = None
+    judge: Callable[[], Judge] | None = None
+    private: Tensor | None = None
+    name: str = "PSNR (dB)"
+    margin: float = 3.0
+    enough: float = 40.0
+    """Where the eye sees no difference any more."""
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """The mean over all samples of all attempts."""
+        inputs, originals, labels = [], [], []
+        for one, truth in zip(found, truths, strict=True):
+            x = truth["x"].double()
+            guess = tamed(one["inputs"], x)
+            inputs.append(guess[assignment(guess, x)])
+            originals.append(x)
+            labels.append(truth["y"])
+        guess, x, y = torch.cat(inputs), torch.cat(originals), torch.cat(labels)
+        each = psnr(guess, x, peak=self.peak).clamp_max(_MOST_DECIBELS)
+        blind = torch.full_like(each, self.chance)
+        if self.blind is not None:
+            blind = psnr(self.blind.double().cpu().expand_as(x), x, peak=self.peak).clamp_max(_MOST_DECIBELS)
+        clear = each > torch.clamp(blind + self.margin, min=RECOGNISABLE)
+        more = {
+            "mse": float((guess - x).square().mean() / self.peak**2),
+            "recognisable": float(clear.double().mean()),
+            "mean psnr": float(each.mean()),
+            "best psnr": float(each.max()),
+            "psnr of a random picture": self.random,
+        }
+        if x.dim() == 4:
+            more["ssim"] = float(ssim(guess, x, peak=self.peak).mean())
+        if self.judge is not None:
+            judge, seen, true = self.judge(), guess.float(), x.float()
+            more["feature mse"] = float(feature_mse(seen, true, extractor=judge.features).mean())
+            if not y.is_floating_point():
+                more["success rate"] = attack_success(seen, y, classifier=judge.scores).value
+            if self.private is not None:
+                private = self.private.float()
+                more["knn distance"] = float(knn_distance(seen, private, extractor=judge.features).mean())
+        if self.blind is None:
+            return Score(float(each.mean()), more=more)
+        level, chance = torch.maximum(each, blind), float(blind.mean())
+        capped = float(level.clamp_max(enough_above(chance, self)).mean())
+        return Score(float(level.mean()), more=more, chance=chance, some=bool(clear.any()), capped=capped)
+
+    def text(self, value: float) -> str:
+        """In decibels."""
+        return f"{value:.1f} dB"
+
+
+def tamed(guess: Tensor, originals: Tensor) -> Tensor:
+    """A reconstruction in the originals' shape and in float64; what is not a number, or beyond all reason, is not."""
+    return guess.double().cpu().reshape(originals.shape).nan_to_num(0.0, _FAR, -_FAR).clamp(-_FAR, _FAR)
+
+
+class _Percent:
+    """A figure between 0 and 1."""
+
+    @property
+    def enough(self) -> float:
+        """All of it."""
+        return 1.0
+
+    def text(self, value: float) -> str:
+        """In percent."""
+        return f"{100 * value:.1f} %"
+
+
+@dataclass(frozen=True, eq=False)
+class Share(_Percent):
+    """A share of successes with its exact interval."""
+
+    name: str
+    chance: float
+    margin: float = 0.0
+
+    def of(self, hits: Tensor, more: dict[str, float] | None = None) -> Score:
+        """The share of hits."""
+        count, total = int(hits.sum()), hits.numel()
+        floor = exact_interval(count, total, confidence=_DECIDING)[0]
+        return Score(count / total, *exact_interval(count, total, confidence=_CONFIDENCE), more or {}, floor)
+
+
+@dataclass(frozen=True, eq=False)
+class Labels(Share):
+    """How many of a batch's labels were found, whatever their order."""
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Over all attempts."""
+        hits = [_matched(one["labels"], truth["y"]) for one, truth in zip(found, truths, strict=True)]
+        return self.of(torch.cat(hits))
+
+
+def blind_labels(shares: Tensor, *, batch: int) -> float:
+    """What the best blind guess at a batch's labels gets, for classes of these shares.
+
+    A guess with g_c times class c gets Σ_c E min(g_c, N_c)/n, N_c binomial, and E min(g, N) = Σ_{j<g} P(N > j): the
+    best n of all these chances.
+    """
+    chances = binom.sf(np.arange(batch)[:, None], batch, shares.double().numpy()[None])
+    return float(np.sort(chances, axis=None)[-batch:].mean())
+
+
+def _matched(guess: Tensor, labels: Tensor) -> Tensor:
+    """As many hits as labels that both have, counted with their multiplicity."""
+    both = sum((Counter(guess.tolist()) & Counter(labels.tolist())).values())
+    return torch.arange(len(labels)) < both
+
+
+@dataclass(frozen=True, eq=False)
+class Accuracy(Share):
+    """How often the adversary's own model is right on queries: by the way that used most labels, the others beside it.
+
+    The best of all ways would be the luckiest.
+    """
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Over all attempts."""
+        ways = _ways(found)
+        rights = {
+            way: torch.cat([one[way].argmax(1).cpu() == truth["y"] for one, truth in zip(found, truths, strict=True)])
+            for way in ways
+        }
+        more = {way: float(hits.double().mean()) for way, hits in rights.items()}
+        return self.of(rights[max(ways, key=_labels_used)], more)
+
+
+def _ways(found: Sequence[Found]) -> list[str]:
+    return sorted(set.intersection(*(set(one) for one in found)))
+
+
+def _labels_used(way: str) -> int:
+    """labelled.200 and probe.200 used 200 labels; ways without a number, or without labels, none."""
+    kind, _, count = way.partition(".")
+    return int(count) if kind in ("labelled", "probe") and count.isdigit() else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Fit(_Percent):
+    """Regression: the share of the targets' variance that the adversary's own model explains; ways as for accuracy."""
+
+    name: str = "explained"
+    chance: float = 0.0
+    margin: float = 0.05
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """1 − Σ(ŷ − y)²/Σ(y − ȳ)², at least 0."""
+        ways = _ways(found)
+        y = torch.cat([truth["y"].double() for truth in truths])
+        spread = float((y - y.mean(0)).square().sum())
+        more = {}
+        for way in ways:
+            guess = torch.cat([one[way].double().cpu() for one in found]).reshape(y.shape)
+            more[way] = max(0.0, 1.0 - float((guess - y).square().sum()) / spread)
+        return Score(more[max(ways, key=_labels_used)], more=more)
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers(_Percent):
+    """The share of parameters known to a thousandth once rows and columns may be rescaled, which changes no function.
+
+    Beside it the share known exactly, and with their sign.
+    """
+
+    blueprint: Blueprint
+    name: str = "known up to scale"
+    chance: float = 0.0
+    margin: float = 0.05
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Of one model."""
+        known = parameter_knowledge(found[0]["parameters"], truths[0]["parameters"], self.blueprint)
+        return Score(known.determined, more={"exact": known.exact, "signs": known.signs})
+
+
+@dataclass(frozen=True, eq=False)
+class Members(_Percent):
+    """How often members are told from others (balanced); AUC and the true positives at 1 % false ones beside it."""
+
+    name: str = "members told"
+    chance: float = CHANCE
+    margin: float = 0.0
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Of all attempts together; each is cut at the attacker's own threshold."""
+        scores = torch.cat([one["scores"].double() - float(one["threshold"]) for one in found])
+        member = torch.cat([truth["member"].bool() for truth in truths])
+        judged = rates(scores, member=member, threshold=0.0)
+        strict = rates(scores, member=member, threshold=0.0, confidence=_DECIDING)
+        more = {
+            "auc": judged.auc.value,
+            "auc low": judged.auc.low,
+            "auc high": judged.auc.high,
+            "tpr at 1 % fpr": judged.true_positives.value,
+            "tpr low": judged.true_positives.low,
+            "tpr high": judged.true_positives.high,
+            "members": float(judged.members),
+            "others": float(judged.others),
+        }
+        # Few who are told apart for sure are a leak, whatever the rate over all.
+        some = strict.auc.low > CHANCE or strict.true_positives.low > strict.false_positives.high
+        success = judged.success
+        return Score(success.value, success.low, success.high, more, strict.success.low, some=some)
+
+
+@dataclass(frozen=True, eq=False)
+class Classes(Share):
+    """How often an independent judge sees in a made picture the class it was made for."""
+
+    judge: Callable[[], Judge] | None = None
+    private: Tensor | None = None
+
+    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Over all pictures."""
+        assert self.judge is not None
+        x = torch.cat([one["inputs"].float() for one in found])
+        y = torch.cat([one["labels"] for one in found])
+        judge = self.judge()
+        with torch.no_grad():
+            hits = judge.scores(x).argmax(1).cpu() == y
+        more = {}
+        if self.private is not None:
+            more["knn distance"] = float(knn_distance(x, self.private.float(), extractor=judge.features).mean())
+        return self.of(hits, more)

@@ -1,0 +1,308 @@
+"""What is audited: a recorded run, and what only the auditor knows besides: everybody's data and the true model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.audit.attacks.matching import client_gradient
+from fedveil.audit.record import Record, server_view
+from fedveil.audit.views import ClientView, Message, Opened, ServerHistory, ServerView, View
+from fedveil.config import RunConfig
+from fedveil.data import Dataset
+from fedveil.downlink import Weights, assemble
+from fedveil.downlink.plain import Unveiled
+from fedveil.engine import ClientPool
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.protocol.codec import encode
+from fedveil.protocol.messages import Train
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.job import Job, job_from_config
+from fedveil.runs.loop import Row, fresh_state, train_job
+from fedveil.runs.recorded import Recording
+from fedveil.uplink.assumed import AssumedNoise
+from fedveil.work import Batches
+from fedveil.work.batches import mixed_seed
+from fedveil.work.messages import ClientData
+
+_HALVES = 0x4A1F
+STANDSTILL = 1e-12
+"""A learning rate at which the model all but stands still, so that every round shows the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A record, the job that made it, and the model it ended in, in evaluation mode."""
+
+    record: Record
+    job: Job
+    model: nn.Module
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's settings."""
+        return self.job.config
+
+    @property
+    def test(self) -> Dataset:
+        """Held-out data: what attackers are granted, and what nobody trained on."""
+        if self.job.test is None:
+            raise ConfigError("An audit needs held-out data: what nobody trained on is what it compares with.")
+        return self.job.test
+
+    @property
+    def pictures(self) -> bool:
+        """Whether inputs are pictures (channels, height, width)."""
+        return len(self.job.facts.input_shape) == 3 and self.test.x.is_floating_point()
+
+    @property
+    def classes(self) -> bool:
+        """Whether the model tells classes apart."""
+        return self.job.facts.task == "classification"
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        """The range of input values, which everybody knows; None for text."""
+        x = self.test.x
+        return (float(x.min()), float(x.max())) if x.is_floating_point() else None
+
+    @property
+    def peak(self) -> float:
+        """The width of that range."""
+        low, high = self.box or (0.0, 1.0)
+        return high - low
+
+    def halves(self) -> tuple[Dataset, Dataset]:
+        """The held-out data in two: what attackers are granted as public, and what they are asked about."""
+        order = torch.randperm(len(self.test), generator=torch.Generator().manual_seed(_HALVES))
+        half = len(order) // 2
+        return self.test.subset(order[:half]), self.test.subset(order[half:])
+
+    @property
+    def held(self) -> bool:
+        """Whether the model lives with the clients, and the server has none."""
+        return self.job.scheme.holder != "server"
+
+    def own(self, client: int) -> tuple[Tensor, Tensor]:
+        """All samples of a client."""
+        data = self.job.pool.clients[client]
+        return data.take(torch.arange(len(data)))
+
+    def samples_of(self, clients: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """All samples of several clients, one after the other."""
+        parts = [self.own(one) for one in clients]
+        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+    def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
+        """The samples of which a client's gradient in a round (counted from 1) was taken."""
+        data = self.job.pool.clients[client]
+        seed = self.config.seed
+        assert seed is not None
+        rows = Batches(self.config.batch_size, seed).indices(client=client, samples=len(data), step=round - 1)
+        return data.take(rows)
+
+
+def from_folder(
+    path: str | Path, *, device: str = "cpu", model: str | None = None, say: Callable[[str], None] = lambda text: None
+) -> Subject:
+    """A run's folder, if it was recorded; what has to be computed again is computed on `device`.
+
+    `model` is the caller's own code that builds the model, where the run had such a one.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.exists():
+        raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
+    if not folder.record.exists():
+        raise CheckpointError(
+            f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with --record "
+            "(and another --out)."
+        )
+    config = folder.config({} if model is None else {"model": model}, say=say)
+    if not folder.model_file.exists():
+        raise CheckpointError(
+            f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
+        )
+    from fedveil.runs.model_file import load_model
+
+    named = None if model is None else config.model
+    trained = load_model(folder.model_file, model=named).module
+    record = Record(folder.record, model=named)
+    return Subject(record, job_from_config(config.with_changes(device=device)), trained)
+
+
+def enacted(
+    job: Job,
+    folder: Path,
+    *,
+    rounds: int | None = None,
+    victims: Collection[int] | None = None,
+    on_round: Callable[[int], None] = lambda done: None,
+) -> Subject:
+    """A job trained here and now, recorded in `folder` as its settings say; at most the first `rounds` rounds.
+
+    Noise is what the whole run would have had: a run of one round would be calibrated for one round. What clients
+    share is kept only for pairs with one of `victims` (None: for all pairs).
+    """
+    state = fresh_state(job)
+
+    def boundary(row: Row, now: object) -> None:
+        on_round(state.round)
+        if rounds is not None and state.round >= rounds:
+            raise _EnoughError
+
+    try:
+        place = folder if victims is None else Recording(folder, victims)
+        train_job(replace(job, test=None), state=state, on_round=boundary, record=place)
+    except _EnoughError:
+        pass
+    return Subject(Record(folder, model=job.facts.name), job, model_of(job, state.weights))
+
+
+def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, rounds: int) -> Subject:
+    """The first rounds once more with `samples` samples a client, which are its batch; recorded in `folder`.
+
+    Scheme, noise and first model are the run's; the model all but stands still, so that every round shows the
+    same. This is as close as a server can come to a client's data, and what the papers attack. Clients that train
+    locally do so once at the run's own rate, which is the size of what they send. About `clients` clients of
+    each round are recorded.
+    """
+    last = min(rounds, subject.config.rounds)
+    everybody, asked = subject.config.clients, subject.job.cohort.size
+    count = min(everybody, math.ceil(clients * everybody / asked))
+    trains = subject.record.facts.returns == "update"
+    changes = {
+        "batch_size": 0,
+        **({"local_steps": None, "local_epochs": 1} if trains else {"lr": STANDSTILL}),
+        "simulate_dropout": 0.0,
+        "record": True,
+        "record_rounds": f"1-{last}",
+        "record_clients": f"0-{count - 1}",
+        "policy": None,
+    }
+    job = job_from_config(subject.config.with_changes(**changes))
+    return enacted(cut(job, samples=samples), folder, rounds=last)
+
+
+def noisy(subject: Subject) -> bool:
+    """Whether noise went into the training."""
+    scheme = subject.job.scheme
+    return scheme.plan is not None or scheme.central is not None or isinstance(scheme.uplink, AssumedNoise)
+
+
+def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
+    """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
+    config = subject.config
+    work = subject.job.scheme.work
+    local = getattr(work, "local", work)  # under a clipping bound, if there is one
+    steps, epochs = getattr(local, "steps", None), getattr(local, "epochs", None)
+    if work.returns == "update" and steps is None:
+        epochs = epochs or 1
+    plain = config.with_changes(
+        **{**dict.fromkeys(config.scheme_options), "local_steps": steps, "local_epochs": epochs},
+        scheme="fedavg",
+        loss=subject.job.loss.name,
+        policy=None,
+        roster=None,
+        identities=None,
+        record=True,
+        record_rounds=str(round),
+        record_clients=str(replace(subject.job.cohort, shuffled=False).draw(round - 1)[0]),
+        simulate_dropout=0.0,
+    )
+    return enacted(job_from_config(plain), folder, rounds=round)
+
+
+def cut(job: Job, *, samples: int) -> Job:
+    """The same job with `samples` samples of every client, drawn once and for all."""
+
+    def few(data: ClientData) -> ClientData:
+        # Parts are often sorted: the first sample of each would be of the same class.
+        rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(_HALVES, data.client)))
+        x, y = data.take(rows[:samples].sort().values)
+        return ClientData(data.client, x, y)
+
+    return replace(job, pool=ClientPool(tuple(few(data) for data in job.pool.clients)))
+
+
+def model_of(job: Job, weights: Weights) -> nn.Module:
+    """The true model, in evaluation mode."""
+    return assemble(job.blueprint, weights).eval()
+
+
+class _EnoughError(Exception):
+    """As many rounds as were asked for."""
+
+
+_SAME = 1e-5
+
+
+def plain_gradient(subject: Subject, view: ServerView) -> Tensor:
+    """The victim's gradient of the mean loss on its batch, at the server's model: what plain averaging sends."""
+    x, y = subject.batch(view.victim, round=view.round)
+    module = view.model()
+    x = x.to(_like(module)) if x.is_floating_point() else x
+    return client_gradient(module, view.facts.objective(), x.cpu(), y.cpu()).double()
+
+
+def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:
+    """The view of a server to which the victim sent its gradient as it is, or its update: one step's is lr·g."""
+    sent = plain_gradient(subject, view)
+    if view.facts.returns != "gradient":
+        sent = view.facts.lr * sent
+    opened = Opened(sent, None, torch.empty(0))
+    return replace(view, messages=(), recovered=opened, summed=None, colluders=(), uncovered=None)
+
+
+def unprotected_history(subject: Subject, history: ServerHistory) -> ServerHistory:
+    """The same for several rounds."""
+    return ServerHistory(tuple(unprotected_upload(subject, one) for one in history.rounds))
+
+
+def unprotected_model(subject: Subject, view: ClientView) -> ClientView:
+    """The view of a client to which the last model was sent as it is."""
+    last = max(place for place, one in enumerate(view.messages) if isinstance(one.opened(), Train))
+    message = view.messages[last]
+    said = message.opened()
+    assert isinstance(said, Train)
+    weights = server_view(subject.record, view.client, round=message.round, attempt=message.attempt).weights
+    assert weights is not None
+    sent = replace(said, broadcast=Unveiled(view.facts.blueprint(), weights).broadcast())
+    raw = encode(sent)
+    plain = Message(message.round, message.attempt, message.phase, message.kind, message.client, raw)
+    return replace(view, messages=(plain,))
+
+
+def less_colluders(subject: Subject, view: ServerView, *, cohort: tuple[int, ...]) -> tuple[ServerView, int]:
+    """The sum less what colluders put into it, and of how many samples the rest is: of their batches.
+
+    (N·ḡ − Σ_c n_c·g_c)/n: colluders know their own data and the model's gradient on it. What noise they added is
+    left in, so this understates colluders under noise.
+    """
+    assert view.summed is not None
+    weights = {client: len(subject.job.pool.clients[client]) for client in cohort}
+    left = view.summed.gradient.double() * sum(weights.values())
+    for one in view.colluders:
+        own = server_view(subject.record, one, round=view.round, attempt=view.attempt)
+        left = left - weights[one] * plain_gradient(subject, own)
+    honest = [weights[client] for client in cohort if client not in view.colluders]
+    samples = sum(view.facts.batch_of(count) for count in honest)
+    return replace(view, summed=Opened(left / sum(honest), None, torch.empty(0))), samples
+
+
+def _like(module: torch.nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype
+
+
+def alike(view: View, twin: View) -> bool:
+    """Whether a server's view and its twin hold the same gradient: then the same attack finds the same."""
+    if not isinstance(view, ServerView) or not isinstance(twin, ServerView):
+        return False
+    if view.recovered is None or twin.recovered is None or not view.recovered.gradient.numel():
+        return False
+    ours, theirs = view.recovered.gradient.double(), twin.recovered.gradient.double()
+    return float((ours - theirs).norm()) <= _SAME * float(theirs.norm())

@@ -1,0 +1,1 @@
+"""The same two roles where the model lives with the clients (ParaAegis and its baselines)."""

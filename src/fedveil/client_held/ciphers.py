@@ -1,0 +1,366 @@
+"""Hiding vectors from a server that adds them: what a cipher must offer, and the one made of masks and pads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.client_held.group import OpeningKeys
+from fedveil.crypto import ckks
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.releases import Protection, Release
+from fedveil.protocol.client_state import ClientState, Group
+from fedveil.protocol.codec import message
+from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.parts import RoundContext
+from fedveil.protocol.phases import Ask, Gathered
+from fedveil.secrets import SecretSource
+from fedveil.shapes import octets
+from fedveil.uplink.fixed_point import FixedPoint, check_value_range, saturated
+from fedveil.uplink.masked import Masked, dealing_releases, unmasking_releases
+from fedveil.uplink.unmasking import MaskedSum, MaskedUpload
+
+_PAD = "pad"
+_ENVELOPE = (
+    Release("hidden.client", "client", ("server",), "the client's number"),
+    Release("hidden.round", "client", ("server",), "the round's number"),
+    Release("hidden.attempt", "client", ("server",), "the round's repetition"),
+)
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Ciphertext:
+    """A vector under the group's public key."""
+
+    data: Annotated[Tensor, octets("ciphertext")]
+
+
+Hidden = Ciphertext | MaskedUpload
+
+
+class HiddenSum(Protocol):
+    """Server side: a sum that only clients can read."""
+
+    def add(self, part: Hidden) -> None:
+        """Fold one in, or refuse it and stay unchanged."""
+        ...
+
+    def open(self, gathered: Gathered) -> Ask | None:
+        """The next phase needed before the sum can be read by clients, or None when they can."""
+        ...
+
+    def total(self) -> Tensor:
+        """The sum, as it is sent to clients; a ProtocolError says why there is none."""
+        ...
+
+
+class Cipher(OpeningKeys, Protocol):
+    """Hides numbers of up to ± `value_range` from the server, which can add them; clients read the sum.
+
+    What is beyond the range is cut off, and nobody is told: a refusal would let the server measure it.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def value_range(self) -> float:
+        """The largest number it takes."""
+        ...
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Refuse rounds of so few, or so many, clients that it could not hide or hold their sum (ConfigError)."""
+        ...
+
+    def hide(
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+    ) -> tuple[ClientState, Hidden]:
+        """Client side: cover a vector before it leaves; `story` is what others must have been told, too."""
+        ...
+
+    def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> HiddenSum:
+        """Server side: where a round's hidden vectors are added."""
+        ...
+
+    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
+        """Client side: the sum of what `contributors` of the round have hidden, in float64."""
+        ...
+
+    @property
+    def with_client(self) -> Protection:
+        """What is left of the hiding against a server with one client on its side."""
+        ...
+
+    @property
+    def hiding(self) -> str:
+        """How it hides, in a few words."""
+        ...
+
+    def releases(self) -> tuple[Release, ...]:
+        """What else it gives away, field by field."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pads:
+    """Fixed point modulo 2⁶⁴ under masks that cancel in the sum, and pads that only clients can take off.
+
+    Every padding client adds a stream that follows from the group key, its number and the round. Members
+    know the streams, so they can read the sum once the masks have cancelled; the server sees uniform
+    words, before and after adding; and a client on the server's side takes off the pads but no mask.
+
+    As many clients pad as it takes for one of them to be among any quorum of survivors: with a single
+    padding client, a server could say that just this one did not arrive, and read the sum.
+    """
+
+    masks: Masked
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "pads"
+
+    @property
+    def value_range(self) -> float:
+        """The largest number it takes."""
+        return self.masks.value_range
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """As masks have it."""
+        self.masks.fits(clients, asked=asked)
+
+    def fresh_opening(self, clients: int) -> bytes:
+        """The group key is enough."""
+        return b""
+
+    def public_of(self, opening: bytes) -> bytes:
+        """There is none."""
+        return b""
+
+    def check_public(self, public: bytes) -> None:
+        """There must be none."""
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
+
+    def codec(self, context: RoundContext) -> FixedPoint:
+        """Fixed point for this cohort."""
+        return FixedPoint(self.value_range, len(context.cohort))
+
+    def padding(self, context: RoundContext) -> tuple[int, ...]:
+        """Who pads: the lowest numbers of the cohort, one more than may be missing."""
+        members = tuple(sorted(context.cohort))
+        return members[: len(members) - self.masks.quorum.of(len(members)) + 1]
+
+    def hide(
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+    ) -> tuple[ClientState, Hidden]:
+        """Encode, pad, mask."""
+        return self.hide_words(state, self.codec(context).encode(values), context, secrets=secrets, story=story)
+
+    def hide_words(
+        self,
+        state: ClientState,
+        words: NDArray[np.uint64],
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        story: bytes = b"",
+    ) -> tuple[ClientState, MaskedUpload]:
+        """Pad and mask integers, in place."""
+        from fedveil.crypto.streams import add_mask
+
+        context.check_member(state.client)
+        if state.client in self.padding(context):
+            add_mask(words, _pad_seed(state.membership(), state.client, context))
+        return self.masks.cover(state, words, context, secrets=secrets, story=story)
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """Reveal shares of masks."""
+        return self.masks.answer(state, request, private)
+
+    def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> PaddedSum:
+        """A sum modulo 2⁶⁴ that stays padded."""
+        return PaddedSum(self.masks, self.masks.sum_of(length, context, codec=None), context)
+
+    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
+        """Take off the contributors' pads and decode."""
+        codec = self.codec(context)
+        words = self.read_words(group, total, contributors, context)
+        if not codec.plausible(words, addends=len(contributors)):
+            raise ProtocolError(
+                f"the sum of round {context.round // 2 + 1} is beyond what clients may send: its list of contributors "
+                "is wrong, or a client has another group key"
+            )
+        return torch.from_numpy(codec.decode(words))
+
+    def read_words(
+        self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext
+    ) -> NDArray[np.uint64]:
+        """Take off the contributors' pads."""
+        from fedveil.crypto.streams import add_mask
+
+        if total.dtype != torch.int64 or total.dim() != 1:
+            raise ProtocolError("a padded sum is malformed")
+        words = total.cpu().numpy().copy().view(np.uint64)
+        for client in sorted(set(self.padding(context)) & set(contributors)):
+            add_mask(words, _pad_seed(group, client, context), subtract=True)
+        return words
+
+    @property
+    def with_client(self) -> Protection:
+        """Masks between honest clients stay."""
+        return "masked"
+
+    @property
+    def hiding(self) -> str:
+        """How it hides."""
+        return "masks modulo 2^64 that cancel in the sum, and pads that only clients can take off"
+
+    def releases(self) -> tuple[Release, ...]:
+        """The shares dealt, and what opens masks."""
+        return (*_ENVELOPE, *dealing_releases("hidden"), *unmasking_releases(evidence=False))
+
+
+def _pad_seed(group: Group, client: int, context: RoundContext) -> bytes:
+    return group.seed(round=context.round, attempt=context.attempt, purpose=f"{_PAD} of {client}")
+
+
+class PaddedSum:
+    """Σ of masked and padded words; opening it takes off the masks and leaves the pads."""
+
+    def __init__(self, masks: Masked, masked: MaskedSum, context: RoundContext) -> None:
+        self._masks = masks
+        self.masked = masked
+        self._context = context
+
+    def add(self, part: Hidden) -> None:
+        """Fold one in."""
+        if not isinstance(part, MaskedUpload):
+            raise ProtocolError("a ciphertext arrived where masked words belong")
+        self.masked.add(part)
+
+    def open(self, gathered: Gathered) -> Ask | None:
+        """Have the survivors reveal."""
+        return self._masks.open(self.masked, gathered, self._context)
+
+    def total(self) -> Tensor:
+        """The sum, masks off, pads on."""
+        return torch.from_numpy(self.masked.words().view(np.int64))
+
+
+@dataclass(frozen=True)
+class Ckks:
+    """Public-key encryption that the server can add under; all clients share the secret key.
+
+    Any client together with the server therefore opens what any other client has sent.
+    """
+
+    value_range: float
+
+    def __post_init__(self) -> None:
+        check_value_range(self.value_range)
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "ckks"
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """As far as there are parameters for it; the sum of two gives each of them the other's contribution."""
+        if clients < 3:
+            raise ConfigError(
+                f"Hidden sums need at least three clients in a round, not {clients}: of two, either could subtract its "
+                "own contribution from the sum and read the other's. Use more clients."
+            )
+        try:
+            ckks.choose(addends=clients, largest=self.value_range)
+        except ConfigError as reason:
+            raise ConfigError(f"value_range = {self.value_range:g} does not fit CKKS. {reason}") from reason
+
+    def fresh_opening(self, clients: int) -> bytes:
+        """A secret key for sums of up to `clients`."""
+        return ckks.generate(ckks.choose(addends=clients, largest=self.value_range)).secret_bytes()
+
+    def public_of(self, opening: bytes) -> bytes:
+        """The public key that belongs to it."""
+        return ckks.SecretKey.from_bytes(opening).public_bytes()
+
+    def check_public(self, public: bytes) -> None:
+        """Refuse bytes that are no key under which anything can be added."""
+        ckks.PublicKey.from_bytes(public)
+
+    def hide(
+        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+    ) -> tuple[ClientState, Hidden]:
+        """Encrypt; what is beyond the range is cut off."""
+        key = ckks.SecretKey.from_bytes(state.membership().opening)
+        return state, Ciphertext(from_bytes(ckks.encrypt(saturated(values, self.value_range), key.public)))
+
+    def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> EncryptedSum:
+        """A sum of ciphertexts."""
+        return EncryptedSum(ckks.PublicKey.from_bytes(public), length)
+
+    def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
+        """Decrypt the sum, rounded to multiples of 2⁻²⁰."""
+        if total.dtype != torch.uint8 or total.dim() != 1:
+            raise ProtocolError("a sum of ciphertexts is malformed")
+        content = to_bytes(total)
+        if ckks.summary(content).addends != len(contributors):
+            raise ProtocolError(
+                f"the sum of round {context.round // 2 + 1} is of {ckks.summary(content).addends} ciphertexts, and "
+                f"{len(contributors)} contributors are named"
+            )
+        return torch.from_numpy(ckks.decrypt(content, ckks.SecretKey.from_bytes(group.opening)))
+
+    @property
+    def with_client(self) -> Protection:
+        """Nothing: every client holds the key."""
+        return "open"
+
+    @property
+    def hiding(self) -> str:
+        """How it hides."""
+        return "CKKS under a key that all clients share"
+
+    def releases(self) -> tuple[Release, ...]:
+        """Ciphertexts."""
+        return (
+            Release(
+                "hidden.data", "client", ("server",), "the hidden part, encrypted", hiding=self.hiding, about="public"
+            ),
+        )
+
+
+class EncryptedSum:
+    """Σ of ciphertexts, on the server, which has no key to open it."""
+
+    def __init__(self, key: ckks.PublicKey, length: int) -> None:
+        self._adder = ckks.Adder(key, length=length)
+
+    def add(self, part: Hidden) -> None:
+        """Fold one in."""
+        if not isinstance(part, Ciphertext) or part.data.dtype != torch.uint8:
+            raise ProtocolError("masked words arrived where a ciphertext belongs")
+        content = to_bytes(part.data)
+        # A sum counts for more than its sender, and clients would refuse the round's sum for it.
+        if ckks.summary(content).addends != 1:
+            raise ProtocolError("a sum of ciphertexts arrived where one client's belongs")
+        self._adder.add(content)
+
+    def open(self, gathered: Gathered) -> Ask | None:
+        """Whoever is missing is simply not in it."""
+        return None
+
+    def total(self) -> Tensor:
+        """The sum, encrypted."""
+        return from_bytes(self._adder.total())

@@ -1,0 +1,350 @@
+"""Where a relaying server folds what arrives: votes, divided uploads, lent models, farewells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.client_held.ciphers import HiddenSum, PaddedSum
+from fedveil.client_held.client import opening_keys, parallel
+from fedveil.client_held.group import Gathering
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
+from fedveil.client_held.model import UNREADABLE
+from fedveil.downlink.architecture import Blueprint
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.accountant import Account
+from fedveil.ledger.releases import UndeclaredError
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.messages import Aggregate, Request
+from fedveil.protocol.parts import RoundContext, Scheme
+from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.roles.server import Conductor, too_few
+from fedveil.secrets import SecretSource
+from fedveil.uplink.unmasking import MaskedUpload
+from fedveil.uplink.vote import Tally
+
+
+class Votes(Inbox[Vote]):
+    """Counts tags."""
+
+    def __init__(self, context: RoundContext, *, most: int) -> None:
+        self._tally = Tally(most=most, winners=most)
+        self.expect(Vote, context.cohort, which=context.which, sizes={"tags": most})
+
+    def _fold(self, reply: Vote) -> None:
+        self._tally.add(reply.tags)
+
+    def winners(self) -> Tensor:
+        """The tags with most votes."""
+        return self._tally.result()
+
+
+class DividedSum(Inbox[Divided]):
+    """Adds both parts of divided uploads: the noised rest modulo 2⁶⁴, the hidden part unread."""
+
+    def __init__(self, context: RoundContext, *, rest: int, hidden: HiddenSum | None) -> None:
+        self._context = context
+        self._rest = torch.zeros(rest, dtype=torch.int64)
+        self._hidden = hidden
+        self.expect(Divided, context.cohort, which=context.which, sizes={"rest": rest})
+
+    def _fold(self, reply: Divided) -> None:
+        if (self._hidden is None) != (reply.hidden is None):
+            raise ProtocolError("an upload lacks its hidden part, or has one where nothing is hidden")
+        if self._hidden is not None and reply.hidden is not None:
+            if isinstance(reply.hidden, MaskedUpload) and reply.hidden.client != reply.client:
+                raise ProtocolError("an upload carries another client's hidden part")
+            self._hidden.add(reply.hidden)
+        self._rest += reply.rest.cpu()
+
+    def open(self, gathered: Gathered) -> Ask | None:
+        """The next phase before clients can read the hidden sum."""
+        return None if self._hidden is None else self._hidden.open(gathered)
+
+    def aggregate(self, version: int, contributors: tuple[int, ...]) -> Aggregate:
+        """Both sums, ready to be passed on."""
+        context = self._context
+        return Aggregate(
+            version,
+            context.round,
+            context.attempt,
+            torch.tensor(context.cohort, dtype=torch.int64),
+            torch.tensor(sorted(contributors), dtype=torch.int64),
+            self._rest.clone(),
+            None if self._hidden is None else self._hidden.total(),
+        )
+
+
+class Loan(Inbox[Lent]):
+    """Takes one sealed model of the wanted version, of at most `most` bytes."""
+
+    def __init__(self, version: int, lender: int, *, most: int) -> None:
+        self._version = version
+        self.sealed: Tensor | None = None
+        self.expect(Lent, (lender,), sizes={"sealed": range(most + 1)})
+
+    def _fold(self, reply: Lent) -> None:
+        if reply.version != self._version:
+            raise ProtocolError("a client lent a model of another version")
+        self.sealed = reply.sealed
+
+
+class Farewells(Inbox[Finished]):
+    """Hears which version everybody ends with."""
+
+    def __init__(self, version: int, clients: Sequence[int]) -> None:
+        self._version = version
+        self.expect(Finished, clients)
+
+    def _fold(self, reply: Finished) -> None:
+        if reply.version != self._version:
+            raise ProtocolError("a client ends with another version of the model")
+
+
+_LENDERS_TRIED = 3
+_BEHIND = -1
+
+
+@dataclass(eq=False)
+class RelayState:
+    """How far the run has come: all that a server without a model has to remember."""
+
+    round: int = 0
+    attempt: int = 0
+
+
+class RelayRole(Conductor):
+    """The server of one run. `version` counts the aggregates that rounds have brought."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        blueprint: Blueprint,
+        state: RelayState,
+        *,
+        secrets: SecretSource,
+        cohort: Cohort,
+        rounds: int,
+        account: Account | None = None,
+        name: str = "",
+        announced: Mapping[int, int] | None = None,
+        behind: Collection[int] = (),
+    ) -> None:
+        """`behind` are clients that do not hold the model with which the run begins: others lend it to them."""
+        super().__init__(
+            scheme,
+            blueprint,
+            state,
+            secrets=secrets,
+            cohort=cohort,
+            rounds=rounds,
+            account=account,
+            name=name,
+            announced=announced,
+        )
+        self.state = state
+        self._uplink = parallel(scheme)
+        self._size = blueprint.size
+        self._length = self._terms.layout.length - 1
+        self._group = Gathering(clients=cohort.size, keys=opening_keys(self._uplink))
+        self._version = 0
+        self._latest: Aggregate | None = None
+        self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
+        self._informed: set[int] = set()
+        self._doubted: set[int] = set()
+        self._lender = -1
+        # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
+        values = blueprint.skeleton.state_dict().values()
+        self._largest_loan = 32 * sum(one.numel() for one in values) + (1 << 20)
+
+    @property
+    def standing(self) -> tuple[int, Aggregate | None]:
+        """The model's version, and the sums that bring clients to it: what a resumed run must not lose."""
+        return self._version, self._latest
+
+    def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
+        asking, answer = self._group.steps(clients), None
+        while True:
+            try:
+                ask = asking.send(answer)
+            except StopIteration:
+                return tuple(one for one in clients if one in self._group.members)
+            answer = yield self._declared_only(ask)
+
+    def _refusal(self) -> str:
+        return too_few("have joined the group", self._group.refused) or super()._refusal()
+
+    def _up_to_date(self, client: int) -> bool:
+        """Whether a client has the present model, or will have it with the latest aggregate."""
+        at = self._holding.get(client, 0)
+        return at == self._version or (at + 1 == self._version and client in self._informed)
+
+    def _loans(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, dict[int, Request]]:
+        """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
+        behind = [one for one in clients if not self._up_to_date(one)]
+        lenders = [one for one in self._group.members if self._up_to_date(one)] if behind else []
+        # Whoever lent a model that nobody could use comes last.
+        for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
+            loan = Loan(self._version, lender, most=self._largest_loan)
+            yield self._declared_only(Ask((lender,), Lend(self._version, self._latest), loan))
+            if loan.sealed is not None:
+                self._holding[lender] = self._version
+                self._lender = lender
+                return dict.fromkeys(behind, Borrowed(loan.sealed))
+        return {}
+
+    def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
+        loans = yield from self._loans(able)
+        able = tuple(one for one in able if one in loans or self._up_to_date(one))
+        if not able:
+            yield RunStopped("no client that answers holds the present model any more")
+            self._stopped = True
+            return
+        yield context.begins()
+        heard = _Heard(able)
+        failed, latest = "", None
+        try:
+            latest = yield from self._sums(context, able, loans, heard)
+        except UndeclaredError:
+            raise
+        except (ProtocolError, ConfigError) as reason:
+            failed = str(reason).rstrip(".")
+        self.state.round += 1
+        if any(self._holding.get(one) != self._version for one in loans):
+            self._doubted.add(self._lender)
+        if failed and heard.unreadable:
+            self._take_back()
+        if latest is not None:
+            self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
+        yield RoundDone(context.round, None, context.cohort, heard.gathered(), failed=failed, aggregate=latest)
+
+    def _take_back(self) -> None:
+        """Give up sums that nobody could read: whoever was sent them still holds the model before them."""
+        if self._latest is not None and self._version not in self._holding.values():
+            self._latest, self._version, self._informed = None, self._version - 1, set()
+
+    def _sums(
+        self, context: RoundContext, able: tuple[int, ...], loans: Mapping[int, Request], heard: _Heard
+    ) -> Generator[Step, Gathered | None, Aggregate]:
+        """One round up to the sums: the vote, if there is one, then the uploads."""
+        uplink = self._uplink
+        count = uplink.count(context.round, self._size)
+        begin = Begin(context.round, context.attempt, _numbers(context.cohort), self._version, self._latest)
+        request: Request = begin
+        if uplink.votes(context.round, self._size):
+            request = yield from self._vote(context, able, begin, loans, heard)
+            able = heard.arrived
+            uplink.fits(len(able))
+        hidden = None
+        if uplink.cipher is not None:
+            length = count + self._length - self._size
+            hidden = uplink.cipher.accumulator(length, context.stage(1), public=self._group.public)
+        total = DividedSum(context, rest=self._size - count, hidden=hidden)
+        gathered = yield self._declared_only(Ask(able, request, total, each=loans if request is begin else {}))
+        self._heard(heard, gathered, began=request is begin)
+        if not heard.arrived:
+            raise ProtocolError("no upload arrived")
+        try:
+            uplink.fits(len(heard.arrived))
+        except ConfigError as reason:
+            few = f"{len(heard.arrived)} of {len(context.cohort)} uploads arrived"
+            raise ProtocolError(f"{few}: a sum of so few would show one of them to the others") from reason
+        yield from self._opened(total, heard)
+        return total.aggregate(self._version + 1, heard.arrived)
+
+    def _vote(
+        self,
+        context: RoundContext,
+        able: tuple[int, ...],
+        begin: Begin,
+        loans: Mapping[int, Request],
+        heard: _Heard,
+    ) -> Generator[Step, Gathered | None, Divide]:
+        """What the clients are told of the vote's outcome."""
+        winners, counts = None, None
+        if self._uplink.ballots is None:
+            votes = Votes(context, most=self._uplink.count(context.round, self._size))
+            gathered = yield self._declared_only(Ask(able, begin, votes, each=loans))
+            self._heard(heard, gathered, began=True)
+            if heard.arrived:
+                winners = votes.winners()
+        else:
+            ballots = self._uplink.ballots.accumulator(self._size, context.stage(0), public=b"")
+            gathered = yield self._declared_only(Ask(able, begin, ballots.masked, each=loans))
+            self._heard(heard, gathered, began=True)
+            if heard.arrived:
+                yield from self._opened(ballots, heard)
+                counts = ballots.total()
+        if not heard.arrived:
+            raise ProtocolError("no vote arrived")
+        # The cohort stays: a graph among those alone who have voted would be one of the server's choosing.
+        cohort, voters = _numbers(context.cohort), _numbers(heard.arrived)
+        return Divide(context.round, context.attempt, cohort, winners, counts, voters)
+
+    def _opened(self, total: DividedSum | PaddedSum, heard: _Heard) -> Generator[Step, Gathered | None, None]:
+        """Whatever phases it takes before clients can read a sum."""
+        phase = total.open(heard.last)
+        while phase is not None:
+            answer = yield self._declared_only(phase)
+            assert answer is not None
+            heard.also(answer)
+            phase = total.open(answer)
+
+    def _heard(self, heard: _Heard, gathered: Gathered | None, *, began: bool) -> None:
+        assert gathered is not None
+        heard.take(gathered)
+        if began:
+            self._holding.update(dict.fromkeys(gathered.arrived, self._version))
+
+    def _finish(self) -> Steps:
+        """Bring everybody's model up to date."""
+        members = tuple(self._group.members)
+        loans = yield from self._loans(members)
+        able = tuple(one for one in members if one in loans or self._up_to_date(one))
+        if able:
+            farewell = Finish(self._version, self._latest)
+            yield self._declared_only(Ask(able, farewell, Farewells(self._version, able), each=loans))
+
+
+class _Heard:
+    """What came of a round's phases: who answered the last of them, and the traffic of all."""
+
+    def __init__(self, cohort: tuple[int, ...]) -> None:
+        self._cohort = cohort
+        self.last = Gathered((), {}, cohort, 0, 0)
+        self._refused: dict[int, str] = {}
+        self._down = self._up = 0
+
+    @property
+    def arrived(self) -> tuple[int, ...]:
+        """Who answered the last phase, in order."""
+        return tuple(sorted(self.last.arrived))
+
+    @property
+    def unreadable(self) -> bool:
+        """Whether somebody refused because of sums; whoever refuses for another reason has no quarrel with them."""
+        return any(UNREADABLE in reason for reason in self._refused.values())
+
+    def take(self, gathered: Gathered) -> None:
+        """A phase in which clients send something of their own."""
+        self.last = gathered
+        self.also(gathered)
+
+    def also(self, gathered: Gathered) -> None:
+        """A phase that opens what was sent before."""
+        self._refused.update(gathered.refused)
+        self._down += gathered.bytes_down
+        self._up += gathered.bytes_up
+
+    def gathered(self) -> Gathered:
+        """The round as one phase."""
+        arrived = self.arrived
+        missing = tuple(one for one in self._cohort if one not in arrived and one not in self._refused)
+        return Gathered(arrived, self._refused, missing, self._down, self._up)
+
+
+def _numbers(clients: Sequence[int]) -> Tensor:
+    return torch.tensor(list(clients), dtype=torch.int64)

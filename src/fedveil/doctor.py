@@ -1,0 +1,393 @@
+"""Whether an installation works: what is there, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from fedveil.version import __version__
+
+OK, ADVICE, PROBLEM = "ok", "advice", "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: its state, what was found, and what to do where it is not fine."""
+
+    what: str
+    state: str
+    found: str
+    todo: str = ""
+
+    def as_data(self) -> dict[str, str]:
+        """As plain data."""
+        return {"what": self.what, "state": self.state, "found": self.found, "todo": self.todo}
+
+
+PURPOSES = {
+    "images": "data from folders of pictures",
+    "plots": "curves drawn by the benchmarks",
+    "accounting": "--secret-sampling: the account of secretly drawn batches",
+    "he": "CKKS: ckks-fedavg, serial, and paraaegis with --cipher ckks",
+    "flower": "runs on real machines: fedveil flower",
+    "report": "fedveil report and fedveil compare as pages",
+    "tensorboard": "fedveil run --tensorboard",
+    "mlflow": "fedveil run --mlflow",
+    "docs": "building the documentation",
+    "dev": "tests, linter and type checker",
+}
+"""What each extra is for."""
+
+FLOWER_COMMANDS = ("flwr", "flower-superlink", "flower-supernode")
+_PARTS = re.compile(
+    r"^(?P<name>[A-Za-z0-9._-]+)(\[[^]]*\])?(?P<bounds>[^;]*)(;.*extra\s*==\s*['\"](?P<extra>[^'\"]+))?"
+)
+_BOUND = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package, the versions that will do, and the extra it belongs to (none: it is always needed)."""
+
+    name: str
+    bounds: tuple[tuple[str, str], ...]
+    extra: str = ""
+
+    @property
+    def wanted(self) -> str:
+        """The versions that will do, in words."""
+        return ", ".join(f"{sign} {bound}" for sign, bound in self.bounds)
+
+    def allows(self, found: str) -> bool:
+        """Whether a version will do."""
+        return all(_holds(numbers_of(found), sign, numbers_of(bound)) for sign, bound in self.bounds)
+
+
+def numbers_of(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 2.13.0+cpu is (2, 13)."""
+    start = re.match(r"\d+(\.\d+)*", text)
+    numbers = [] if start is None else [int(one) for one in start.group().split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def _holds(found: tuple[int, ...], sign: str, bound: tuple[int, ...]) -> bool:
+    return {">=": found >= bound, "<=": found <= bound, "==": found == bound, "<": found < bound, ">": found > bound}[
+        sign
+    ]
+
+
+def parse(text: str) -> Requirement:
+    """A requirement as a package's metadata has it."""
+    parts = _PARTS.match(text)
+    assert parts is not None, text
+    bounds = sorted(_BOUND.findall(parts["bounds"]), key=lambda one: one[0] not in (">=", ">"))
+    return Requirement(parts["name"], tuple((sign, bound) for sign, bound in bounds), parts["extra"] or "")
+
+
+def requirements() -> list[Requirement]:
+    """What the installed FedVeil asks for; none where it is not installed as a package."""
+    try:
+        return [parse(one) for one in requires("fedveil") or ()]
+    except PackageNotFoundError:
+        return []
+
+
+def version_of(name: str) -> str | None:
+    """The installed version of a package; None where there is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def core_packages() -> Iterator[Finding]:
+    """Those without which nothing works."""
+    needed = [one for one in requirements() if not one.extra]
+    if not needed:
+        todo = "pip install . in the source's folder, for its commands and its list of packages"
+        yield Finding("packages", ADVICE, "fedveil runs from source files and is not installed", todo)
+        return
+    wrong = [one for one in needed if (found := version_of(one.name)) is None or not one.allows(found)]
+    for one in wrong:
+        found = version_of(one.name)
+        there = "not installed" if found is None else f"{found}; needed: {one.wanted}"
+        yield Finding(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{_written(one)}'")
+    if not wrong:
+        yield Finding("packages", OK, ", ".join(f"{one.name} {version_of(one.name)}" for one in needed))
+
+
+def _written(one: Requirement) -> str:
+    return ",".join(f"{sign}{bound}" for sign, bound in one.bounds)
+
+
+def extras() -> Iterator[Finding]:
+    """One finding per extra: its packages' versions and what it is for."""
+    known = requirements()
+    for extra in dict.fromkeys(one.extra for one in known if one.extra):
+        yield _extra(extra, [one for one in known if one.extra == extra])
+
+
+def _extra(extra: str, parts: list[Requirement]) -> Finding:
+    purpose, command = PURPOSES.get(extra, "see pyproject.toml"), f"pip install -U 'fedveil[{extra}]'"
+    found = {one.name: version_of(one.name) for one in parts}
+    told = ", ".join(f"{name} {there}" for name, there in found.items() if there is not None)
+    unfit = [one for one in parts if (there := found[one.name]) is not None and not one.allows(there)]
+    if unfit:
+        wanted = "; ".join(f"{one.name} must be {one.wanted}" for one in unfit)
+        return Finding(f"extra {extra}", PROBLEM, f"{told} ({wanted}): {purpose}", command)
+    missing = [name for name, there in found.items() if there is None]
+    if missing:
+        lacks = f"not installed: {', '.join(missing)}" + (f"; there: {told}" if told else "")
+        return Finding(f"extra {extra}", ADVICE, f"{lacks}; for {purpose}", f"if you want that: {command}")
+    return Finding(f"extra {extra}", OK, f"{told}; for {purpose}")
+
+
+def flower_commands() -> Iterator[Finding]:
+    """Whether Flower's own commands, which `fedveil flower` starts, are found."""
+    if version_of("flwr") is None:
+        return
+    missing = [name for name in FLOWER_COMMANDS if shutil.which(name) is None]
+    if missing:
+        todo = "activate the environment that flwr is installed in, so that its bin folder is on PATH"
+        yield Finding("Flower's commands", ADVICE, f"not on PATH: {', '.join(missing)}", todo)
+    else:
+        yield Finding("Flower's commands", OK, ", ".join(str(shutil.which(name)) for name in FLOWER_COMMANDS))
+
+
+def homomorphic() -> Iterator[Finding]:
+    """Whether TenSEAL, which is compiled, loads on this machine."""
+    there = version_of("tenseal")
+    if there is None:
+        return
+    try:
+        importlib.import_module("tenseal")
+    except Exception as reason:  # a compiled module fails in many ways
+        todo = "pip install --force-reinstall 'fedveil[he]'; until then use --cipher pads"
+        yield Finding("TenSEAL", PROBLEM, f"{there} does not load: {reason}", todo)
+    else:
+        yield Finding("TenSEAL", OK, f"{there} loads")
+
+
+CLOSE = 1e-4
+"""The largest relative difference that float32 and fixed-point numbers explain."""
+
+_CLIENTS, _SAMPLES, _INPUTS, _CLASSES, _WIDTH = 4, 20, 8, 3, 16
+
+
+def same_model() -> Iterator[Finding]:
+    """Train on made-up data with and without protection, and compare."""
+    import fedveil.api  # noqa: F401  (loading it is not what is timed)
+
+    started = time.perf_counter()
+    apart = difference("veil-secagg")
+    took = time.perf_counter() - started
+    yield judged(apart, took)
+
+
+def judged(apart: float, seconds: float) -> Finding:
+    """What a relative difference between the two models means."""
+    found = f"two rounds of veil-secagg end {apart:.1e} from fedavg (relative), in {seconds:.1f} s"
+    if apart <= CLOSE:  # not for NaN
+        return Finding("self-test", OK, found)
+    todo = "this installation computes wrongly: reinstall torch and numpy, then report it with this table"
+    return Finding("self-test", PROBLEM, f"{found}; at most {CLOSE:g} is rounding", todo)
+
+
+def difference(scheme: str) -> float:
+    """How far a scheme's model ends from that of plain averaging, relative to its length."""
+    import torch
+
+    from fedveil.api import train
+
+    samples = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(_SAMPLES, _INPUTS, generator=samples) for _ in range(_CLIENTS)]
+    clients = [(x, x[:, :_CLASSES].argmax(1)) for x in inputs]
+    ends = []
+    for name in ("fedavg", scheme):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            net = torch.nn.Sequential(
+                torch.nn.Linear(_INPUTS, _WIDTH), torch.nn.ReLU(), torch.nn.Linear(_WIDTH, _CLASSES)
+            )
+        done = train(net, clients, scheme=name, rounds=2, lr=0.1, seed=1, loss="square", progress=False)
+        ends.append(torch.cat([one.detach().double().flatten() for one in done.model.parameters()]))
+    return float((ends[0] - ends[1]).norm() / ends[0].norm())
+
+
+DATA_VARIABLE, WORKERS_VARIABLE = "FEDVEIL_DATA", "FEDVEIL_WORKERS"
+VARIABLES = (DATA_VARIABLE, WORKERS_VARIABLE)
+DATA_SETS = ("bank", "cifar10", "fashion-mnist", "ham10000", "imagenette", "imdb", "mnist")
+"""Folders that entries of `fedveil reproduce` and benchmarks look for."""
+
+OLDEST_PYTHON = (3, 11)
+_GIGABYTE = 1e9
+_LITTLE_MEMORY = 2.0
+_LITTLE_DISK, _NO_DISK = 2.0, 0.1
+
+
+def python() -> Iterator[Finding]:
+    """Python's and our own version."""
+    found = f"{sys.version.split()[0]} ({sys.executable}), fedveil {__version__} ({Path(__file__).parents[1]})"
+    if sys.version_info < OLDEST_PYTHON:
+        yield Finding("Python", PROBLEM, found, "use Python 3.11 or newer")
+    else:
+        yield Finding("Python", OK, found)
+
+
+def torch_and_device() -> Iterator[Finding]:
+    """Whether torch loads, and what it can compute on."""
+    try:
+        import torch
+    except Exception as reason:  # a compiled package fails in many ways
+        yield Finding("torch", PROBLEM, f"does not load: {reason}", "pip install -U torch")
+        return
+    yield Finding("torch", OK, torch.__version__)
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count()))
+        yield Finding("device", OK, f"cpu, and cuda: {names} (use it with --device cuda)")
+    elif shutil.which("nvidia-smi"):
+        todo = "install a build of torch for CUDA (pytorch.org says which), or go on with the CPU"
+        yield Finding("device", ADVICE, "cpu; there is an NVIDIA driver, but this torch does not reach a GPU", todo)
+    else:
+        yield Finding("device", OK, "cpu")
+
+
+def usable_cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processors() -> Iterator[Finding]:
+    """Whether torch starts as many threads as there are cores."""
+    import torch
+
+    cores, threads = usable_cores(), torch.get_num_threads()
+    found = f"{threads} threads of torch on {cores} cores"
+    if threads > cores:
+        yield Finding("threads", ADVICE, found, f"more threads than cores wait for each other: OMP_NUM_THREADS={cores}")
+    else:
+        yield Finding("threads", OK, found)
+
+
+def folders() -> Iterator[Finding]:
+    """Whether the working folder and the one for temporary files can be written to."""
+    for what, place in (("working folder", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
+        yield folder(what, place)
+
+
+def folder(what: str, place: Path) -> Finding:
+    """Whether a file can be made in a folder."""
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"fedveil")
+    except OSError as reason:
+        todo = "set TMPDIR to a folder of yours" if what.startswith("temp") else "go elsewhere, or give --out"
+        return Finding(what, PROBLEM, f"{place}: {reason.strerror or reason}", todo)
+    return Finding(what, OK, f"{place} can be written to")
+
+
+def memory() -> Iterator[Finding]:
+    """What is left of the memory; nothing where the system does not say."""
+    free = free_memory(Path("/proc/meminfo"))
+    if free is None:
+        return
+    found = f"{free:.1f} GB free"
+    if free < _LITTLE_MEMORY:
+        yield Finding("memory", ADVICE, found, "close other programs, or use smaller models and fewer clients a round")
+    else:
+        yield Finding("memory", OK, found)
+
+
+def free_memory(file: Path) -> float | None:
+    """Gigabytes that can be had, by Linux's own estimate."""
+    if not file.exists():
+        return None
+    for line in file.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 / _GIGABYTE
+    return None
+
+
+def disk() -> Iterator[Finding]:
+    """What is left of the disk the working folder lies on."""
+    yield disk_finding(shutil.disk_usage(Path.cwd()).free / _GIGABYTE)
+
+
+def disk_finding(free: float) -> Finding:
+    """What so many free gigabytes mean."""
+    found = f"{free:.1f} GB free for {Path.cwd()}"
+    if free < _LITTLE_DISK:
+        todo = "make room: a run keeps checkpoints, and --record every message of some rounds"
+        return Finding("disk", PROBLEM if free < _NO_DISK else ADVICE, found, todo)
+    return Finding("disk", OK, found)
+
+
+def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """FedVeil's own variables, and those that look like them."""
+    for name in sorted(one for one in environment if one.startswith("FEDVEIL_")):
+        value = environment[name]
+        if name == DATA_VARIABLE:
+            yield _data(Path(value).expanduser())
+        elif name == WORKERS_VARIABLE:
+            fine = value.strip().isdecimal() and int(value) > 0
+            todo = "" if fine else "set it to a whole number of processes from 1 on, or unset it"
+            yield Finding(name, OK if fine else PROBLEM, value, todo)
+        else:
+            near = difflib.get_close_matches(name, VARIABLES, n=1)
+            todo = f"did you mean {near[0]}?" if near else f"FedVeil reads {' and '.join(VARIABLES)} only"
+            yield Finding(name, ADVICE, f"{value} (FedVeil knows no such variable)", todo)
+    if DATA_VARIABLE not in environment:
+        todo = f"for `fedveil reproduce`: set {DATA_VARIABLE}, or give --data"
+        yield Finding(DATA_VARIABLE, ADVICE, "not set: digits and breast-cancer are embedded, no other data", todo)
+
+
+def _data(place: Path) -> Finding:
+    if not place.is_dir():
+        return Finding(
+            DATA_VARIABLE, PROBLEM, f"{place} is no folder", "set it to the folder of the data sets' folders"
+        )
+    found = [name for name in DATA_SETS if (place / name).is_dir()]
+    if not found:
+        todo = f"put data sets there, each in a folder of its own: {', '.join(DATA_SETS)}"
+        return Finding(DATA_VARIABLE, ADVICE, f"{place}: no data set of a known name", todo)
+    return Finding(DATA_VARIABLE, OK, f"{place}: {', '.join(found)}")
+
+
+Checks = Sequence[Callable[[], Iterable[Finding]]]
+
+CHECKS: Checks = (
+    python,
+    torch_and_device,
+    processors,
+    core_packages,
+    extras,
+    flower_commands,
+    homomorphic,
+    folders,
+    memory,
+    disk,
+    variables,
+    same_model,
+)
+
+
+def examine(checks: Checks = CHECKS) -> Iterator[Finding]:
+    """Every finding, as soon as it is there."""
+    for check in checks:
+        try:
+            yield from check()
+        except Exception as reason:  # whatever is wrong with the installation is what this is meant to tell
+            name = check.__name__.replace("_", " ")
+            yield Finding(name, PROBLEM, f"the check broke: {type(reason).__name__}: {reason}", "install fedveil again")

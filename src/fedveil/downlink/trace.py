@@ -1,0 +1,558 @@
+"""Getting hold of a network's graph: what fx or export may miss is found out here.
+
+A captured graph is believed only if it draws no random numbers while it is captured and replays to the
+network's own output: fx bakes in whatever eager code decides or draws, and takes a wrong branch where
+code asks `isinstance(x, Tensor)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from fedveil.downlink.edges import Edge, ParameterRef, Pin, Tracing, broadcast
+from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
+from fedveil.errors import TraceError
+
+_TOLERANCE = 1e-3
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """torch.export prints the graph it gave up on; our error says what a user needs."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield
+
+
+class CaptureError(Exception):
+    """The graph would not be the network's; the text says why."""
+
+
+class CustomFunction:
+    """A user's `torch.autograd.Function` as one opaque operation: its backward pass may be anything."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply it."""
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def custom_functions_seen() -> Iterator[list[str]]:
+    """Collects the names of custom autograd functions that run, and keeps fx from tracing into them."""
+    seen: list[str] = []
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        for one in pytree.tree_leaves((args, kwargs)):
+            if isinstance(one, fx.Proxy):
+                return one.tracer.create_proxy("call_function", CustomFunction(cls), args, kwargs)
+        seen.append(cls.__name__)
+        return original.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield seen
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Whatever runs inside leaves the global random states as they were."""
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def seeded(run: Callable[[], _Result], device: torch.device) -> _Result:
+    """Run with fixed random states, so that a replay draws the same numbers."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(0)
+    return run()
+
+
+def captured_by_fx(model: nn.Module) -> fx.Graph:
+    """The graph by symbolic tracing; refused where eager code drew numbers or read parameters."""
+    states = torch.get_rng_state(), random.getstate()
+    with torch.enable_grad():
+        graph = fx.Tracer().trace(model)
+    if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
+        raise CaptureError("its code draws random numbers that a trace would freeze")
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            owner, _, attribute = str(node.target).rpartition(".")
+            value = getattr(model.get_submodule(owner), attribute)
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                raise CaptureError("its code computes with parameters that a trace would freeze")
+    return graph
+
+
+def captured_by_export(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    """The graph by running the code on tensors without values."""
+    state = random.getstate()
+    with warnings.catch_warnings(), _silence():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(model, (example,), strict=False)
+    if random.getstate() != state:
+        raise CaptureError("its code draws random numbers that a trace would freeze")
+    return exported
+
+
+def check_replay(truth: object, replayed: object) -> None:
+    """Refuse a graph whose output on the example is not the network's."""
+    left, right = pytree.tree_leaves(truth), pytree.tree_leaves(replayed)
+    pairs = list(zip(left, right, strict=False))
+    same = len(left) == len(right) and all(
+        _close(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one is other
+        for one, other in pairs
+    )
+    if not same:
+        raise CaptureError("its trace computes something else than the network")
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    scale = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+
+
+_SHAPE_QUESTIONS = frozenset(
+    "size dim numel getattr shape ndim is_floating_point sym_size stride _assert_tensor_metadata".split()
+)
+# These read a tensor's shape and type, not its values.
+_SHAPE_ONLY = frozenset(
+    "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
+)
+_UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
+
+NORM_KINDS: dict[type[nn.Module], str] = {
+    nn.BatchNorm1d: "batch",
+    nn.BatchNorm2d: "batch",
+    nn.BatchNorm3d: "batch",
+    nn.GroupNorm: "group",
+    nn.LayerNorm: "layer",
+    nn.InstanceNorm1d: "instance",
+    nn.InstanceNorm2d: "instance",
+    nn.InstanceNorm3d: "instance",
+}
+
+_SAME_NAME: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Dropout: "dropout",
+    nn.Dropout1d: "dropout",
+    nn.Dropout2d: "dropout",
+    nn.Dropout3d: "dropout",
+    nn.Identity: "identity",
+    nn.Upsample: "upsample",
+    nn.UpsamplingNearest2d: "upsample",
+    nn.UpsamplingBilinear2d: "upsample",
+    **{
+        getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d"
+        for kind, name in (
+            ("Max", "max"),
+            ("Avg", "avg"),
+            ("AdaptiveMax", "adaptive_max"),
+            ("AdaptiveAvg", "adaptive_avg"),
+        )
+        for dims in (1, 2, 3)
+    },
+}
+_MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
+_ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
+_OTHER_PADS = {
+    getattr(nn, f"{kind}Pad{dims}d"): mode
+    for kind, mode in (("Reflection", "reflect"), ("Replication", "replicate"), ("Circular", "circular"))
+    for dims in (1, 2, 3)
+}
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def operation_name(target: object) -> str | None:
+    """The plain name of a function, method or ATen operator of torch; None for anything foreign."""
+    if isinstance(target, str):
+        name = target
+    elif isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if namespace != "aten":
+            return None
+    else:
+        name = getattr(target, "__name__", "")
+        if target is getattr:
+            return "getattr"
+        homes = (torch, F, operator, torch.Tensor)
+        if not any(getattr(home, name, None) is target for home in homes):
+            return None
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def _in_place(target: object) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.endswith("_")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
+def _is_leaf(value: object) -> bool:
+    return isinstance(value, (Edge, ParameterRef))
+
+
+def values(tree: Any) -> Any:
+    """The example values in a tree of arguments."""
+    return pytree.tree_map(lambda one: one.value if _is_leaf(one) else one, tree, is_leaf=_is_leaf)
+
+
+def leaves(tree: object, kind: type[Any]) -> list[Any]:
+    """Every leaf of one kind in a tree of arguments."""
+    return [one for one in pytree.tree_leaves(tree, is_leaf=_is_leaf) if isinstance(one, kind)]
+
+
+class Walker:
+    """Runs every node on an example batch and asks the rules what happens to the scales."""
+
+    def __init__(self, model: nn.Module, tracing: Tracing) -> None:
+        self.model = model
+        self.tracing = tracing
+
+    def reference(self, owner: nn.Module, attribute: str) -> ParameterRef | Edge | None:
+        """A module's parameter or buffer as an operand; None for anything else."""
+        value = getattr(owner, attribute, None)
+        if isinstance(value, nn.Parameter):
+            return ParameterRef(self.tracing.names[id(value)], value.detach())
+        return self.tracing.constant(value, fixed=True) if isinstance(value, Tensor) else None
+
+    def function(self, target: Any, args: Any, kwargs: Any, *, method: bool = False) -> Any:
+        """Evaluate a call and the ids of its result."""
+        given, named = values(args), values(kwargs)
+        out = getattr(given[0], str(target))(*given[1:], **named) if method else target(*given, **named)
+        name = operation_name(target)
+        edges, parameters = leaves((args, kwargs), Edge), leaves((args, kwargs), ParameterRef)
+        label = name or str(getattr(target, "__name__", target))
+        if isinstance(target, CustomFunction):
+            self.tracing.opaque.append(label)
+        if not leaves(out, Tensor):
+            if (edges or parameters) and name not in _SHAPE_QUESTIONS:
+                self._pin(edges, parameters, label, "its result leaves the network's arithmetic")
+            return out
+        if name in _SHAPE_ONLY or not (edges or parameters):
+            return pytree.tree_map_only(Tensor, self.tracing.constant, out)
+        if name == "getitem" and isinstance(args[0], (tuple, list)):
+            return args[0][args[1]]
+
+        def ids() -> Any:
+            if name is None:
+                raise NoRuleError("there is no rule for it")
+            made = self._function_ids(name, target, args, kwargs, out, method=method)
+            if _in_place(target) and not self._same(made, args[0]):
+                raise NoRuleError("it changes an activation's scale in place")
+            return made
+
+        return self._judge(ids, edges, parameters, label, out)
+
+    def _judge(
+        self,
+        rule: Callable[[], Any],
+        edges: list[Edge],
+        parameters: list[ParameterRef],
+        label: str,
+        out: Any,
+    ) -> Any:
+        """Apply a rule; where it does not fit, pin. Freedom that the rule took away is written down."""
+        tracing, lost, pins = self.tracing, self.tracing.classes.lost, len(self.tracing.pins)
+        try:
+            ids = rule()
+            if not all(pytree.tree_leaves(pytree.tree_map(_fits, out, ids))):
+                raise NoRuleError("its result is not laid out as expected")
+        except NoRuleError as reason:
+            return self._pin_all(edges, parameters, label, str(reason), out)
+        except _UNFIT:
+            return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
+        if tracing.classes.lost > lost and len(tracing.pins) == pins:
+            tracing.pins.append(Pin(label, tracing.inside or tracing.where, "it ties channels to others of scale 1"))
+        return pytree.tree_map(Edge, out, ids)
+
+    def _function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
+        if name in REARRANGEMENTS:
+            moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
+            return rearrangement(self.tracing, out, moved, args, kwargs, name=name)
+        if name in _NORM_POSITIONS:
+            return self._functional_norm(name, target, args, kwargs, out)
+        if name in RULES:
+            return RULES[name](self.tracing, out, *args, **kwargs)
+        raise NoRuleError("there is no rule for it")
+
+    def _same(self, ids: Any, first: object) -> bool:
+        if not isinstance(first, Edge) or not isinstance(ids, Tensor):
+            return False
+        left, right = broadcast(self.tracing.classes.find(ids), self.tracing.classes.find(first.ids))
+        return bool((left == right).all())
+
+    def _pin(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str) -> None:
+        self.tracing.pin(edges, name, reason)
+        for parameter in parameters:
+            self.tracing.pin_parameter(parameter, name, reason)
+
+    def _pin_all(self, edges: list[Edge], parameters: list[ParameterRef], name: str, reason: str, out: Any) -> Any:
+        self._pin(edges, parameters, name, reason)
+        return pytree.tree_map_only(Tensor, self.tracing.constant, out)
+
+    def module(self, path: str, args: Any, kwargs: Any) -> Any:
+        """A leaf module: the same rules, with the module's own parameters and settings."""
+        module = self.model.get_submodule(path)
+        out = module(*values(args), **values(kwargs))
+        parameters = [ParameterRef(self.tracing.names[id(one)], one.detach()) for one in module.parameters()]
+        return self._judge(
+            lambda: self._module_ids(module, path, args, kwargs, out),
+            leaves((args, kwargs), Edge),
+            parameters,
+            type(module).__name__,
+            out,
+        )
+
+    def _module_ids(self, module: nn.Module, path: str, args: Any, kwargs: Any, out: Any) -> Any:
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise NoRuleError("it has hooks, which may do anything")
+        if kwargs or len(args) != 1:
+            raise NoRuleError("it is called with further arguments")
+        kind, tracing, first = type(module), self.tracing, args[0]
+        weight, bias = self.reference(module, "weight"), self.reference(module, "bias")
+        if kind is nn.Linear:
+            return RULES["linear"](tracing, out, first, weight, bias)
+        if kind in _CONVOLUTIONS:
+            assert isinstance(module, _CONVOLUTIONS)
+            return RULES["conv2d"](tracing, out, first, weight, bias, groups=module.groups)
+        if kind in _TRANSPOSED:
+            assert isinstance(module, _TRANSPOSED)
+            return RULES["conv_transpose2d"](tracing, out, first, weight, bias, groups=module.groups)
+        if isinstance(module, nn.Embedding) and kind is nn.Embedding:
+            return RULES["embedding"](tracing, out, first, weight, max_norm=module.max_norm)
+        if kind is nn.PReLU:
+            return RULES["prelu"](tracing, out, first, weight)
+        if kind in NORM_KINDS:
+            return self._norm(module, path, out, first)
+        if kind in _SAME_NAME:
+            return RULES[_SAME_NAME[kind]](tracing, out, first)
+        if kind in _MOVES:
+            return rearrangement(tracing, out, module, args, {})
+        if isinstance(module, _ZERO_PADS):
+            return RULES["pad"](tracing, out, first, module.padding)
+        if kind in _OTHER_PADS:
+            return RULES["pad"](tracing, out, first, module.padding, mode=_OTHER_PADS[kind])
+        raise NoRuleError("there is no rule for it")
+
+    def _norm(self, module: nn.Module, path: str, out: Tensor, first: object) -> Any:
+        kind = NORM_KINDS[type(module)]
+        if kind == "instance" and getattr(module, "track_running_stats", False):
+            raise NoRuleError("an instance norm with running statistics changes meaning in evaluation")
+        groups = module.num_groups if isinstance(module, nn.GroupNorm) else 1
+        return normalisation(
+            self.tracing,
+            out,
+            first,
+            name=self.tracing.norms[path],
+            kind=kind,
+            groups=groups,
+            weight=self.reference(module, "weight"),
+            bias=self.reference(module, "bias"),
+        )
+
+    def _functional_norm(self, name: str, target: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """A normalisation outside its module has a fixed ε, so that its in edge is pinned."""
+        kind = name.removesuffix("_norm")
+        exported = isinstance(target, torch._ops.OpOverload)
+        inside = self.tracing.inside
+        if exported and inside in self.tracing.norms:
+            module = self.model.get_submodule(inside)
+            if NORM_KINDS[type(module)] == kind:
+                return self._norm(module, inside, out, args[0])
+        first = args[0] if args else kwargs["input"]
+        position = _NORM_POSITIONS[name][exported]
+        weight, bias = (
+            kwargs.get(which, args[place] if len(args) > place else None)
+            for which, place in (("weight", position), ("bias", position + 1))
+        )
+        self.tracing.pin([first], name, "a functional normalisation has a fixed ε")
+        return affine(self.tracing, out, weight, bias, kind=kind)
+
+
+# Where F.* and ATen put the affine weight; the bias follows it.
+_NORM_POSITIONS = {"batch_norm": (3, 1), "instance_norm": (3, 1), "group_norm": (2, 2), "layer_norm": (2, 2)}
+
+
+def _fits(value: object, ids: object) -> bool:
+    """Whether ids have the value's rank and broadcast to its shape."""
+    if not isinstance(value, Tensor) or not isinstance(ids, Tensor):
+        return value is ids
+    return ids.dim() == value.dim() and all(i in (1, v) for i, v in zip(ids.shape, value.shape, strict=True))
+
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def walk(model: nn.Module, example: Tensor) -> Tracing:
+    """Trace a network on an example batch; the result holds every class, use and pin.
+
+    The network is traced in its own mode, training or evaluation, because its code may ask for it.
+    """
+    device = example.device
+    sample = example if len(example) > 1 else example.repeat_interleave(2, 0)  # batch norms need two
+    with torch.no_grad(), own_randomness(device), custom_functions_seen() as functions:
+        try:
+            truth = seeded(lambda: copy.deepcopy(model)(sample.clone()), device)
+        except Exception as reason:
+            raise TraceError(
+                f"The model cannot be run on a batch of shape {tuple(sample.shape)}: {_first_line(reason)}. "
+                "FedVeil trains models that take one input tensor, the batch."
+            ) from reason
+        present = sorted(set(functions))
+        try:
+            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone()), device)
+            check_replay(truth, output)
+        except Exception as fx_reason:  # fx raises whatever the traced code raises on proxies
+            try:
+                tracing, output = seeded(lambda: _walk_exported(copy.deepcopy(model), sample.clone()), device)
+                check_replay(truth, output)
+            except Exception as reason:  # export raises many kinds of errors; each means the same to a user
+                raise TraceError(
+                    f"The model can be traced neither by torch.fx ({_first_line(fx_reason)}) nor by torch.export "
+                    f"({_first_line(reason)}). Remove control flow that depends on values, "
+                    "or train it with --scheme fedavg, which needs no trace."
+                ) from reason
+            for name in present:  # export looked into them and saw only their forward pass
+                tracing.opaque.append(name)
+                tracing.pin_everything(name, "a custom autograd function in a model that torch.fx cannot trace")
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            tracing.opaque.append(f"the backward hook of {path or 'the model'}")
+            tracing.pin_everything(type(module).__name__, "it has backward hooks, which may do anything")
+    return tracing
+
+
+def _new_tracing(twin: nn.Module) -> Tracing:
+    return Tracing({id(parameter): name for name, parameter in twin.named_parameters()}, norm_paths(twin))
+
+
+def norm_paths(model: nn.Module) -> dict[str, str]:
+    """Every path of every normalisation layer that can take a vector ε → the layer's first path.
+
+    Layers inside one of torch's own (a transformer layer) belong to it: it reads their ε itself.
+    """
+    paths: dict[str, str] = {}
+    first_path: dict[int, str] = {}
+    owned: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
+            owned |= {id(part) for part in module.modules() if part is not module}
+        if type(module) in NORM_KINDS:
+            paths[path] = first_path.setdefault(id(module), path)
+    return {path: first for path, first in paths.items() if id(model.get_submodule(path)) not in owned}
+
+
+def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+    graph = captured_by_fx(twin)
+    tracing = _new_tracing(twin)
+    walker = Walker(twin, tracing)
+    environment: dict[fx.Node, Any] = {}
+    inputs: Iterator[Tensor] = iter((example,))
+    for node in graph.nodes:
+        tracing.where = node.name
+        tracing.inside = str(node.target) if node.op == "call_module" else ""
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
+        if node.op == "placeholder":
+            value = next(inputs, None)
+            environment[node] = tracing.constant(value) if value is not None else node.args[0]
+        elif node.op == "get_attr":
+            environment[node] = _attribute(walker, str(node.target))
+        elif node.op == "call_module":
+            environment[node] = walker.module(str(node.target), args, kwargs)
+        elif node.op == "call_method":
+            environment[node] = walker.function(node.target, args, kwargs, method=True)
+        elif node.op == "call_function":
+            environment[node] = walker.function(node.target, args, kwargs)
+        elif node.op == "output":
+            _finish(tracing, node, args)
+            return tracing, values(args[0])
+    raise CaptureError("it has no output")
+
+
+def _attribute(walker: Walker, target: str) -> Any:
+    path, _, attribute = target.rpartition(".")
+    owner = walker.model.get_submodule(path)
+    found = walker.reference(owner, attribute)
+    # fx keeps what eager code computed under a name of its own: that may differ next time.
+    if isinstance(found, Edge) and attribute.startswith("_tensor_constant"):
+        return walker.tracing.constant(found.value)
+    return getattr(owner, attribute) if found is None else found
+
+
+def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
+    for edge in leaves(args, Edge):
+        tracing.classes.pin(edge.ids)
+    produced = node.args[0]
+    if isinstance(produced, (tuple, list)) and len(produced) == 1:
+        produced = produced[0]
+    # Another reader might be an in-place operation, and the output no longer the layer's.
+    if isinstance(produced, fx.Node) and len(produced.users) == 1:
+        tracing.produced = produced.name
+
+
+def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+    exported = captured_by_export(twin, example)
+    tracing = _new_tracing(twin)
+    walker = Walker(twin, tracing)
+    signature = exported.graph_signature
+    environment: dict[fx.Node, Any] = {}
+    for node in exported.graph.nodes:
+        tracing.where = node.name
+        stack = node.meta.get("nn_module_stack") or {"": ("", "")}
+        tracing.inside = list(stack.values())[-1][0]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
+        if node.op == "placeholder":
+            if name := signature.inputs_to_parameters.get(node.name):
+                parameter = twin.get_parameter(name)
+                environment[node] = ParameterRef(tracing.names[id(parameter)], parameter.detach())
+            elif name := signature.inputs_to_buffers.get(node.name):
+                environment[node] = tracing.constant(twin.get_buffer(name), fixed=True)
+            elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
+                value = exported.constants[name]
+                assert isinstance(value, Tensor)
+                environment[node] = tracing.constant(value, fixed=True)
+            else:
+                environment[node] = tracing.constant(example)
+        elif node.op == "call_function":
+            environment[node] = walker.function(node.target, args, kwargs)
+        elif node.op == "get_attr":
+            environment[node] = getattr(exported.graph_module, str(node.target))
+        elif node.op == "output":
+            _finish(tracing, node, args)
+            return tracing, values(args[0])
+    raise CaptureError("it has no output")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:160]}"

@@ -1,0 +1,144 @@
+"""The local engine: every client in this process, many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedveil.client_held.client import HolderRole
+from fedveil.engine.driver import Engine, folded
+from fedveil.errors import ConfigError, DataError, FedVeilError
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import size
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.phases import Ask, Gathered, Heard
+from fedveil.roles.client import Answer, ClientRole
+from fedveil.work.messages import ClientData
+
+_AT_ONCE = 512
+
+
+@dataclass(frozen=True, eq=False)
+class ClientPool:
+    """Every client's data: rows of shared tensors, or tensors of their own; or, on other machines, only how many
+    clients there are (`elsewhere`)."""
+
+    clients: tuple[ClientData, ...]
+    elsewhere: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.clients and self.elsewhere < 1:
+            raise ConfigError("There are no clients: give at least one.")
+        for data in self.clients:
+            if len(data) == 0:
+                raise DataError(
+                    f"Client {data.client} has no samples. Give it data, leave it out, or use fewer clients."
+                )
+
+    @staticmethod
+    def shared(x: Tensor, y: Tensor, parts: Sequence[Tensor]) -> ClientPool:
+        """Clients that share one data set, each with its own rows."""
+        return ClientPool(tuple(ClientData(k, x, y, rows.to(x.device)) for k, rows in enumerate(parts)))
+
+    @staticmethod
+    def separate(pairs: Sequence[tuple[Tensor, Tensor]]) -> ClientPool:
+        """Clients with tensors of their own; refuses NaN and infinity, naming client and sample."""
+        for number, (x, y) in enumerate(pairs):
+            if len(x) != len(y):
+                raise DataError(f"Client {number} has {len(x)} inputs but {len(y)} targets.")
+            for what, tensor in (("input", x), ("target", y)):
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    bad = int(
+                        (~torch.isfinite(tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None]))
+                        .any(1)
+                        .nonzero()[0]
+                    )
+                    raise DataError(
+                        f"Client {number}, sample {bad}: the {what} holds NaN or infinity. Clean it before training."
+                    )
+        return ClientPool(tuple(ClientData(k, x, y) for k, (x, y) in enumerate(pairs)))
+
+    def __len__(self) -> int:
+        return len(self.clients) or self.elsewhere
+
+
+Absent = Callable[[Request, int], bool]
+Listen = Callable[[Heard], None]
+
+
+class LocalEngine(Engine):
+    """Drives a server's run against clients in this process.
+
+    `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
+    `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes.
+    """
+
+    def __init__(
+        self,
+        role: ClientRole | HolderRole,
+        pool: ClientPool,
+        *,
+        reorder: Callable[[list[Reply]], list[Reply]] | None = None,
+        absent: Absent | None = None,
+        spent: Mapping[int, float] | None = None,
+        listen: Listen | None = None,
+    ) -> None:
+        self._role = role
+        self._pool = pool
+        before = {} if spent is None else spent
+        self._states = {
+            data.client: ClientState(data.client, spent=before.get(data.client, 0.0)) for data in pool.clients
+        }
+        self._reorder = reorder
+        self._absent = absent
+        self._listen = listen
+
+    def state_of(self, client: int) -> ClientState:
+        """What a client remembers now."""
+        return self._states[client]
+
+    def gather(self, ask: Ask) -> Gathered:
+        """One phase with the clients that are present."""
+        arrived: list[int] = []
+        refused: dict[int, str] = {}
+        up = 0
+        down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
+        if self._listen is not None:
+            self._listen(Heard("request", ask.common, ask.common, to=ask.to))
+            for client, private in ask.each.items():
+                self._listen(Heard("private", ask.common, private, to=(client,), client=client))
+        present = [one for one in ask.to if self._absent is None or not self._absent(ask.common, one)]
+        for start in range(0, len(present), _AT_ONCE):
+            for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
+                self._states[state.client] = state
+                if isinstance(reply, FedVeilError):
+                    refused[state.client] = str(reply)
+                    continue
+                up += size(reply)
+                if self._listen is not None:
+                    self._listen(Heard("reply", ask.common, reply, client=reply.client, state=state))
+                if why := folded(ask.into, reply, state.client):
+                    refused[state.client] = why
+                else:
+                    arrived.append(state.client)
+        answered = {*arrived, *refused}
+        missing = tuple(client for client in ask.to if client not in answered)
+        return Gathered(tuple(arrived), refused, missing, down, up)
+
+    def _replies(self, ask: Ask, part: Sequence[int]) -> Iterator[tuple[ClientState, Answer]]:
+        replies = self._role.handle_many(
+            [self._states[client] for client in part],
+            ask.common,
+            [self._pool.clients[client] for client in part],
+            ask.each,
+        )
+        if self._reorder is None:
+            return replies
+        listed = list(replies)
+        states = {state.client: state for state, _ in listed}
+        failed = [(state, one) for state, one in listed if isinstance(one, FedVeilError)]
+        shuffled = self._reorder([one for _, one in listed if not isinstance(one, FedVeilError)])
+        return iter([*failed, *((states[one.client], one) for one in shuffled)])

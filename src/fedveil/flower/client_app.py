@@ -1,0 +1,62 @@
+"""The client app on Flower: a thin process per message that hands it to the machine's worker; no torch, no data."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+
+from fedveil.flower import refusals
+from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
+from fedveil.flower.worker_client import CourierError, hand_over
+
+HOME = "fedveil-home"
+
+_LOG = logging.getLogger(__name__)
+
+
+class Deliver(Protocol):
+    """Gets a parcel to whoever deals with it, and the reply back; see `courier.hand_over`."""
+
+    def __call__(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
+        """The reply."""
+        ...
+
+
+def answer(message: Message, context: Context, *, deliver: Deliver = hand_over) -> Message:
+    """A reply to any message: an answer, or the code of a refusal. Nothing else leaves, whatever goes wrong."""
+    try:
+        content = _answered(message, context, deliver)
+    except CourierError as reason:
+        content = _refused(reason.code)
+    except Exception:
+        # Flower would send the exception's text to the server: it ends here, and its type alone is logged.
+        _LOG.error("a message could not be handed over (%s)", _kind_of_failure())
+        content = _refused(refusals.INTERNAL)
+    return Message(content, reply_to=message)
+
+
+def _answered(message: Message, context: Context, deliver: Deliver) -> RecordDict:
+    home = context.node_config.get(HOME)
+    if not isinstance(home, str) or not home:
+        return _refused(refusals.HOMELESS)
+    header = message.content.config_records[HEADER]
+    parts = {name: out_of_array(one) for name, one in message.content.array_records[PARTS].items()}
+    facts = {"setup": header["setup"], "message": message.metadata.message_id}
+    reply = deliver(Path(home), pack(facts, parts), timeout=float(header["patience"]))  # type: ignore[arg-type]
+    said, answers = unpack(reply)
+    if said["code"]:
+        return _refused(str(said["code"]))
+    return RecordDict({HEADER: ConfigRecord({"code": ""}), PARTS: ArrayRecord({"reply": in_array(answers["reply"])})})
+
+
+def _refused(code: str) -> RecordDict:
+    return RecordDict({HEADER: ConfigRecord({"code": code})})
+
+
+def _kind_of_failure() -> str:
+    kind = sys.exc_info()[0]
+    return "unknown" if kind is None else kind.__name__

@@ -1,0 +1,579 @@
+"""A cluster's folder: where everything of it lies, and what is remembered from one start to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.flower.certificates import Certificates, create_certificates, create_node_key, write_new
+from fedveil.flower.commands import (
+    FlowerError,
+    connection,
+    environment,
+    flwr,
+    program,
+    require_flower,
+    superexec_command,
+    superlink_command,
+    supernode_command,
+)
+from fedveil.flower.home import CLIENT_FILE, create_home
+from fedveil.flower.network import Network, entering
+
+HOST = "127.0.0.1"
+CONNECTION = "fedveil"
+"""What the cluster is called in its own Flower configuration."""
+
+
+@dataclass
+class Remembered:
+    """What a cluster keeps for its next start."""
+
+    port: int
+    nodes: int
+    tls: bool
+    registered: list[int] = field(default_factory=list)
+    network: int | None = None
+    """The process that holds the cluster's own network; None: it is in the machine's."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The files of the cluster in `folder`, an absolute path."""
+
+    folder: Path
+
+    @staticmethod
+    def of(folder: str | Path) -> Places:
+        """The places in this folder, which need not exist."""
+        return Places(Path(folder).expanduser().resolve())
+
+    @property
+    def flwr_home(self) -> Path:
+        """Flower's configuration, for whoever submits runs."""
+        return self.folder / "flwr"
+
+    @property
+    def database(self) -> Path:
+        """The SuperLink's state."""
+        return self.folder / "superlink.db"
+
+    @property
+    def secret(self) -> Path:
+        """What the SuperExec proves itself with."""
+        return self.folder / "superexec.secret"
+
+    @property
+    def certificates(self) -> Certificates:
+        """The SuperLink's certificates, under TLS."""
+        return Certificates(self.folder / "certificates")
+
+    def key(self, node: int) -> Path:
+        """A node's private key, under TLS."""
+        return self.folder / "keys" / f"node-{node}"
+
+    def home(self, node: int) -> Path:
+        """A client's home."""
+        return self.folder / "homes" / f"client-{node}"
+
+    def log(self, name: str) -> Path:
+        """A process's log."""
+        return self.folder / "logs" / f"{name}.log"
+
+    def remembered(self) -> Remembered | None:
+        """What the last start left, if there was one."""
+        path = self.folder / "cluster.json"
+        try:
+            return Remembered(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as reason:
+            raise CheckpointError(f"{path} is damaged ({reason}): give another folder, or remove this one.") from reason
+
+    def remember(self, what: Remembered) -> None:
+        """Keep it for the next start."""
+        path = self.folder / "cluster.json"
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(asdict(what)) + "\n", encoding="utf-8")
+        scratch.replace(path)
+
+    def environment(self) -> dict[str, str]:
+        """The environment in which `flwr` knows this cluster."""
+        known = self.remembered()
+        return environment(self.flwr_home, network=None if known is None else known.network)
+
+    def require_up(self, *, clients: int) -> None:
+        """Refuse to go on unless a cluster answers here and has one node per client."""
+        known = self.remembered()
+        if known is None or not self.answers(known):
+            raise ConfigError(
+                f"No cluster is up in {self.folder}. Start one with `fedveil flower up` in another terminal, name its "
+                "folder with --folder, or a SuperLink elsewhere with --superlink."
+            )
+        if known.nodes != clients:
+            raise ConfigError(
+                f"The run has {clients} clients, but the cluster in {self.folder} has {known.nodes} nodes: give "
+                f"--clients {known.nodes}, or start the cluster with --nodes {clients}."
+            )
+
+    def answers(self, cluster: Remembered) -> bool:
+        """Whether this cluster's SuperLink answers."""
+        address, ca = f"{HOST}:{cluster.port}", self.certificates.ca if cluster.tls else None
+        if cluster.network is None:
+            return healthy(address, ca=ca)
+        # Asked by a process of its own, as this one is outside and may have threads, which cannot enter.
+        env = environment(network=cluster.network)
+        asking = [*entering(env), sys.executable, "-P", "-m", __name__, address, *([] if ca is None else [str(ca)])]
+        return subprocess.run(asking, env=env, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold the folder, closed to other users: a second cluster in it is refused, and another user's folder."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = self.folder.stat()
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"{self.folder} belongs to another user (number {found.st_uid}): give another folder.")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            self.folder.chmod(0o700)
+        handle = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"A cluster is up in {self.folder} already: end it, or give another folder."
+                ) from None
+            yield
+        finally:
+            os.close(handle)
+
+
+def healthy(address: str, *, ca: Path | None) -> bool:
+    """Whether a SuperLink answers at this address."""
+    context = None if ca is None else ssl.create_default_context(cafile=str(ca))
+    # No proxy of the environment's stands between this machine and itself.
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if context is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    url = f"{'http' if ca is None else 'https'}://{address}/health"
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    sys.exit(0 if healthy(given[0], ca=Path(given[1]) if given[1:] else None) else 1)
+
+
+_FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
+_SETTLED_AFTER = 60.0
+_TAIL_LINES, _TAIL_BYTES = 15, 20_000
+_MOST_PATIENCE = 30.0
+
+
+class Leashed:
+    """A command of Flower's that ends when this process ends, and takes everything it started along."""
+
+    def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int) -> None:
+        """`held` is the end of a pipe that the leash keeps open as long as it lives."""
+        self.name, self.log, self._env, self._held = name, log, dict(env), held
+        self._process: subprocess.Popen[bytes] | None = None
+        self._wanted = False
+        self._log_start = 0
+        self._started = self._next_start = 0.0
+        self._delay = 0.0
+
+    def start(self, command: Sequence[str]) -> None:
+        """Start it, once what ran before is gone; its output is appended to the log."""
+        self.wait()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._log_start = log.tell()
+            leash = [sys.executable, "-P", "-m", "fedveil.flower.supervisor"]
+            self._process = subprocess.Popen(
+                [*entering(self._env), *leash, program(command[0]), *command[1:]],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._env,
+                start_new_session=True,
+                pass_fds=(self._held,),
+            )
+        self._started, self._wanted = time.monotonic(), True
+
+    @property
+    def pid(self) -> int | None:
+        """The leash's process id, if it runs."""
+        return self._process.pid if self._process is not None and self.alive else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def due(self) -> bool:
+        """Whether it ended unasked and should be started again now; the wait doubles as long as it keeps ending."""
+        if self.alive or not self._wanted:
+            return False
+        now = time.monotonic()
+        if self._next_start < self._started:
+            settled = now - self._started > _SETTLED_AFTER
+            self._delay = _FIRST_DELAY if settled else min(max(2 * self._delay, _FIRST_DELAY), _LONGEST_DELAY)
+            self._next_start = now + self._delay
+        return now >= self._next_start
+
+    def said(self) -> str:
+        """What it has written since it was last started."""
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode(errors="replace")
+        return ""
+
+    def tail(self) -> str:
+        """The last lines of that, for an error message."""
+        return "\n".join(self.said()[-_TAIL_BYTES:].strip().splitlines()[-_TAIL_LINES:])
+
+    def failed(self, what: str) -> FlowerError:
+        """An error that shows what it said last."""
+        return FlowerError(f"{self.name} {what}. The end of {self.log}:\n{self.tail() or '(nothing)'}")
+
+    def ask_to_end(self) -> None:
+        """SIGTERM, without waiting."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it as a power cut would (its client's worker apart), and wait."""
+        self._signal(signal.SIGUSR1)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until it and all it started are gone."""
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_MOST_PATIENCE)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        self._wanted = False
+        if self._process is not None and self.alive:
+            self._process.send_signal(number)
+
+
+class Janitor:
+    """Ends the workers of these homes when the cluster is gone, however that came about."""
+
+    def __init__(self, homes: Sequence[Path], *, log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        waiting, self.held = os.pipe()
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fedveil.flower.janitor", *map(str, homes)],
+                stdin=waiting,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        os.close(waiting)
+
+    def finish(self) -> None:
+        """Let it end the workers now, and wait until it has."""
+        with contextlib.suppress(OSError):
+            os.close(self.held)
+        if self._process.wait() != 0:
+            raise FlowerError(f"A client's worker would not end: see {self.log}.")
+
+
+def free_port() -> int:
+    """A port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on this port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+Say = Callable[[str], None]
+
+_BETWEEN_LOOKS = 0.25
+_BEFORE_ANOTHER_TRY = 3.0
+_SECRET_BYTES = 32
+# In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
+_OWN_PORT, _OWN_NODE_PORTS = 8000, 20_000
+
+
+class Cluster:
+    """A SuperLink, its SuperExec and `nodes` SuperNodes, with everything they need in one folder.
+
+    What the folder holds is used again by the next start: certificates, keys, homes, the SuperLink's database.
+    Unless it is `shared`, all of it runs in a network of its own: whoever reaches a SuperLink may submit runs, and with
+    them runs code as whoever started it.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        nodes: int = 3,
+        tls: bool = False,
+        port: int = 0,
+        data: str | Path | None = None,
+        keys: str | Path | None = None,
+        shared: bool = False,
+        deadline: float = 120.0,
+        say: Say = lambda text: None,
+    ) -> None:
+        """`data` and `keys` (a folder made by `fedveil keys`) go into client homes that do not exist yet."""
+        if nodes < 1:
+            raise ConfigError(f"A cluster needs at least one node (got {nodes}).")
+        self.places = Places.of(folder)
+        self.nodes, self.tls, self.shared = nodes, tls, shared
+        self._port, self._data, self._keys = port, data, keys
+        self._deadline, self._say = deadline, say
+        self._open = contextlib.ExitStack()
+        self._processes: dict[str, Leashed] = {}
+
+    def __enter__(self) -> Cluster:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """Where the SuperLink listens."""
+        return f"{HOST}:{self._remembered.port}"
+
+    @property
+    def processes(self) -> Sequence[Leashed]:
+        """Every process, in the order of their start."""
+        return list(self._processes.values())
+
+    def start(self) -> None:
+        """Start everything and wait until all nodes are online; a failure leaves nothing running."""
+        require_flower()
+        try:
+            self._open.enter_context(self.places.taken())
+            network = None
+            if not self.shared:
+                network = Network()
+                self._open.callback(network.close)
+            self._prepare(None if network is None else network.pid)
+            janitor = Janitor([self.places.home(node) for node in range(self.nodes)], log=self.places.log("janitor"))
+            self._open.callback(janitor.finish)
+            self._open.callback(self._end_all)
+            for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
+                env = environment(self.places.flwr_home / name, network=self._remembered.network)
+                self._processes[name] = Leashed(name, log=self.places.log(name), env=env, held=janitor.held)
+            self._say("starting the SuperLink")
+            self._start("superlink")
+            self._await_superlink()
+            self._start("superexec")
+            if self.tls:
+                self._register()
+            self._say(f"starting {self.nodes} SuperNodes")
+            for node in range(self.nodes):
+                self._start(_node(node))
+            self._await_nodes(range(self.nodes))
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything, the clients' workers included; what the folder holds stays."""
+        self._open.close()
+
+    def restart_superlink(self) -> None:
+        """Kill the SuperLink as a power cut would, start it again, and wait until it answers."""
+        self._processes["superlink"].kill()
+        self._start("superlink")
+        self._await_superlink()
+
+    def kill_node(self, node: int) -> None:
+        """Kill a SuperNode as a power cut would; its client's worker lives on."""
+        self._processes[_node(node)].kill()
+
+    def start_node(self, node: int) -> None:
+        """Start a SuperNode again and wait until it is online.
+
+        One that was killed under TLS is refused until the SuperLink has missed two of its heartbeats, about a minute:
+        it is started again until it is let in.
+        """
+        if not self._processes[_node(node)].alive:
+            self._start(_node(node))
+        self._await_nodes([node], patiently=True)
+
+    def watch(self, until: threading.Event) -> None:
+        """Start again whatever ends by itself, with longer and longer waits, until the event is set."""
+        while not until.wait(_BETWEEN_LOOKS):
+            for process in self.processes:
+                if process.due:
+                    self._say(f"{process.name} has ended: starting it again (see {process.log})")
+                    self._start(process.name)
+
+    def _prepare(self, network: int | None) -> None:
+        places = self.places
+        before = places.remembered()
+        if before is not None and before.tls != self.tls:
+            raise ConfigError(
+                f"The cluster in {places.folder} was made {'with' if before.tls else 'without'} TLS, and its nodes are "
+                f"known that way. Start it {'with' if before.tls else 'without'} --tls, or give another folder."
+            )
+        free = is_free if self.shared else lambda port: True
+        found = before.port if before is not None and free(before.port) else 0
+        port = self._port or found or (free_port() if self.shared else _OWN_PORT)
+        if not free(port):
+            raise ConfigError(f"Port {port} is taken: give another one, or none for a free one.")
+        # A database that is gone has forgotten its nodes.
+        registered = before.registered if before is not None and places.database.exists() else []
+        self._remembered = Remembered(port=port, nodes=self.nodes, tls=self.tls, registered=registered, network=network)
+        places.remember(self._remembered)
+        if not places.secret.exists():
+            write_new(places.secret, secrets.token_bytes(_SECRET_BYTES), private=True)
+        if self.tls:
+            if not places.certificates.server.exists():
+                create_certificates(places.certificates.folder, hosts=[HOST, "localhost"])
+            for node in range(self.nodes):
+                if not places.key(node).exists():
+                    create_node_key(places.key(node))
+        keys = None if self._keys is None else Path(self._keys)
+        for node in range(self.nodes):
+            if not (places.home(node) / CLIENT_FILE).exists():
+                create_home(
+                    places.home(node),
+                    client=node,
+                    data=self._data,
+                    roster=keys and keys / "roster.toml",
+                    identity=keys and keys / f"client-{node}.key",
+                    simulation=True,
+                )
+        places.flwr_home.mkdir(exist_ok=True)
+        known = connection(CONNECTION, address=self.address, ca=places.certificates.ca if self.tls else None)
+        (places.flwr_home / "config.toml").write_text(known, encoding="utf-8")
+
+    def _start(self, name: str) -> None:
+        places = self.places
+        certificates = places.certificates if self.tls else None
+        if name == "superlink":
+            command = superlink_command(
+                host=HOST,
+                port=self._remembered.port,
+                database=places.database,
+                secret=places.secret,
+                certificates=certificates,
+            )
+        elif name == "superexec":
+            command = superexec_command(address=self.address, secret=places.secret, certificates=certificates)
+        else:
+            node = int(name.removeprefix(_node("")))
+            command = supernode_command(
+                address=self.address,
+                home=places.home(node),
+                port=free_port() if self.shared else self._own_port(node),
+                key=places.key(node) if self.tls else None,
+                certificates=certificates,
+            )
+        self._processes[name].start(command)
+
+    def _own_port(self, node: int) -> int:
+        port = _OWN_NODE_PORTS + node
+        return port if port < self._remembered.port else port + 1
+
+    def _await_superlink(self) -> None:
+        superlink = self._processes["superlink"]
+        deadline = time.monotonic() + self._deadline
+        while not self.places.answers(self._remembered):
+            if not superlink.alive:
+                raise superlink.failed("ended while it started")
+            if time.monotonic() > deadline:
+                raise superlink.failed(f"did not answer within {self._deadline:g} seconds")
+            time.sleep(_BETWEEN_LOOKS)
+
+    def _register(self) -> None:
+        for node in range(self.nodes):
+            if node in self._remembered.registered:
+                continue
+            self._say(f"registering node {node}")
+            public = self.places.key(node).with_suffix(".pub")
+            try:
+                flwr("supernode", "register", str(public), CONNECTION, env=self.places.environment())
+            except FlowerError as reason:
+                if "already in use" not in str(reason):
+                    raise
+            self._remembered.registered.append(node)
+            self.places.remember(self._remembered)
+
+    def _await_nodes(self, nodes: Sequence[int], *, patiently: bool = False) -> None:
+        """Until the SuperLink lists these nodes as online, under the ids that they were given at this start."""
+        deadline = time.monotonic() + self._deadline
+        waiting = [self._processes[_node(node)] for node in nodes]
+        while True:
+            ids = [found[1] if (found := re.search(r"SuperNode ID: (\d+)", one.said())) else None for one in waiting]
+            if None not in ids and set(ids) <= self._online():
+                return
+            for one in waiting:
+                if not one.alive and not patiently:
+                    raise one.failed("ended before it was online")
+                if not one.alive:
+                    time.sleep(_BEFORE_ANOTHER_TRY)
+                    self._start(one.name)
+                if time.monotonic() > deadline:
+                    raise one.failed(f"was not online within {self._deadline:g} seconds")
+            time.sleep(_BETWEEN_LOOKS)
+
+    def _online(self) -> set[str]:
+        listed = flwr("supernode", "list", CONNECTION, env=self.places.environment())
+        return {one["node-id"] for one in listed["nodes"] if one["status"] == "online"}
+
+    def _end_all(self) -> None:
+        # Nodes first: they take their leave of the SuperLink, which must still be there to hear it.
+        nodes = [one for name, one in self._processes.items() if name.startswith(_node(""))]
+        for group in (nodes, [one for one in self._processes.values() if one not in nodes]):
+            for one in group:
+                one.ask_to_end()
+            for one in group:
+                one.wait()
+
+
+def _node(number: int | str) -> str:
+    return f"supernode-{number}"

@@ -1,0 +1,371 @@
+"""Fetching replies from Flower, so that no reply can hold up another."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedveil.crypto.keys import Roster
+from fedveil.engine.driver import Engine, folded
+from fedveil.errors import ProtocolError
+from fedveil.flower.events import Events
+from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.refusals import text_of
+from fedveil.flower.rollcall import Present, RollCall, check_present
+from fedveil.flower.settings import Setup
+from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.directory import to_bytes
+from fedveil.protocol.messages import Reply
+from fedveil.protocol.phases import Ask, Gathered
+
+_LOOK = 0.05
+_STUCK = 2.0
+
+
+class Fetcher:
+    """Fetches the replies to messages one by one, in threads.
+
+    Flower waits for a reply that was announced and not uploaded, three minutes after its last sign of life and hours if
+    a node goes on giving them; whatever is asked for together with that one waits as well. Here one thread waits, and
+    another asks for the rest.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._lock = threading.Lock()
+        self._asking: set[str] = set()
+        self._fetched: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
+        self._sweep: threading.Thread | None = None
+        self._moved = 0.0
+
+    def fetch(self, wanted: Iterable[str], *, until: float) -> list[Message]:
+        """What has come, also of what was asked for earlier; nothing is waited for beyond `until`."""
+        sweep = threading.Thread(target=self._ask, args=(list(wanted),), daemon=True)
+        self._sweep, self._moved = sweep, time.monotonic()
+        sweep.start()
+        while sweep.is_alive() and (now := time.monotonic()) < until and now - self._moved < _STUCK:
+            sweep.join(_LOOK)
+        replies: list[Message] = []
+        while not self._fetched.empty():
+            identifier, found = self._fetched.get()
+            self._asking.discard(identifier)
+            if isinstance(found, Exception):
+                raise found
+            replies += found
+        return replies
+
+    def _ask(self, wanted: list[str]) -> None:
+        for identifier in wanted:
+            with self._lock:
+                if self._sweep is not threading.current_thread():
+                    return  # it was stuck, and another has taken over
+                # Flower gives a reply out once: to ask a second time, meanwhile, would be told that there is none.
+                if identifier in self._asking:
+                    continue
+                self._asking.add(identifier)
+                self._moved = time.monotonic()
+            found: list[Message] | Exception
+            try:
+                found = list(self._grid.pull_messages([identifier]))
+            except httpx.TransportError:  # the SuperLink restarts: it is asked again
+                found = []
+            except Exception as reason:
+                found = reason
+            self._fetched.put((identifier, found))
+
+
+_T = TypeVar("_T")
+_POLL = (0.05, 0.5)
+_ASK_AGAIN = 60.0
+_ASSEMBLY = 60.0
+_NEWCOMERS = 60.0
+_GRACE = 2.0
+_GONE = {3, 4, 5, 8}
+"""Flower's codes for: the message expired, so did its reply, the node is gone, its app process died."""
+
+
+@dataclass(eq=False)
+class _Sent:
+    """One message on its way."""
+
+    client: int
+    node: int
+    what: str
+    round: int | None
+
+
+@dataclass(eq=False)
+class _Phase:
+    """What came of sending one request to several nodes."""
+
+    replies: dict[int, Reply] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    up: int = 0
+
+
+class FlowerEngine(Engine):
+    """Drives a server's run against clients behind Flower nodes.
+
+    A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
+    noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        setup: Setup,
+        *,
+        clients: int,
+        deadline: float,
+        events: Events,
+        roster: Roster | None = None,
+    ) -> None:
+        self._grid = grid
+        self._setup = setup
+        self._clients = clients
+        self._deadline = deadline
+        self._events = events
+        self._roster = roster
+        self._assembly = min(_ASSEMBLY, deadline)
+        self._node_of: dict[int, int] = {}
+        self._client_of: dict[int, int] = {}
+        self._turned_away: dict[int, float] = {}
+        self._last_word = ""
+        self._rosters: dict[int, bytes] = {}
+        self._overdue: dict[str, _Sent] = {}
+        self._fetcher = Fetcher(grid)
+
+    @property
+    def pinned(self) -> bool:
+        """Whether every client of the run says that it has the same roster of everybody's keys."""
+        said = set(self._rosters.values())
+        return len(self._rosters) == self._clients and len(said) == 1 and b"" not in said
+
+    def assemble(self) -> None:
+        """Wait for the run's clients: for all of them a while, for one of them up to the deadline."""
+        begun = time.monotonic()
+        while True:
+            here = self._live()
+            self._call_roll(here)
+            waited = time.monotonic() - begun
+            everybody = len(here) >= self._clients
+            if len(self._node_of) == self._clients or (self._node_of and (everybody or waited > self._assembly)):
+                break
+            if waited > self._deadline or (everybody and here <= self._turned_away.keys()):
+                why = f" What they said: {self._last_word}." if self._last_word else ""
+                raise ProtocolError(
+                    f"no client of the run is there after {waited:.0f} seconds, with {len(here)} nodes online: start "
+                    f"SuperNodes, each with --node-config 'fedveil-home=\"…\"'.{why}"
+                )
+            time.sleep(1.0)
+        absent = [one for one in range(self._clients) if one not in self._node_of]
+        if absent:
+            who = ", ".join(map(str, absent))
+            self._events.note("absent", f"the run begins without clients {who}", clients=absent)
+
+    def gather(self, ask: Ask, setup: Setup | None = None) -> Gathered:
+        """One phase: ask everybody who can be reached, fold the replies, and say what came of it."""
+        reach = self._reached(ask.to)
+        what, number = type(ask.common).__name__, getattr(ask.common, "round", None)
+        common = encode(ask.common)
+        each = {client: encode(one) for client, one in ask.each.items() if client in reach}
+        phase = self._phase(reach, common, each, what=what, number=number, setup=setup)
+        arrived: list[int] = []
+        # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
+        for client, reply in ((one, phase.replies[one]) for one in ask.to if one in phase.replies):
+            if why := folded(ask.into, reply, client):
+                phase.refused[client] = why
+                self._note("refused", client, f"the answer of client {client} was refused: {why}", number)
+            else:
+                arrived.append(client)
+        missing = tuple(one for one in ask.to if one not in phase.refused and one not in phase.replies)
+        for client in missing:
+            self._note("missing", client, f"client {client} is missing ({what})", number)
+        down = len(common) * len(reach) + sum(map(len, each.values()))
+        return Gathered(tuple(arrived), phase.refused, missing, down, phase.up)
+
+    def _reached(self, wanted: Iterable[int]) -> dict[int, int]:
+        """The nodes of those clients that are there; whoever is new is asked who it is first."""
+        asked = list(wanted)
+        until = time.monotonic() + self._deadline
+        while True:
+            live = self._live()
+            reach = {one: self._node_of[one] for one in asked if self._node_of.get(one) in live}
+            if len(reach) < len(asked) and self._call_roll(live):
+                continue
+            if reach or time.monotonic() > until:
+                return reach
+            time.sleep(1.0)  # nobody at all: they may be on their way back
+
+    def _call_roll(self, here: set[int]) -> bool:
+        """Ask those of the nodes `here` that are new who they are; returns whether a client was found."""
+        now = time.monotonic()
+        new = [
+            one
+            for one in sorted(here)
+            if one not in self._client_of and now - self._turned_away.get(one, -_ASK_AGAIN) >= _ASK_AGAIN
+        ]
+        if not new:
+            return False
+        call = RollCall(secrets.token_hex(16))
+        # Not known by number yet: for this one phase a node goes by its id.
+        patience = min(self._deadline, _NEWCOMERS) if self._client_of else self._deadline
+        nodes = {node: node for node in new}
+        phase = self._phase(nodes, encode(call), {}, what="RollCall", number=None, patience=patience)
+        claims: dict[int, list[tuple[int, Present]]] = {}
+        for node in new:
+            try:
+                if node not in phase.replies:
+                    raise ProtocolError(phase.refused.get(node, "it did not answer"))
+                answer = check_present(
+                    phase.replies[node],
+                    call,
+                    lineage=self._setup.lineage,
+                    clients=self._clients,
+                    roster=self._roster,
+                )
+            except ProtocolError as reason:
+                self._turn_away(node, str(reason))
+                continue
+            claims.setdefault(answer.client, []).append((node, answer))
+        found = [self._settled(client, several, here) for client, several in claims.items()]
+        return any(found)
+
+    def _settled(self, client: int, claims: list[tuple[int, Present]], here: set[int]) -> bool:
+        """Take a node for a client; returns whether it was. Nobody takes the number of one who is there."""
+        before = self._node_of.get(client)
+        if len(claims) > 1 or before in here:
+            whose = f"node {before} is" if before in here else "another node says that it is"
+            for node, _ in claims:
+                self._turn_away(node, f"it says that it is client {client}, and {whose}")
+            return False
+        ((node, answer),) = claims
+        if before is not None:
+            self._client_of.pop(before, None)
+            self._note("moved", client, f"client {client} is now behind node {node}, no longer {before}", None)
+        self._node_of[client], self._client_of[node] = node, client
+        self._rosters[client] = to_bytes(answer.roster)
+        return True
+
+    def _turn_away(self, node: int, reason: str) -> None:
+        self._turned_away[node], self._last_word = time.monotonic(), reason
+        self._events.note("turned away", f"node {node} is not taken for a client: {reason}", node=node)
+
+    def _live(self) -> set[int]:
+        return set(self._patiently(self._grid.get_node_ids))
+
+    def _phase(
+        self,
+        reach: Mapping[int, int],
+        common: bytes,
+        each: Mapping[int, bytes],
+        *,
+        what: str,
+        number: int | None,
+        setup: Setup | None = None,
+        patience: float | None = None,
+    ) -> _Phase:
+        """Send, then take replies until all have come or the deadline has passed."""
+        told, patience = (setup or self._setup).to_text(), patience or self._deadline
+        messages, order = [], []
+        shared = in_array(common)
+        for client, node in reach.items():
+            parts = {"common": shared} | ({"private": in_array(each[client])} if client in each else {})
+            header = ConfigRecord({"setup": told, "patience": patience})
+            content = RecordDict({HEADER: header, PARTS: ArrayRecord(parts)})
+            group = "" if number is None else str(number + 1)
+            # Flower takes no answer after this, so that "missing" means: never received.
+            messages.append(Message(content, node, "train", ttl=patience, group_id=group))
+            order.append(_Sent(client, node, what, number))
+        phase = _Phase()
+        if not messages:
+            return phase
+        identifiers = self._patiently(lambda: self._grid.push_messages(messages))
+        sent = {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
+        until, pause = time.monotonic() + patience + _GRACE, _POLL[0]
+        while sent and time.monotonic() < until:
+            replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
+            for reply in replies:
+                self._take(reply, sent, phase)
+            pause = _POLL[0] if replies else min(pause * 1.5, _POLL[1])
+            if sent:
+                time.sleep(pause)
+        self._overdue.update(sent)
+        return phase
+
+    def _take(self, reply: Message, sent: dict[str, _Sent], phase: _Phase) -> None:
+        """Sort one reply in: an answer, a refusal, an error of Flower's, or something nobody waits for."""
+        identifier = reply.metadata.reply_to_message_id
+        late = self._overdue.pop(identifier, None)
+        if late is not None:
+            if not reply.has_error():
+                text = f"client {late.client} answered a {late.what} too late: not counted"
+                self._note("late", late.client, text, late.round)
+            return
+        one = sent.pop(identifier, None)
+        if one is None:
+            self._events.note("unasked", "an answer that nobody waits for, or the second to one message: not counted")
+            return
+        if reply.has_error():
+            if reply.error.code not in _GONE:
+                phase.refused[one.client] = text_of("failed")
+            self._note_of(one, "error", f"Flower reports error {reply.error.code} for client {one.client}")
+            return
+        try:
+            answer, size = _opened(reply.content)
+        except _RefusedError as refusal:
+            phase.refused[one.client] = str(refusal)
+            self._note_of(one, "refused", f"client {one.client} refused a {one.what}: {refusal}")
+            return
+        phase.up += size
+        phase.replies[one.client] = answer
+
+    def _note_of(self, one: _Sent, event: str, text: str) -> None:
+        if one.what != "RollCall":  # there it is the node that is turned away, and that is noted once
+            self._note(event, one.client, text, one.round)
+
+    def _note(self, event: str, client: int, text: str, number: int | None) -> None:
+        facts = {} if number is None else {"round": number + 1}
+        self._events.note(event, text, client=client, **facts)
+
+    def _patiently(self, call: Callable[[], _T]) -> _T:
+        """Do what the SuperLink may be too busy restarting for, until the deadline."""
+        until = time.monotonic() + self._deadline
+        while True:
+            try:
+                return call()
+            except httpx.TransportError as reason:
+                if time.monotonic() > until:
+                    raise ProtocolError("the SuperLink cannot be reached any more") from reason
+                time.sleep(1.0)
+
+
+class _RefusedError(Exception):
+    """A client's refusal, or an answer that cannot be read; the text is ours."""
+
+
+def _opened(content: RecordDict) -> tuple[Reply, int]:
+    try:
+        code = content.config_records[HEADER]["code"]
+        if code:
+            raise _RefusedError(text_of(str(code)))
+        data = out_of_array(content.array_records[PARTS]["reply"])
+        answer = decode(data)
+    except _RefusedError:
+        raise
+    except ProtocolError as reason:
+        raise _RefusedError(f"its answer cannot be read: {reason}") from reason
+    except Exception as reason:  # Flower's records are the client's too, and read when they are first used
+        raise _RefusedError("its answer is not a FedVeil message") from reason
+    if not isinstance(answer, Reply):
+        raise _RefusedError("its answer is not a reply")
+    return answer, len(data)

@@ -1,0 +1,362 @@
+"""A client's side of a run, built on its own machine: its role and its data. The server's model is no part of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Finish, Finished
+from fedveil.client_held.model import UNREADABLE
+from fedveil.config import RunConfig
+from fedveil.downlink import Blueprint, assemble
+from fedveil.downlink.architecture import draw_secret_epsilon
+from fedveil.errors import (
+    ConfigError,
+    DataError,
+    FedVeilError,
+    MissingExtraError,
+    NumericError,
+    ProtocolError,
+    TraceError,
+)
+from fedveil.flower import refusals
+from fedveil.flower.client_memory import DamagedError, Memory, Promise, Remembered
+from fedveil.flower.framing import pack, unpack
+from fedveil.flower.home import Home
+from fedveil.flower.rollcall import RollCall, present
+from fedveil.flower.settings import Setup
+from fedveil.flower.sources import own_data
+from fedveil.ledger.policy import ENDED
+from fedveil.protocol.client_state import ClientState, Held
+from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.directory import Directory, Hello
+from fedveil.protocol.messages import Reply, Request
+from fedveil.roles.client import ClientRole
+from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
+from fedveil.runs.model_file import save_model
+from fedveil.runs.terms import RequiredError
+from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
+from fedveil.work.messages import ClientData
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A client's role and data in one attempt at a run.
+
+    `start` is the model it begins with, where it holds one, unless that follows from a secret of the group (`hidden`).
+    """
+
+    config: RunConfig
+    facts: ModelFacts
+    role: ClientRole | HolderRole
+    blueprint: Blueprint
+    data: ClientData
+    start: Held | None
+    hidden: bool = False
+
+
+def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
+    """The side of the client in `home`; `start` replaces the model of the seed where the run is resumed."""
+    try:
+        config = RunConfig.from_mapping(setup.settings, where="the run's settings")
+    except ConfigError as reason:
+        raise ProtocolError(f"a run's settings cannot be read: {reason}") from reason
+    seed = config.seed
+    if seed is None:
+        raise ProtocolError("a run's settings name no seed")
+    config = home.accepts(config)
+    facts = _facts(config, setup.facts)
+    common = agreed(config, clients=config.clients, task=facts.task)
+    data = own_data(config, facts, client=home.client, loader=home.data)
+    example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
+    device = device_of(config)
+
+    def beginning(own: int | SecretStream, source: SeededSecrets) -> tuple[Blueprint, Held]:
+        model = facts.build(seed=own).to(dtype_of(config)).cpu()
+        blueprint, weights = drawn(common.scheme, model, example, facts)
+        if config.bn_eps == "secret":
+            # Every client must begin with the same one, so it follows from what they share.
+            draw_secret_epsilon(weights, source.stream("epsilon"))
+        return blueprint.to(device=device), Held.fresh(weights.to(device=device))
+
+    def agreed_upon(secret: bytes) -> Held:
+        """The first model that follows from all of a secret of the group, which the server does not know."""
+        source = SeededSecrets(int.from_bytes(secret, "big"))
+        return beginning(source.stream("first model"), source)[1]
+
+    blueprint, template = beginning(seed, SeededSecrets(seed))
+    source: SecretSource = SeededSecrets(seed).branch("clients") if config.simulated_secrets else OsSecrets()
+    own = {
+        "secrets": source,
+        "policy": home.policy,
+        "roster": home.roster,
+        "identities": None if home.identity is None else {home.client: home.identity},
+    }
+    if common.scheme.holder == "server":
+        role = ClientRole(common.scheme, blueprint, **own)  # type: ignore[arg-type]
+        return Side(config, facts, role, blueprint, data, None)
+    # The server knows the seed. A run that is no simulation begins with a model that it cannot make from it.
+    hidden = start is None and setup.start == 0 and not config.simulated_secrets
+    begin = template if start is None else start
+    holder = HolderRole(
+        common.scheme,
+        blueprint,
+        start=begin,
+        optimiser=common.optimiser,
+        first=agreed_upon if hidden else None,
+        **own,  # type: ignore[arg-type]
+    )
+    return Side(config, facts, holder, blueprint, data, begin, hidden)
+
+
+def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
+    shape, outputs, vocabulary = given["input_shape"], given["outputs"], given["vocabulary"]
+    numbers = [*(shape if isinstance(shape, list) else [0]), outputs, 1 if vocabulary is None else vocabulary]
+    if not all(type(one) is int and 0 < one < 1 << 31 for one in numbers):
+        raise ProtocolError("a run's setup describes its data wrongly")
+    if given["task"] not in ("classification", "regression"):
+        raise ProtocolError("a run's setup names no task")
+    return ModelFacts(config.model, config.model_options, tuple(shape), outputs, given["task"], vocabulary)
+
+
+_LOG = logging.getLogger(__name__)
+_BEHIND = -1
+_MOST_TRIES = 2
+
+
+def code_of(error: FedVeilError) -> str:
+    """The code under which an error may leave this machine."""
+    text = str(error)
+    if UNREADABLE in text:
+        return refusals.UNREADABLE
+    if ENDED in text:
+        return refusals.ENDED
+    kinds = (
+        (RequiredError, refusals.REQUIRED),
+        (DamagedError, refusals.STATE),
+        (NumericError, refusals.NUMBERS),
+        (DataError, refusals.DATA),
+        (MissingExtraError, refusals.EXTRA),
+        ((ConfigError, TraceError), refusals.SETTINGS),
+        (ProtocolError, refusals.PROTOCOL),
+    )
+    return next((code for kind, code in kinds if isinstance(error, kind)), refusals.INTERNAL)
+
+
+class Desk:
+    """One client. What it does for a message is decided by its role; here is only what outlives a process."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = Home.read(home)
+        self._read_at = self._home.stamp()
+        self._memory = Memory(self._home.state)
+        self._side: tuple[tuple[str, str], Side] | None = None
+        self._latest: tuple[str, Remembered] | None = None
+
+    def handle(self, parcel: bytes) -> bytes:
+        """The reply to a parcel: an answer, or the code of a refusal. Details stay in this machine's log."""
+        try:
+            header, parts = unpack(parcel)
+            setup = Setup.parse(str(header.get("setup")))
+            message = str(header.get("message"))
+            request = _request(parts["common"])
+            private = _request(parts["private"]) if "private" in parts else None
+        except (ProtocolError, KeyError) as reason:
+            _LOG.warning("a message cannot be read: %s", reason)
+            return self._refused(refusals.PROTOCOL)
+        try:
+            self._look_at_home()
+            if isinstance(request, RollCall):
+                return self._present(setup, request)
+            return self._answered(setup, message, request, private)
+        except FedVeilError as reason:
+            _LOG.warning("refused a %s: %s", type(request).__name__, reason)
+            return self._refused(code_of(reason))
+
+    def _look_at_home(self) -> None:
+        """What the owner has changed since counts from the next message on."""
+        if (now := self._home.stamp()) != self._read_at:
+            self._home, self._read_at, self._side = Home.read(self._home.path), now, None
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._home.device)
+
+    def _refused(self, code: str) -> bytes:
+        return pack({"client": self._home.client, "code": code}, {})
+
+    def _present(self, setup: Setup, call: RollCall) -> bytes:
+        self._built(setup, self._recalled(setup))
+        home = self._home
+        answer = present(home.client, call, lineage=setup.lineage, roster=home.roster, identity=home.identity)
+        return self._packed(answer)
+
+    def _packed(self, answer: Reply) -> bytes:
+        return pack({"client": self._home.client, "code": ""}, {"reply": encode(answer)})
+
+    def _answered(self, setup: Setup, message: str, request: Request, private: Request | None) -> bytes:
+        known = self._recalled(setup)
+        if known is not None and message and known.message == message:
+            _LOG.info("the same message again: it gets the same reply")
+            return known.reply
+        tries = 0
+        if known is not None and (begun := known.promise) is not None:
+            tries = begun.tries if message and begun.message == message else 0
+            if not tries:
+                known = replace(known, state=known.promised, promise=None)
+            elif tries < _MOST_TRIES:
+                # A process died over it, and nothing left: it is worked on again, and paid for again.
+                known = replace(known, state=replace(known.state, spent=begun.state.spent), promise=None)
+            else:
+                _LOG.error("work on a message was broken off %d times: it is not begun again", tries)
+                return self._broken_off(setup, known.replied(known.promised, message, b""))
+        if known is not None and isinstance(request, Finish) and _long_finished(setup, known, request):
+            return self._packed(Finished(self._home.client, request.version))
+        side = self._built(setup, known)
+        now = self._entered(setup, known, side)
+        _check_name(setup, now.state, request)
+        told = {} if private is None else {now.state.client: private}
+        begun_with = now
+
+        def promised(state: ClientState) -> None:
+            nonlocal now
+            # First what was spent: a kill in between then counts it twice, and never not at all.
+            self._memory.spend(state.spent - begun_with.state.spent)
+            promise = Promise(state, message, tries + 1)
+            self._memory.promise(setup.lineage, promise)
+            now = replace(begun_with, state=state, promise=promise)
+            self._latest = (setup.lineage, replace(begun_with, promise=promise))
+
+        try:
+            answers = side.role.handle_many([now.state], request, [side.data], told, promised=promised)
+            state, answer = next(iter(answers))
+        except BaseException as reason:
+            if now is begun_with:
+                raise
+            # Whatever it was: the round was promised and paid for, and this message is not worked on again.
+            reply = self._broken_off(setup, now.replied(now.promised, message, b""))
+            if not isinstance(reason, Exception):
+                raise
+            _LOG.exception("work on a %s was broken off", type(request).__name__)
+            return reply
+        if isinstance(answer, FedVeilError):
+            _LOG.warning("refused a %s: %s", type(request).__name__, answer)
+            reply = self._refused(code_of(answer))
+        else:
+            reply = self._packed(answer)
+        self._memory.spend(state.spent - now.state.spent)
+        self._keep(setup, now.replied(state, message, reply))
+        if isinstance(request, Finish) and not isinstance(answer, FedVeilError):
+            self._write_model(setup, side, state)
+        return reply
+
+    def _broken_off(self, setup: Setup, one: Remembered) -> bytes:
+        """Remember, and give, the reply to a message that this client cannot deal with."""
+        reply = self._refused(refusals.INTERNAL)
+        self._keep(setup, replace(one, reply=reply))
+        return reply
+
+    def _recalled(self, setup: Setup) -> Remembered | None:
+        if self._latest is not None and self._latest[0] == setup.lineage:
+            return self._latest[1]
+        return self._memory.recall(setup.lineage, device=self._device)
+
+    def _keep(self, setup: Setup, one: Remembered) -> None:
+        self._memory.keep(setup.lineage, one)
+        self._latest = (setup.lineage, one)
+
+    def _built(self, setup: Setup, known: Remembered | None) -> Side:
+        """The side of this attempt, from the last message or anew."""
+        which = (setup.lineage, setup.digest())
+        if known is not None and known.attempt == setup.attempt and known.setup != which[1]:
+            raise ProtocolError("a run's settings have changed in the middle of an attempt")
+        if known is not None and known.attempt > setup.attempt:
+            raise ProtocolError(f"attempt {setup.attempt} of a run is over: attempt {known.attempt} has begun")
+        if self._side is None or self._side[0] != which:
+            begun = known is not None and known.attempt == setup.attempt
+            start = self._memory.start(setup.lineage, device=self._device) if begun else self._carried(setup, known)
+            self._side = (which, build_side(self._home, setup, start=start))
+        return self._side[1]
+
+    def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
+        """The model that a new attempt begins with: what an earlier one has left, if it is of the right version.
+
+        Version 0 is nobody's work: a new attempt makes it anew.
+        """
+        held = None if known is None else known.state.held
+        if not setup.start or held is None or known is None or known.base + held.version != setup.start:
+            return None
+        return Held.fresh(held.weights, held.velocity)
+
+    def _entered(self, setup: Setup, known: Remembered | None, side: Side) -> Remembered:
+        """What is remembered, as this attempt begins with it."""
+        if known is not None and known.attempt == setup.attempt:
+            return self._counted(known)
+        _LOG.info("run %s, attempt %d begins", setup.lineage, setup.attempt)
+        held = None if side.hidden else side.start
+        if held is not None and setup.start and self._carried(setup, known) is None:
+            # Counted as before the beginning: it refuses to train on this, and is lent the model by another.
+            held = replace(held, version=_BEHIND)
+            _LOG.warning("version %d of the model is not here: another client has to lend it", setup.start)
+        self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
+        before = ClientState(self._home.client) if known is None else known.state
+        # Keys belong to one attempt and its settings; what was answered and spent is never forgotten.
+        state = replace(before, keys=None, group=None, held=held, pending=None, seat=(), listed="", graph="", story="")
+        entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
+        self._keep(setup, entered)
+        return self._counted(entered)
+
+    def _counted(self, one: Remembered) -> Remembered:
+        """Limits of one's own hold for all runs on these data, however many a server opens and whenever it goes on with
+        which; without them a run is held to its own target."""
+        if self._home.policy is None:
+            return one
+        return replace(one, state=replace(one.state, spent=max(one.state.spent, self._memory.spent())))
+
+    def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
+        """The model that this client holds, as a file of its own."""
+        held = state.held
+        if held is None:
+            return
+        folder = self._home.kept_models
+        folder.mkdir(exist_ok=True, mode=0o700)
+        module = assemble(side.blueprint, held.weights).eval()
+        save_model(
+            folder / f"{setup.lineage}.safetensors",
+            module,
+            side.facts,
+            kind="client",
+            config=dict(setup.settings),
+            shape=None,
+        )
+
+
+def _long_finished(setup: Setup, known: Remembered, request: Finish) -> bool:
+    """Whether a later attempt has begun with just what an earlier one's last sums lead to: the server that asks again
+    was itself interrupted since."""
+    held = known.state.held
+    carried = held is not None and held.version > _BEHIND
+    return carried and known.attempt > setup.attempt and known.base == setup.start + request.version
+
+
+def _check_name(setup: Setup, state: ClientState, request: Request) -> None:
+    """Hold a run's name to what this client was told: keys, masks and signatures are bound to the name."""
+    if not isinstance(request, (Hello, Directory)):
+        return
+    if not request.run.startswith(setup.name):
+        raise ProtocolError("a run's name does not say the settings that this client was told")
+    if state.keys is not None and state.keys.run != request.run:
+        raise ProtocolError("a run was given a second name in one attempt")
+
+
+def _request(content: bytes) -> Request:
+    found = decode(content)
+    if not isinstance(found, Request):
+        raise ProtocolError(f"a {type(found).__name__} arrived where a request belongs")
+    return found

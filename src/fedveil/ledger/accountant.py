@@ -1,0 +1,188 @@
+"""What each client has spent: μ² per adversary, added over every round and every attempt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.ledger.correlated import Covering, by_peer, central, charges, only, without, worst_collusion
+from fedveil.ledger.gaussian import epsilon_of, mu_of, sampled_epsilon
+
+SERVER = "server"
+COLLUSION = "server and colluding clients"
+CLIENTS = "clients"
+
+_ROUNDING = 1e-9
+
+Prices = NDArray[np.float64]
+
+
+@dataclass
+class Account:
+    """μ² of every client against the server, against it with dishonest clients, and against those clients alone.
+
+    Dishonest are `collusion`·k of the k clients that a round has `asked`, whoever is away (of those that are there if
+    they are more), and at `least` so many: they tell what they know, or add no noise, which comes to the same.
+    `limit` is the μ² no client may exceed against any of them (None: no target). With `trusted`, the server adds the
+    noise itself and only clients are adversaries. `honest_arrivals` takes the server's word for whose upload did not
+    arrive.
+    """
+
+    clients: int
+    limit: float | None = None
+    collusion: float = 0.0
+    least: int = 0
+    asked: int = 0
+    trusted: bool = False
+    honest_arrivals: bool = False
+    spent: dict[str, Prices] = field(default_factory=dict)
+    rounds: int = 0
+    certified: bool = True
+    how: str = ""
+
+    def __post_init__(self) -> None:
+        for name in self.adversaries:
+            self.spent.setdefault(name, np.zeros(self.clients))
+
+    @property
+    def adversaries(self) -> tuple[str, ...]:
+        """Against whom is counted."""
+        if self.trusted:
+            return (CLIENTS,)
+        return (SERVER, COLLUSION, CLIENTS) if self.collusion > 0 or self.least > 0 else (SERVER, CLIENTS)
+
+    def dishonest(self, count: int) -> int:
+        """How many of a round's `count` clients may be dishonest; one of them is honest in any case."""
+        among = max(count, self.asked)
+        return min(max(math.ceil(self.collusion * among - _ROUNDING), self.least), count - 1)
+
+    def prices(
+        self,
+        covering: Covering,
+        *,
+        arrived: Collection[int] | None = None,
+        revealed: Collection[tuple[int, int]] = (),
+        published: bool = True,
+    ) -> dict[str, Prices]:
+        """μ² of one round, per adversary, in the order of the covering's members.
+
+        `arrived` are the uploads in the sum (None: all). Clients see the sum only if it was `published`,
+        that is, if the model was moved by it.
+        """
+        if self.trusted:
+            # The server's noise does not depend on who stayed away.
+            whole = central(covering)
+            return {CLIENTS: _zero_unless(whole, covering, arrived) if published else np.zeros_like(whole)}
+        dishonest = self.dishonest(len(covering.members))
+        by_clients = np.zeros(len(covering.members))
+        if published:
+            by_clients = by_peer(covering, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
+        # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
+        seen = arrived if self.honest_arrivals or covering.summed else None
+        found = {SERVER: charges(covering, arrived=seen, revealed=revealed), CLIENTS: by_clients}
+        if COLLUSION in self.adversaries:
+            found[COLLUSION] = np.maximum(self._with_colluders(covering, seen, revealed), found[SERVER])
+        return found
+
+    def _with_colluders(
+        self, covering: Covering, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]
+    ) -> Prices:
+        hidden = without(covering, revealed)
+        # What the masks can be made to open does not depend on who is said to have arrived.
+        fixed = covering.summed and covering.removable
+        hidden = hidden if seen is None or fixed else only(hidden, seen)
+        result = np.zeros(len(covering.members))
+        if not hidden.members:
+            return result
+        colluders = self.dishonest(len(covering.members))
+        worst = worst_collusion(hidden, min(colluders, len(hidden.members) - 1))
+        self.certified &= worst.certified
+        self.how = worst.how
+        result[np.isin(covering.members, hidden.members)] = worst.mu2
+        return result
+
+    def exceeded_by(
+        self, covering: Covering, *, arrived: Collection[int] | None = None, revealed: Collection[tuple[int, int]] = ()
+    ) -> set[int]:
+        """The members that this round would bring over the limit, against whomever."""
+        if self.limit is None:
+            return set()
+        members = np.asarray(covering.members)
+        over = np.zeros(len(members), dtype=np.bool_)
+        for name, price in self.prices(covering, arrived=arrived, revealed=revealed).items():
+            over |= self.spent[name][members] + price > self.limit * (1 + _ROUNDING)
+        return set(members[over].tolist())
+
+    def charge(
+        self,
+        covering: Covering,
+        *,
+        arrived: Collection[int] | None = None,
+        revealed: Collection[tuple[int, int]] = (),
+        published: bool = True,
+    ) -> None:
+        """Book one round. A client that stayed away pays too, unless arrivals are taken on the server's word."""
+        members = np.asarray(covering.members)
+        prices = self.prices(covering, arrived=arrived, revealed=revealed, published=published)
+        for name, price in prices.items():
+            self.spent[name][members] += price
+        self.rounds += 1
+
+    def worst(self, adversary: str) -> tuple[int, float]:
+        """(client, μ) of whoever has spent most."""
+        client = int(np.argmax(self.spent[adversary]))
+        return client, math.sqrt(float(self.spent[adversary][client]))
+
+    def epsilon(self, adversary: str, delta: float) -> float:
+        """ε at δ of the client who has spent most."""
+        return epsilon_of(self.worst(adversary)[1], delta)
+
+
+def _zero_unless(prices: Prices, covering: Covering, arrived: Collection[int] | None) -> Prices:
+    """The prices of those who took part."""
+    if arrived is None:
+        return prices
+    return np.where(np.isin(covering.members, list(arrived)), prices, 0.0)
+
+
+@dataclass
+class SampledAccount(Account):
+    """Every client adds noise for itself, σ/C = `noise_multiplier`, to a batch drawn secretly with probability `rate`.
+
+    Nobody but the client knows the batch, so that everybody else is the same adversary. `limit` is a
+    number of rounds here, and `spent` counts them.
+    """
+
+    noise_multiplier: float = 0.0
+    rate: float = 1.0
+    delta: float = 1e-5
+
+    def prices(
+        self,
+        covering: Covering,
+        *,
+        arrived: Collection[int] | None = None,
+        revealed: Collection[tuple[int, int]] = (),
+        published: bool = True,
+    ) -> dict[str, NDArray[np.float64]]:
+        """One round each."""
+        return {name: np.ones(len(covering.members)) for name in self.adversaries}
+
+    def worst(self, adversary: str) -> tuple[int, float]:
+        """(client, the μ of a Gaussian mechanism with the same ε at `delta`) of whoever took part most often."""
+        client = int(np.argmax(self.spent[adversary]))
+        reached = self.epsilon(adversary, self.delta)
+        return client, mu_of(reached, self.delta) if 0 < reached < math.inf else reached
+
+    def epsilon(self, adversary: str, delta: float) -> float:
+        """ε at δ of whoever took part most often, by privacy loss distributions, replace-one."""
+        rounds = round(float(self.spent[adversary].max()))
+        if rounds == 0:
+            return 0.0
+        return sampled_epsilon(
+            noise_multiplier=self.noise_multiplier, sampling_rate=self.rate, rounds=rounds, delta=delta
+        )

@@ -1,0 +1,220 @@
+"""Pieces the networks share: normalisation, He initialisation, range checks."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.errors import ConfigError
+
+MOST_GROUPS = 8
+LEAST_CHANNELS_PER_GROUP = 4
+
+
+def groups_for(channels: int) -> int:
+    """The number of GroupNorm groups: the largest divisor of ``channels`` up to 8 that leaves 4 in each.
+
+    Fewer than four channels per group would come close to erasing the features where they have no
+    spatial extent (one channel per group on a vector normalises everything to zero).
+    """
+    fitting = (g for g in range(1, MOST_GROUPS + 1) if channels % g == 0 and channels // g >= LEAST_CHANNELS_PER_GROUP)
+    return max(fitting, default=1)
+
+
+def image_norm(kind: str, channels: int) -> nn.Module:
+    """The normalisation of a ``(batch, channels, height, width)`` tensor: ``batch`` or ``group``."""
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(groups_for(channels), channels)
+
+
+def vector_norm(kind: str, features: int) -> nn.Module:
+    """The normalisation of a ``(batch, features)`` tensor: ``batch``, ``layer`` or ``group``."""
+    if kind == "batch":
+        return nn.BatchNorm1d(features)
+    if kind == "layer":
+        return nn.LayerNorm(features)
+    return nn.GroupNorm(groups_for(features), features)
+
+
+def conv(inputs: int, outputs: int, *, kernel: int = 3, stride: int = 1, bias: bool = False) -> nn.Conv2d:
+    """A convolution that keeps the size (divided by ``stride``, rounded up)."""
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=bias)
+
+
+def he_init(layers: Iterable[nn.Module], *, mode: Literal["fan_in", "fan_out"] = "fan_in") -> None:
+    """Draw the weights of layers that feed a ReLU from N(0, 2/fan) (He et al. 2015); zero their biases.
+
+    Only convolutions and linear layers are touched.
+    """
+    for layer in layers:
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, mode=mode, nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+MOST_LAYERS = 1000
+
+
+def not_too_deep(depth: int) -> None:
+    """Refuse a depth that would take forever to build."""
+    if depth > MOST_LAYERS:
+        raise ConfigError(f"The model option 'depth' must be at most {MOST_LAYERS}, not {depth}.")
+
+
+def at_least(minimum: int, **options: int) -> None:
+    """Refuse options smaller than ``minimum``, naming the first of them."""
+    for option, value in options.items():
+        if value < minimum:
+            raise ConfigError(f"The model option {option!r} must be at least {minimum}, not {value}.")
+
+
+def mlp(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    depth: int = 3,
+    width: int = 128,
+    norm: Literal["none", "batch", "layer", "group"] = "none",
+) -> nn.Module:
+    """``depth`` linear layers with biases, ``width`` units in each hidden one, ReLU between them."""
+    at_least(1, depth=depth, width=width)
+    not_too_deep(depth)
+    if width == 1 and norm in ("layer", "group"):
+        raise ConfigError(f"norm={norm!r} over a single unit is always zero: set width to 2 or more.")
+
+    layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    features = math.prod(input_shape)
+    for i in range(1, depth):
+        layers[f"linear{i}"] = nn.Linear(features, width)
+        if norm != "none":
+            layers[f"norm{i}"] = vector_norm(norm, width)
+        layers[f"relu{i}"] = nn.ReLU()
+        features = width
+    he_init(layers.values())
+    layers["head"] = nn.Linear(features, outputs)
+    return nn.Sequential(layers)
+
+
+HIDDEN = 64
+
+
+def cnn(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    width: int = 16,
+    norm: Literal["none", "batch", "group"] = "none",
+) -> nn.Module:
+    """Two conv-[norm]-ReLU-maxpool stages of ``width`` and ``2·width`` channels, then two linear layers."""
+    at_least(1, width=width)
+    channels, height, breadth = input_shape
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, wide in enumerate((width, 2 * width), start=1):
+        layers[f"conv{i}"] = conv(channels, wide, bias=norm == "none")
+        if norm != "none":
+            layers[f"norm{i}"] = image_norm(norm, wide)
+        layers[f"relu{i}"] = nn.ReLU()
+        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        channels, height, breadth = wide, height // 2, breadth // 2
+    layers["flatten"] = nn.Flatten()
+    layers["linear"] = nn.Linear(channels * height * breadth, HIDDEN)
+    layers["relu3"] = nn.ReLU()
+    he_init(layers.values())
+    layers["head"] = nn.Linear(HIDDEN, outputs)
+    return nn.Sequential(layers)
+
+
+CHANNELS = 12
+STRIDES = (2, 2, 1)
+INIT_BOUND = 0.5
+
+
+def lenet_sigmoid(*, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
+    """Three 5×5 convolutions of 12 channels with sigmoids, and one linear layer (Zhu et al. 2019).
+
+    Smooth, so that L-BFGS attacks work on it. Parameters are uniform on ±0.5 as in the DLG code:
+    with PyTorch's smaller default the sigmoids are nearly constant and the attacks lose their signal.
+    """
+    channels, height, breadth = input_shape
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, stride in enumerate(STRIDES, start=1):
+        layers[f"conv{i}"] = conv(channels, CHANNELS, kernel=5, stride=stride, bias=True)
+        layers[f"sigmoid{i}"] = nn.Sigmoid()
+        channels, height, breadth = CHANNELS, -(-height // stride), -(-breadth // stride)
+    layers["flatten"] = nn.Flatten()
+    layers["head"] = nn.Linear(channels * height * breadth, outputs)
+    model = nn.Sequential(layers)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -INIT_BOUND, INIT_BOUND)
+    return model
+
+
+PADDING = 0
+
+
+class GRUClassifier(nn.Module):
+    """Classifies sequences of ``steps`` token ids, of which ``0`` is padding.
+
+    With reset gate r, update gate u and candidate c (Chung et al. 2014; the reset acts on the
+    projected state, as in cuDNN, so that one product per step serves all three gates)::
+
+        r = σ(W_r x + U_r h)   u = σ(W_u x + U_u h)   c = tanh(W_c x + r ∘ (U_c h))   h ← h + u ∘ (c − h)
+
+    A padding step leaves h alone, so it does not matter on which side a text is padded.
+    """
+
+    def __init__(self, *, steps: int, vocabulary: int, embedding: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.hidden = hidden
+        self.embedding = nn.Embedding(vocabulary, embedding, padding_idx=PADDING)
+        self.from_input = nn.Linear(embedding, 3 * hidden)
+        self.from_state = nn.Linear(hidden, 3 * hidden)
+        self.head = nn.Linear(hidden, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores ``(batch, outputs)`` of token ids ``(batch, steps)``."""
+        projected: Tensor = self.from_input(self.embedding(tokens))
+        words = tokens.ne(PADDING).unsqueeze(-1).type_as(projected)
+        # unbind, not projected[:, t]: the gradient of an index is a zero tensor of full length per step.
+        inputs = projected.unbind(1)
+        present = words.unbind(1)
+        state = torch.zeros_like(inputs[0][:, : self.hidden])
+        states = []
+        for t in range(self.steps):
+            state = self._step(inputs[t], present[t], state)
+            states.append(state)
+        mean = (torch.stack(states, dim=1) * words).sum(1) / words.sum(1).clamp(min=1)
+        scores: Tensor = self.head(mean)
+        return scores
+
+    def _step(self, x: Tensor, present: Tensor, state: Tensor) -> Tensor:
+        h = self.from_state(state)
+        n = self.hidden
+        gates = torch.sigmoid(x[:, : 2 * n] + h[:, : 2 * n])
+        candidate = torch.tanh(x[:, 2 * n :] + gates[:, :n] * h[:, 2 * n :])
+        return state + gates[:, n:] * present * (candidate - state)
+
+
+def gru(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    vocabulary: int,
+    embedding: int = 64,
+    hidden: int = 64,
+) -> nn.Module:
+    """A GRU over ``input_shape[0]`` token ids below ``vocabulary``."""
+    at_least(1, embedding=embedding, hidden=hidden)
+    if vocabulary < 2:
+        raise ConfigError(f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2.")
+    return GRUClassifier(
+        steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
+    )

@@ -1,0 +1,296 @@
+"""A client's state: explicit, small, and sealed whenever it leaves the process."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedveil.downlink.architecture import Weights
+from fedveil.errors import ProtocolError
+from fedveil.protocol.codec import as_bytes, from_stored
+from fedveil.secrets import Guarded
+
+if TYPE_CHECKING:
+    from fedveil.protocol.key_agreement import Keyring
+
+_PURPOSE = "client state"
+_NEVER = (-1, 0)
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """What a client remembers between messages.
+
+    `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `seat`
+    names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
+    grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
+    uploads have cost so far by its own account. `ran` and `epoch` are the run and the epoch in which it answered
+    last, and `unexplained` counts rounds of that run in which it has revealed shares and was never shown what its
+    neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
+    what the round it works on has brought so far, `story` what its last masks were bound to besides their graph,
+    and `misread` how many sums of that run it has refused.
+    """
+
+    client: int
+    answered: tuple[int, int] = _NEVER
+    revealed: tuple[int, int] = _NEVER
+    seat: tuple[int, ...] = ()
+    listed: str = ""
+    spent: float = 0.0
+    keys: Keyring | None = None
+    graph: str = ""
+    group: Group | None = None
+    held: Held | None = None
+    pending: Pending | None = None
+    story: str = ""
+    ran: str = ""
+    misread: int = 0
+    epoch: int = -1
+    unexplained: int = 0
+
+    def answering(self, round: int, attempt: int, *, run: str = "", epoch: int = -1) -> ClientState:
+        """The state after answering (round, attempt) in an epoch of a run; each is answered at most once.
+
+        A new attempt may go back to an earlier round: the server resumes from a checkpoint. Where clients know each
+        other it does so as another run, with new keys: within a run rounds only go forward, whatever the attempt,
+        since two sums of one round that differ by a client show what it sent.
+        """
+        last_round, last_attempt = self.answered
+        if round < 0 or attempt < 0:
+            raise ProtocolError(f"client {self.client} was asked for round {round + 1}, attempt {attempt}")
+        if run and run == self.ran and round <= last_round:
+            raise ProtocolError(
+                f"client {self.client} was asked for round {round + 1} of this run, which it has answered or left "
+                "behind: a run that is resumed begins with new keys"
+            )
+        if (attempt, round) <= (last_attempt, last_round):
+            raise ProtocolError(
+                f"client {self.client} was asked for round {round + 1}, attempt {attempt}, which it has answered "
+                "or left behind; a repeated round needs a new attempt"
+            )
+        if run != self.ran:
+            return replace(self, answered=(round, attempt), ran=run, epoch=epoch, misread=0, unexplained=0)
+        return replace(self, answered=(round, attempt), epoch=epoch)
+
+    def revealing(self, round: int, attempt: int) -> ClientState:
+        """The state after opening masks of the round it answered last; once per round and attempt."""
+        if (round, attempt) != self.answered:
+            raise ProtocolError(
+                f"client {self.client} was asked to reveal for round {round + 1}, attempt {attempt}, "
+                "which is not the one it answered last"
+            )
+        if (round, attempt) == self.revealed:
+            raise ProtocolError(
+                f"client {self.client} was asked to reveal twice for round {round + 1}: a second list of survivors "
+                "could open what the first one kept closed"
+            )
+        return replace(self, revealed=(round, attempt))
+
+    def ring(self) -> Keyring:
+        """The client's keys."""
+        if self.keys is None:
+            raise ProtocolError(f"client {self.client} was asked to work before keys were agreed on")
+        return self.keys
+
+    def membership(self) -> Group:
+        """What the client shares with all others."""
+        if self.group is None or self.group.run != self.ring().run:
+            raise ProtocolError(f"client {self.client} was asked to work before it was let into the group")
+        return self.group
+
+    def seal(self, key: bytes) -> bytes:
+        """Encrypted and authenticated bytes, for storage outside the process."""
+        from fedveil.crypto.keys import seal
+
+        fields = {
+            "client": self.client,
+            "answered": self.answered,
+            "revealed": self.revealed,
+            "seat": self.seat,
+            "listed": self.listed,
+            "spent": self.spent,
+            "keys": None if self.keys is None else self.keys.stored(),
+            "graph": self.graph,
+            "group": None if self.group is None else self.group.stored(),
+            "held": None if self.held is None else self.held.facts(),
+            "pending": None if self.pending is None else self.pending.facts(),
+            "story": self.story,
+            "ran": self.ran,
+            "misread": self.misread,
+            "epoch": self.epoch,
+            "unexplained": self.unexplained,
+        }
+        return seal(as_bytes(fields, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
+
+    @staticmethod
+    def unseal(sealed: bytes, key: bytes) -> ClientState:
+        """The state back; damaged or foreign bytes are refused."""
+        from fedveil.crypto.keys import unseal
+        from fedveil.protocol.key_agreement import Keyring
+
+        fields, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
+        try:
+            client, keys, group = fields["client"], fields["keys"], fields["group"]
+            held, pending = fields["held"], fields["pending"]
+            return ClientState(
+                client,
+                tuple(fields["answered"]),
+                tuple(fields["revealed"]),
+                tuple(fields["seat"]),
+                fields["listed"],
+                fields["spent"],
+                None if keys is None else Keyring.restored(client, keys),
+                fields["graph"],
+                None if group is None else Group.restored(group),
+                None if held is None else Held.restored(held, tensors),
+                None if pending is None else Pending.restored(pending, tensors),
+                fields["story"],
+                fields["ran"],
+                fields["misread"],
+                fields["epoch"],
+                fields["unexplained"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as reason:
+            raise ProtocolError("a client's stored state is damaged") from reason
+
+
+_BUFFER = "held.buffer."
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss.
+
+    `story` is the digest of all those aggregates, where masks are bound to it.
+    """
+
+    weights: Weights = field(repr=False)
+    velocity: Tensor = field(repr=False)
+    version: int = 0
+    loss: float | None = None
+    story: bytes = b""
+
+    @staticmethod
+    def fresh(weights: Weights, velocity: Tensor | None = None) -> Held:
+        """What a run begins with."""
+        still = torch.zeros_like(weights.parameters, dtype=torch.float64)
+        return Held(weights, still if velocity is None else velocity)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but tensors."""
+        return {"version": self.version, "loss": self.loss, "story": self.story.hex()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything else."""
+        weights = self.weights
+        return {
+            "held.parameters": weights.parameters,
+            "held.epsilon": weights.epsilon,
+            "held.statistics": weights.statistics,
+            "held.velocity": self.velocity,
+            **{f"{_BUFFER}{name}": value for name, value in weights.buffers.items()},
+        }
+
+    @staticmethod
+    def restored(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Held:
+        """The model that `facts` and `tensors` described."""
+        weights = Weights(
+            tensors["held.parameters"],
+            tensors["held.epsilon"],
+            tensors["held.statistics"],
+            {name.removeprefix(_BUFFER): one for name, one in tensors.items() if name.startswith(_BUFFER)},
+        )
+        try:
+            story = bytes.fromhex(str(facts.get("story", "")))
+        except ValueError as reason:
+            raise ProtocolError("a stored model's story is malformed") from reason
+        loss = facts.get("loss")
+        if type(facts["version"]) is not int or not isinstance(loss, (float, type(None))):
+            raise ProtocolError("a stored model's version or loss is malformed")
+        return Held(weights, tensors["held.velocity"], facts["version"], loss, story)
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A round in work: the client's contribution without its weight (n_k × everything) and, once known, the winners.
+
+    `winners` are indices into the contribution, ascending; None before the vote has been counted.
+    """
+
+    round: int
+    attempt: int
+    contribution: Tensor = field(repr=False)
+    winners: Tensor | None = field(default=None, repr=False)
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but tensors."""
+        return {"round": self.round, "attempt": self.attempt}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything else."""
+        decided = {} if self.winners is None else {"pending.winners": self.winners}
+        return {"pending.contribution": self.contribution, **decided}
+
+    @staticmethod
+    def restored(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Pending:
+        """The work that `facts` and `tensors` described."""
+        return Pending(
+            facts["round"], facts["attempt"], tensors["pending.contribution"], tensors.get("pending.winners")
+        )
+
+
+def tensors_of(held: Held | None, pending: Pending | None) -> dict[str, Tensor]:
+    """The tensors of both, by name."""
+    return {**({} if held is None else held.tensors()), **({} if pending is None else pending.tensors())}
+
+
+FINGERPRINT_BYTES = 16
+
+
+_KEY_BYTES = 32
+
+
+class Group(Guarded):
+    """The secrets of a group: one key, and what opens its ciphertexts (empty where there are none)."""
+
+    def __init__(self, run: str, key: bytes, opening: bytes = b"") -> None:
+        if len(key) != _KEY_BYTES:
+            raise ProtocolError("a group key has another length than it should")
+        self.run = run
+        self._key = key
+        self._opening = opening
+
+    def seed(self, *, round: int, attempt: int, purpose: str) -> bytes:
+        """32 bytes for one round, attempt and purpose that every member can make."""
+        from fedveil.crypto.keys import PairSecret, extract
+
+        shared = PairSecret(extract(self._key, salt=b"fedveil group 1"), run=self.run, pair=(0, 0))
+        return shared.seed(round=round, attempt=attempt, purpose=purpose)
+
+    @property
+    def opening(self) -> bytes:
+        """What opens the group's ciphertexts."""
+        return self._opening
+
+    def fingerprint(self) -> bytes:
+        """Equal for members of one group; it tells nothing about the key."""
+        content = self.seed(round=0, attempt=0, purpose="fingerprint") + self._opening
+        return hashlib.sha256(content).digest()[:FINGERPRINT_BYTES]
+
+    def stored(self) -> dict[str, str]:
+        """Everything needed to be a member; only ever written sealed."""
+        return {"run": self.run, "key": self._key.hex(), "opening": base64.b64encode(self._opening).decode()}
+
+    @staticmethod
+    def restored(fields: dict[str, str]) -> Group:
+        """The group that `stored` described."""
+        try:
+            return Group(fields["run"], bytes.fromhex(fields["key"]), base64.b64decode(fields["opening"]))
+        except (KeyError, ValueError, TypeError) as reason:
+            raise ProtocolError("a group's secrets are malformed") from reason

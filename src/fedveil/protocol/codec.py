@@ -1,0 +1,170 @@
+"""Messages as bytes: a JSON header, then the tensors' raw bytes. No pickle, nothing executable.
+
+"FVW1" · header length (4 bytes, little endian) · header · tensors, one after the other
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedveil.errors import ProtocolError
+from fedveil.shapes import check, declared
+from fedveil.tensors import from_raw, raw
+
+_MAGIC = b"FVW1"
+_DTYPES: dict[str, torch.dtype] = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u1": torch.uint8}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 1 << 14
+_MOST_DIMENSIONS = 8
+_T = TypeVar("_T")
+_TYPES: dict[str, type[Any]] = {}
+
+
+def message(kind: type[_T]) -> type[_T]:
+    """Register a dataclass as something that may travel; each of its tensors must declare its shape."""
+    declared(kind)
+    _TYPES[kind.__name__] = kind
+    return kind
+
+
+def registered() -> tuple[type[Any], ...]:
+    """Every type that may travel."""
+    return tuple(_TYPES.values())
+
+
+def encode(value: object) -> bytes:
+    """The bytes of a registered message."""
+    tensors: list[Tensor] = []
+    header = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
+    parts = [_MAGIC, struct.pack("<I", len(header)), header]
+    parts += [raw(one).tobytes() for one in tensors]
+    return b"".join(parts)
+
+
+def size(value: object) -> int:
+    """len(encode(value)) without copying the tensors."""
+    tensors: list[Tensor] = []
+    header = len(json.dumps(_plain(value, tensors), separators=(",", ":")).encode())
+    return len(_MAGIC) + 4 + header + sum(one.numel() * one.element_size() for one in tensors)
+
+
+def decode(data: bytes) -> Any:
+    """The message in `data`; anything malformed, truncated, unknown or not as declared is refused.
+
+    It takes memory of the order of the message's size, whatever the message says about itself.
+    """
+    if data[:4] != _MAGIC or len(data) < 8:
+        raise ProtocolError("not a FedVeil message (wrong magic bytes)")
+    (length,) = struct.unpack("<I", data[4:8])
+    if length > _LONGEST_HEADER:
+        raise ProtocolError(f"a message's header has {length} bytes, and {_LONGEST_HEADER} are the most")
+    reader = _Reader(memoryview(data), 8 + length)
+    try:
+        header = json.loads(data[8 : 8 + length], parse_constant=_no_number)
+    except (ValueError, RecursionError) as reason:
+        raise ProtocolError("a message's header is truncated or damaged") from reason
+    value = reader.message(header, registered())
+    if reader.position != len(data):
+        raise ProtocolError(f"a message carries {len(data) - reader.position} bytes too many")
+    check(value)
+    return value
+
+
+def tensor_at(data: memoryview, position: int, dtype: torch.dtype, shape: object) -> tuple[Tensor, int]:
+    """The tensor whose bytes begin at `position`, in memory of its own, and where they end.
+
+    A shape that names more than there are bytes is refused, even of a tensor without elements: to go over
+    the rows of one of shape (10¹², 0) takes as long as if they held something.
+    """
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ProtocolError("a tensor's shape is malformed")
+    if len(shape) > _MOST_DIMENSIONS or math.prod(n or 1 for n in shape) > len(data):
+        raise ProtocolError("a tensor is described that is larger than what carries it")
+    end = position + math.prod(shape) * dtype.itemsize
+    content = data[position:end]
+    if position + len(content) != end:
+        raise ProtocolError("a tensor's bytes are missing: what carries it is truncated")
+    if dtype is torch.bool and max(content, default=0) > 1:
+        raise ProtocolError("a truth value is neither true nor false")
+    return from_raw(content, dtype, shape), end
+
+
+def _plain(value: object, tensors: list[Tensor]) -> object:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ProtocolError("a message cannot carry NaN or infinity as a number")
+        return value
+    if isinstance(value, Tensor):
+        if value.dtype not in _CODES:
+            raise ProtocolError(f"a message cannot carry {value.dtype}")
+        tensors.append(value)
+        return {"t": _CODES[value.dtype], "s": list(value.shape)}
+    if dataclasses.is_dataclass(value) and _TYPES.get(type(value).__name__) is type(value):
+        fields = {f.name: _plain(getattr(value, f.name), tensors) for f in dataclasses.fields(value)}
+        return {"m": type(value).__name__, "f": fields}
+    raise ProtocolError(f"{type(value).__name__} is not something that may travel")
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+class _Reader:
+    """Takes tensors off the bytes in the order the header names them."""
+
+    def __init__(self, data: memoryview, position: int) -> None:
+        self.data = data
+        self.position = position
+
+    def message(self, header: Any, allowed: tuple[type[Any], ...]) -> Any:
+        """A message of one of the `allowed` kinds: nothing nests deeper than messages are declared to."""
+        kind = _TYPES.get(str(header.get("m"))) if isinstance(header, dict) else None
+        if kind is None or kind not in allowed:
+            raise ProtocolError("a message names an unknown type, or one that does not belong where it stands")
+        fields, given = declared(kind), header.get("f")
+        if not isinstance(given, dict) or set(given) != set(fields):
+            raise ProtocolError(f"a {kind.__name__} message has wrong fields")
+        return kind(**{name: self.value(one, fields[name].types) for name, one in given.items()})
+
+    def value(self, header: Any, allowed: tuple[type[Any], ...]) -> Any:
+        if not isinstance(header, dict):
+            return header
+        if "t" not in header:
+            return self.message(header, allowed)
+        dtype = _DTYPES.get(str(header["t"]))
+        if dtype is None:
+            raise ProtocolError("a message describes a tensor wrongly")
+        found, self.position = tensor_at(self.data, self.position, dtype, header.get("s"))
+        return found
+
+
+_DTYPES_stored = {str(one): one for one in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)}
+
+
+def as_bytes(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """Length of the header, the header (JSON), the tensors' raw bytes in its order."""
+    shapes = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items()}
+    header = json.dumps({"fields": fields, "tensors": shapes}).encode()
+    parts = [raw(one).tobytes() for one in tensors.values()]
+    return b"".join([struct.pack("<Q", len(header)), header, *parts])
+
+
+def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields and tensors back; damage is refused, and takes no more memory than what is damaged."""
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        content, position, tensors = memoryview(data), 8 + length, {}
+        for name, (kind, shape) in header["tensors"].items():
+            tensors[name], position = tensor_at(content, position, _DTYPES_stored[kind], shape)
+        return dict(header["fields"]), tensors
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
+        raise ProtocolError("stored state is damaged") from reason

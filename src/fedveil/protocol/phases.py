@@ -1,0 +1,175 @@
+"""What the server's run yields to an engine, and what it gets back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
+
+from fedveil.errors import ProtocolError
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.messages import Reply, Request
+from fedveil.shapes import Sizes, Types, check, named
+
+if TYPE_CHECKING:
+    from fedveil.protocol.messages import Aggregate
+
+
+class Accumulator(Protocol):
+    """Folds replies as they arrive; raises ProtocolError to refuse one."""
+
+    def add(self, reply: Reply) -> None:
+        """Fold one reply in, or refuse it and stay unchanged."""
+        ...
+
+
+_Reply = TypeVar("_Reply", bound=Reply)
+
+
+class Inbox(ABC, Generic[_Reply]):
+    """What every accumulator is: replies are checked here, every field of each, before anything else looks at one."""
+
+    _kind: type[Any] = Reply
+    _waiting: set[int]
+    _which: tuple[int, int] | None = None
+    _sizes: Sizes
+    _types: Types
+
+    def expect(
+        self,
+        kind: type[_Reply],
+        among: Collection[int],
+        *,
+        which: tuple[int, int] | None = None,
+        sizes: Sizes | None = None,
+        types: Types | None = None,
+    ) -> None:
+        """From now on take one `kind` of reply, once from each client `among` these.
+
+        `which` are round and attempt, where the reply names them; `sizes` and `types` what this phase makes of
+        its named sizes and numbers (`fedveil.shapes`).
+        """
+        self._kind, self._waiting, self._which = kind, set(among), which
+        self._sizes, self._types = sizes or {}, types or {}
+
+    def add(self, reply: Reply) -> None:
+        """Fold one reply in, or refuse it and stay unchanged."""
+        wanted = named(self._kind)
+        if type(reply) is not self._kind:
+            raise ProtocolError(f"a {type(reply).__name__} arrived where {wanted} belongs")
+        if reply.client not in self._waiting:
+            raise ProtocolError(f"{wanted} from a client that was not asked, or a second one")
+        if self._which is not None and (reply.round, reply.attempt) != self._which:  # type: ignore[attr-defined]
+            (there, again), (here, attempt) = (reply.round, reply.attempt), self._which  # type: ignore[attr-defined]
+            raise ProtocolError(
+                f"{wanted} for round {there + 1}, attempt {again} arrived in round {here + 1}, attempt {attempt}"
+            )
+        check(reply, self._sizes, self._types)
+        self._fold(reply)  # type: ignore[arg-type]
+        self._waiting.discard(reply.client)
+
+    @abstractmethod
+    def _fold(self, reply: _Reply) -> None:
+        """Take what has been checked; a refusal by what it says (ProtocolError) leaves everything as it was."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """One phase: send `common` (and `each` client's private part) and fold the replies.
+
+    The engine goes on when all have answered, failed, or its deadline has passed; fewer than
+    `quorum` replies make the phase fail.
+    """
+
+    to: tuple[int, ...]
+    common: Request
+    into: Accumulator
+    each: Mapping[int, Request] = field(default_factory=dict)
+    quorum: int = 1
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What came of a phase."""
+
+    arrived: tuple[int, ...]
+    refused: Mapping[int, str]
+    missing: tuple[int, ...]
+    bytes_down: int
+    bytes_up: int
+
+    def and_then(self, later: Gathered) -> Gathered:
+        """The first phase's arrivals, with the traffic and refusals of a later phase of the same round."""
+        return Gathered(
+            self.arrived,
+            {**self.refused, **later.refused},
+            self.missing,
+            self.bytes_down + later.bytes_down,
+            self.bytes_up + later.bytes_up,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RoundBegins:
+    """A round is about to be asked for. Whoever keeps books writes it down before going on.
+
+    `samples` are the cohort's sample counts, as announced (empty where nobody announces them).
+
+    Yielded again when uploads are missing and clients are about to be asked for what opens the sum without
+    them: then it says what `arrived` (None: everything may) and which pairs' noise will be `revealed`.
+    """
+
+    round: int
+    attempt: int
+    cohort: tuple[int, ...]
+    graph: bytes = b""
+    arrived: tuple[int, ...] | None = None
+    revealed: tuple[tuple[int, int], ...] = ()
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class RoundDone:
+    """A round boundary: the only place where a run can be stopped and resumed.
+
+    `aggregate` is what clients that hold the model themselves will be sent, to move it by.
+    """
+
+    round: int
+    loss: float | None
+    cohort: tuple[int, ...]
+    gathered: Gathered
+    failed: str = ""
+    revealed: tuple[tuple[int, int], ...] = ()
+    aggregate: Aggregate | None = None
+
+
+@dataclass(frozen=True)
+class RunStopped:
+    """The run ends before its last round; `reason` says why."""
+
+    reason: str
+
+
+Step = Ask | RoundBegins | RoundDone | RunStopped
+Steps = Generator[Step, "Gathered | None", None]
+
+
+Kind = Literal["request", "private", "reply"]
+
+
+@dataclass(frozen=True, eq=False)
+class Heard:
+    """One message on its way, and the request of the phase it belongs to.
+
+    A request goes `to` all clients it names (`client` is None), a private part and a reply belong to one
+    `client`. With a reply comes the `state` of the client that gave it: its own, and no part of the message.
+    """
+
+    kind: Kind
+    request: Request
+    message: Request | Reply
+    to: tuple[int, ...] = ()
+    client: int | None = None
+    state: ClientState | None = None

@@ -1,0 +1,1 @@
+"""The two roles of a run: a round is read in `server.py` and `client.py`, top to bottom."""

@@ -1,0 +1,274 @@
+"""Where a client's requests are checked: every field of each, before a role looks at one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.decomposed import transitional
+from fedveil.downlink.rescaling import head_site
+from fedveil.errors import ConfigError, FedVeilError, ProtocolError
+from fedveil.ledger.policy import Policy, SampledRounds
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Directory, Hello, Nonces
+from fedveil.protocol.key_agreement import KEY_SIZES, introduce
+from fedveil.protocol.messages import Reply, Request, Train
+from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
+from fedveil.secrets import OsSecrets, SecretSource
+from fedveil.shapes import Sizes, check
+from fedveil.work.messages import Bench, ClientData
+
+if TYPE_CHECKING:
+    from fedveil.crypto.keys import Roster
+
+
+MOST_CLIENTS = 1 << 20
+"""Of how many clients a directory may be."""
+
+_LISTS = ("cohort", "missing", "survivors", "senders", "signers", "asked", "contributors", "voters", "newcomers")
+
+
+class Gate:
+    """What a client expects of every request: sizes that follow from the scheme, the architecture and who is known."""
+
+    def __init__(self, scheme: Scheme, blueprint: Blueprint) -> None:
+        self._heads = scheme.downlink.head_tensors(blueprint)
+        layers = () if blueprint.table is None else transitional(blueprint.table).sizes
+        outputs = 0 if self._heads == 1 else head_site(blueprint).outputs
+        self._fixed: Sizes = {
+            **KEY_SIZES[scheme.uplink.introduction],
+            "clients": range(1, MOST_CLIENTS + 1),
+            "present": range(1, MOST_CLIENTS + 1),
+            "parameters": blueprint.size,
+            "epsilon": sum(len(one.epsilon) for one in blueprint.epsilon_norms(blueprint.skeleton)),
+            "statistics": (0, blueprint.statistics_size),
+            "multipliers": (0, sum(layers)),
+            "outputs": outputs,
+            "head groups": range(1, outputs + 1),
+            "rest": range(blueprint.size + 1),
+            "tags": range(blueprint.size + 1),
+            "ballot": blueprint.size,
+        }
+        self._passed: tuple[Request, int] | None = None
+
+    def check(self, state: ClientState, request: Request, private: Request | None) -> None:
+        """Refuse what cannot be meant for this client as it stands."""
+        directory = None if state.keys is None else state.keys.directory
+        known = MOST_CLIENTS if directory is None else len(directory.clients)
+        # Simulated clients are sent the same request: once is enough.
+        if private is None and self._passed is not None and self._passed[0] is request and self._passed[1] == known:
+            return
+        sizes = {**self._fixed, **dict.fromkeys(_LISTS, range(known + 1))}
+        check(request, sizes)
+        if isinstance(request, Train):
+            head = request.broadcast.head
+            if (1 if head is None else head.tensors) != self._heads:
+                raise ProtocolError("a model comes with another head noise than the scheme has")
+        if private is not None:
+            check(private, sizes)
+        self._passed = (request, known)
+
+
+@contextmanager
+def own_errors(state: ClientState, request: Request) -> Iterator[None]:
+    """Whatever goes wrong over a request is a refusal of it: no message ends a client."""
+    try:
+        yield
+    except (FedVeilError, ImportError):
+        raise
+    except Exception as reason:
+        what, why = type(request).__name__, type(reason).__name__
+        raise ProtocolError(f"client {state.client} cannot deal with the {what} it was sent ({why})") from reason
+
+
+Answer = Reply | FedVeilError
+Promised = Callable[[ClientState], None]
+"""Told the state in which a client has promised to answer a round, with its price, before anything is computed. Whoever
+stores it then loses neither, whatever happens to the computation."""
+
+
+def _unstored(state: ClientState) -> None:
+    pass
+
+
+def own_target(scheme: Scheme) -> Policy:
+    """The target a scheme names, as a limit."""
+    plan = scheme.uplink.plan
+    if plan is None or plan.accounting != "exact":
+        return Policy()
+    if plan.sampling is not None:
+        return SampledRounds(rounds=plan.target.participations)
+    return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
+
+
+class ClientRole:
+    """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server.
+
+    `policy` is the client's own: no message to it can widen it. `roster` pins everybody's signing key, and
+    `identities` holds this machine's own private ones.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        blueprint: Blueprint,
+        *,
+        secrets: SecretSource | None = None,
+        policy: Policy | None = None,
+        roster: Roster | None = None,
+        identities: Mapping[int, bytes] | None = None,
+    ) -> None:
+        self._scheme = scheme
+        self._uplink = scheme.summing
+        self._terms = scheme.terms(blueprint)
+        self._secrets = OsSecrets() if secrets is None else secrets
+        self._gate = Gate(scheme, blueprint)
+        self._bench = Bench(blueprint, self._terms.layout, self._secrets)
+        # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
+        # price of repairs to the server's books.
+        self._policy = own_target(scheme) if policy is None else policy
+        self._books_repairs = policy is not None
+        self._roster = roster
+        self._identities = {} if identities is None else identities
+        self._latest: tuple[Train, RoundContext] | None = None
+        if policy is not None:
+            policy.check_scheme(
+                noised=scheme.uplink.plan is not None,
+                clip=getattr(scheme.work, "clip", None),
+                acquainted=scheme.uplink.introduction != "none",
+                repaired=scheme.repairs and not scheme.honest_arrivals,
+            )
+
+    def handle(
+        self,
+        state: ClientState,
+        request: Request,
+        data: ClientData,
+        private: Request | None = None,
+        *,
+        promised: Promised = _unstored,
+    ) -> tuple[ClientState, Reply]:
+        """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
+        with own_errors(state, request):
+            self._gate.check(state, request, private)
+            if not isinstance(request, Train):
+                return self._answer(state, request, data, private)
+            state, context = self._begin(state, request, len(data), private)
+        promised(state)
+        vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
+        with own_errors(state, request):
+            return self._protect(state, vector, context)
+
+    def handle_many(
+        self,
+        states: Sequence[ClientState],
+        request: Request,
+        clients: Sequence[ClientData],
+        private: Mapping[int, Request] | None = None,
+        *,
+        promised: Promised = _unstored,
+    ) -> Iterator[tuple[ClientState, Answer]]:
+        """Answer one message for many simulated clients; equal to `handle` for each, in any order.
+
+        A client that would have raised gives its error in place of a reply.
+        """
+        told = {} if private is None else private
+        begun: list[tuple[ClientState, RoundContext]] = []
+        able: list[ClientData] = []
+        for state, data in zip(states, clients, strict=True):
+            private_too = told.get(state.client)
+            try:
+                with own_errors(state, request):
+                    self._gate.check(state, request, private_too)
+                    if isinstance(request, Train):
+                        begun.append(self._begin(state, request, len(data), private_too))
+                        promised(begun[-1][0])
+                        able.append(data)
+                        continue
+                    answer = self._answer(state, request, data, private_too)
+                yield answer
+            except (ProtocolError, ConfigError) as reason:
+                yield state, reason
+        if not isinstance(request, Train):
+            return
+        for position, vector in self._scheme.work.run_many(self._bench, request.broadcast, able, round=request.round):
+            state, context = begun[position]
+            if isinstance(vector, FedVeilError):
+                yield state, vector
+                continue
+            try:
+                with own_errors(state, request):
+                    answer = self._protect(state, vector, context)
+                yield answer
+            except FedVeilError as reason:
+                yield state, reason
+
+    def _begin(
+        self, state: ClientState, request: Train, samples: int, private: Request | None
+    ) -> tuple[ClientState, RoundContext]:
+        ring = state.keys
+        context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
+        context.check_scheduled()
+        state = self._uplink.admit(state, context, private)
+        self._policy.check_cohort(state.client, len(context.cohort))
+        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
+        spent = state.spent
+        plan = self._uplink.plan
+        if plan is not None:
+            covering = planned(plan, context, self._terms.work)
+            colluders = plan.colluders(len(context.cohort))
+            spent = self._policy.charged(
+                covering, client=state.client, spent=spent, colluders=colluders, asked=plan.asked
+            )
+        # Recorded before anything is computed: whatever happens later, this round is never answered again.
+        known = context.directory
+        run, epoch = ("", -1) if known is None else (known.run, known.epoch.number)
+        return replace(state.answering(request.round, request.attempt, run=run, epoch=epoch), spent=spent), context
+
+    def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
+        """One context per message: simulated clients that were sent the same one share it."""
+        last = self._latest
+        if last is None or last[0] is not request or last[1].directory is not directory or last[1].beacon != beacon:
+            cohort = () if request.cohort is None else tuple(request.cohort.tolist())
+            self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory, beacon))
+            return self._latest[1]
+        return last[1]
+
+    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
+        return self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
+
+    def _answer(
+        self, state: ClientState, request: Request, data: ClientData, private: Request | None
+    ) -> tuple[ClientState, Reply]:
+        if isinstance(request, (Hello, Directory, Nonces)):
+            how = self._uplink.introduction
+            if how == "none":
+                raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")
+            return introduce(
+                state,
+                request,
+                samples=len(data),
+                how=how,
+                secrets=self._secrets,
+                roster=self._roster,
+                identity=self._identities.get(state.client),
+            )
+        advanced, reply = self._uplink.answer(state, request, private)
+        plan, given = self._uplink.plan, self._uplink.gives_away(state, request)
+        if plan is None or not given or not self._books_repairs:
+            return advanced, reply
+        covering = answered(plan, state, self._terms.work)
+        spent = self._policy.surcharged(
+            covering,
+            client=state.client,
+            spent=state.spent,
+            revealed=given,
+            colluders=plan.colluders(len(covering.members)),
+            asked=plan.asked,
+        )
+        return replace(advanced, spent=spent), reply

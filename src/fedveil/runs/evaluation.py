@@ -1,0 +1,95 @@
+"""Judging a model on held-out data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.data import Dataset
+from fedveil.downlink import Blueprint, Broadcast, Weights, assemble
+from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.work import Loss
+from fedveil.work.gradients import head_alpha, prepare
+
+_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Test loss, and accuracy (classes) or mean squared error (regression)."""
+
+    loss: float
+    accuracy: float | None
+    mse: float | None
+
+    def as_data(self) -> dict[str, float]:
+        """test_loss and test_accuracy or test_mse."""
+        named = {"test_loss": self.loss, "test_accuracy": self.accuracy, "test_mse": self.mse}
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def predict(module: nn.Module, x: Tensor) -> Tensor:
+    """Outputs for all samples, a chunk at a time."""
+    with torch.no_grad():
+        return torch.cat([module(part) for part in torch.split(x, _CHUNK)])
+
+
+def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
+    """Scores of a module in the mode it is in."""
+    return _judge(predict(module, test.x), test, loss)
+
+
+def _judge(output: Tensor, test: Dataset, loss: Loss) -> Scores:
+    value = float(loss.mean(output, test.y))
+    if test.task == "classification":
+        return Scores(value, float((output.argmax(1) == test.y).double().mean()), None)
+    return Scores(value, None, float((output - test.y).double().square().mean()))
+
+
+def score_weights(blueprint: Blueprint, weights: Weights, test: Dataset, loss: Loss) -> Scores:
+    """Scores of the server's model."""
+    return score(assemble(blueprint, weights).eval(), test, loss)
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What a client can do with what it receives: as it is, and after taking off the head noise."""
+
+    received: Scores
+    uncovered: Scores | None
+
+    def as_data(self) -> dict[str, float]:
+        """client_view_… and client_view_uncovered_…."""
+        named = {f"client_view_{k.removeprefix('test_')}": v for k, v in self.received.as_data().items()}
+        if self.uncovered is not None:
+            rest = self.uncovered.as_data().items()
+            named |= {f"client_view_uncovered_{k.removeprefix('test_')}": v for k, v in rest}
+        return named
+
+
+def score_client_view(blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss) -> ClientView:
+    """Scores of the model as a client receives it, batch norms on batch statistics as a client would run it."""
+    module = assemble(blueprint, weights)
+    prepare(blueprint, module, sent)
+    module.eval()
+    for one in module.modules():
+        if isinstance(one, VectorBatchNorm) and not sent.statistics.numel():
+            one.train()
+    received = score(module, test, loss)
+    if sent.head is None:
+        return ClientView(received, None)
+    return ClientView(received, _judge(_without_head_noise(blueprint, module, test.x), test, loss))
+
+
+def _without_head_noise(blueprint: Blueprint, module: nn.Module, x: Tensor) -> Tensor:
+    """ŷ − α·r̂ with r̂ = Σ α·ŷ / Σ α²: the noise α·r regressed away, from inputs alone, without a label."""
+    outputs, alphas = [], []
+    with torch.no_grad():
+        for part in torch.split(x, _CHUNK):
+            outputs.append(module(part))
+            alphas.append(head_alpha(blueprint, module))
+    output, alpha = torch.cat(outputs).double(), torch.cat(alphas).double()
+    estimate = (alpha[:, None] * output).sum(0) / alpha.square().sum()
+    return (output - alpha[:, None] * estimate).to(x.dtype if x.is_floating_point() else torch.float32)

@@ -1,0 +1,389 @@
+"""The two roles of a job: who holds the model decides which they are."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedveil.client_held.client import HolderRole
+from fedveil.client_held.messages import Begin, Divide
+from fedveil.client_held.model import UNREADABLE
+from fedveil.client_held.server import RelayRole, RelayState
+from fedveil.engine import LocalEngine
+from fedveil.engine.driver import Engine
+from fedveil.errors import CheckpointError, ConfigError, FedVeilError, NumericError, ProtocolError
+from fedveil.ledger.accountant import Account
+from fedveil.ledger.policy import ENDED
+from fedveil.protocol.client_state import Held
+from fedveil.protocol.messages import Request, Train
+from fedveil.protocol.phases import RoundDone, Steps
+from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerRole, ServerState
+from fedveil.runs.evaluation import ClientView, Scores, score_client_view, score_weights
+from fedveil.runs.job import Job
+from fedveil.runs.privacy_journal import Books
+from fedveil.runs.recorded import Recording, recorder_for
+from fedveil.secrets import SeededSecrets
+from fedveil.version import __version__
+from fedveil.work.batches import mixed_seed
+
+
+def server_role(
+    job: Job,
+    state: ServerState,
+    account: Account | None = None,
+    *,
+    name: str = "",
+    behind: Collection[int] = (),
+    announced: Mapping[int, int] | None = None,
+) -> ServerRole | RelayRole:
+    """The server of a run, whose name begins with `name` and in which clients have `announced` sizes before.
+
+    Where the model lives with the clients, `state` is the run's record and not the server's: the server is given the
+    number of the round and nothing else.
+    """
+    if job.scheme.holder == "server":
+        return ServerRole(
+            job.scheme,
+            job.blueprint,
+            state,
+            secrets=job.secrets,
+            cohort=job.cohort,
+            optimiser=job.optimiser,
+            rounds=job.config.rounds,
+            account=account,
+            name=name,
+            announced=announced,
+        )
+    return RelayRole(
+        job.scheme,
+        job.blueprint,
+        RelayState(state.round, state.attempt),
+        secrets=job.secrets,
+        cohort=job.cohort,
+        rounds=job.config.rounds,
+        account=account,
+        name=name,
+        behind=behind,
+        announced=announced,
+    )
+
+
+def client_role(job: Job, state: ServerState | None = None) -> ClientRole | HolderRole:
+    """The clients of a job, with secrets that do not lead to the server's.
+
+    `state` is where clients that hold the model themselves begin (default: with the job's own weights).
+    """
+    source = job.secrets.branch("clients") if isinstance(job.secrets, SeededSecrets) else job.secrets
+    guard = job.guard
+    if job.scheme.holder == "server":
+        return ClientRole(
+            job.scheme,
+            job.blueprint,
+            secrets=source,
+            policy=guard.policy,
+            roster=guard.roster,
+            identities=guard.identities,
+        )
+    start = (
+        Held.fresh(job.weights.clone()) if state is None else Held.fresh(state.weights.clone(), state.velocity.clone())
+    )
+    return HolderRole(
+        job.scheme,
+        job.blueprint,
+        start=start,
+        optimiser=job.optimiser,
+        secrets=source,
+        policy=guard.policy,
+        roster=guard.roster,
+        identities=guard.identities,
+    )
+
+
+def taken_from_a_client(role: HolderRole, engine: LocalEngine, done: RoundDone, state: ServerState) -> RoundDone:
+    """Write the model that a client puts together into the run's record; only clients know the training loss."""
+    assert done.aggregate is not None
+    held = role.moved(engine.state_of(int(done.aggregate.contributors[0])), done.aggregate)
+    for own, theirs in (
+        (state.weights.parameters, held.weights.parameters),
+        (state.weights.statistics, held.weights.statistics),
+        (state.velocity, held.velocity),
+    ):
+        own.copy_(theirs)
+    return replace(done, loss=held.loss)
+
+
+Row = dict[str, Any]
+
+_DROPOUT = 0xD0D0
+_MOST_FAILURES = 10
+_NUMERIC = ("finite", "NaN", "2^36", "diverged", "value_range")
+
+
+@dataclass(eq=False)
+class Outcome:
+    """What a finished run leaves."""
+
+    state: ServerState
+    books: Books
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+    scores: Scores | None = None
+    client_view: ClientView | None = None
+    stopped: str = ""
+
+    @property
+    def bytes_down(self) -> float:
+        """Mean bytes a client receives in a round."""
+        return float(sum(row.get("bytes_down") or 0.0 for row in self.rows) / max(len(self.rows), 1))
+
+    @property
+    def bytes_up(self) -> float:
+        """Mean bytes a client sends in a round."""
+        return float(sum(row.get("bytes_up") or 0.0 for row in self.rows) / max(len(self.rows), 1))
+
+
+def fresh_state(job: Job) -> ServerState:
+    """The state before the first round."""
+    return ServerState.fresh(job.weights.clone())
+
+
+def train_job(
+    job: Job,
+    *,
+    state: ServerState,
+    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    journal: Path | None = None,
+    record: Path | Recording | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Train from `state` to the last round; `on_round` sees every boundary's metrics and state.
+
+    `journal` is the file in which spent privacy is written down as it is spent, `record` the folder in which
+    messages are kept for an audit, and the server's secrets with them.
+    """
+    if job.config.record and record is None:
+        raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
+    books = books_of(job, journal, state)
+    role = client_role(job, state)
+    recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
+    engine = LocalEngine(
+        role,
+        job.pool,
+        absent=_simulated_dropout(job),
+        spent=books.remembered(),
+        listen=None if recorder is None else recorder.hear,
+    )
+
+    def written(done: RoundDone) -> RoundDone:
+        return taken_from_a_client(role, engine, done, state) if isinstance(role, HolderRole) else done
+
+    served = job if recorder is None else replace(job, scheme=recorder.scheme)
+    server = server_role(served, state, books.account)
+    try:
+        return conduct(job, engine, server.run(), books, state=state, written=written, on_round=on_round, say=say)
+    finally:
+        for client, why in server.left_out.items():
+            say(f"Client {client} took no part: it {why}.")
+        if recorder is not None:
+            recorder.close()
+
+
+def books_of(job: Job, journal: Path | None, state: ServerState) -> Books:
+    """The books of a run that goes on from `state`; a journal that knows less than that is refused."""
+    books = Books(job, journal)
+    if journal is not None and books.account is not None and books.account.rounds < state.round:
+        raise CheckpointError(
+            f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
+            "spent is no longer known. Put the file back, or start anew with another --out."
+        )
+    return books
+
+
+def conduct(
+    job: Job,
+    engine: Engine,
+    steps: Steps,
+    books: Books,
+    *,
+    state: ServerState,
+    written: Callable[[RoundDone], RoundDone] = lambda done: done,
+    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Drive a server's steps with an engine; `written` puts a round's sums where the model is kept."""
+    outcome = Outcome(state, books)
+    started = time.perf_counter()
+    last = [started]
+    failures = [0]
+
+    def boundary(done: RoundDone) -> None:
+        state.round = done.round + 1
+        books.end(done, void=_by_policy(done) and not done.gathered.missing)
+        failures[0] = failures[0] + 1 if done.failed else 0
+        if done.failed and done.round > 0 and _by_policy(done):
+            raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
+        # Everybody gone for one round is what networks do; everybody refusing is not.
+        over = not done.gathered.arrived and bool(done.gathered.refused) and not _unreadable(done)
+        if done.failed and (over or failures[0] >= _MOST_FAILURES):
+            raise _failure(done)
+        if done.aggregate is not None:
+            try:
+                done = written(done)
+            except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
+                done = replace(done, failed=str(reason), aggregate=None)
+        now = time.perf_counter()
+        row = _row(job, done, state, seconds=now - last[0])
+        last[0] = time.perf_counter()
+        outcome.rows.append(row)
+        on_round(row, state)
+
+    def stopped(reason: str) -> None:
+        if state.round == 0:
+            raise ProtocolError(f"The run cannot start: {reason}.")
+        outcome.stopped = reason
+        say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
+
+    try:
+        engine.drive(steps, on_round=boundary, on_begin=books.begin, on_stop=stopped)
+    except _EndedError as reason:
+        state.round -= 1  # the round nobody took part in
+        stopped(str(reason))
+    outcome.seconds = time.perf_counter() - started
+    if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
+        raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
+    if job.test is not None:
+        outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
+        outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
+    return outcome
+
+
+def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
+    rate, seed = job.config.simulate_dropout, job.config.seed
+    if not rate:
+        return None
+    assert seed is not None
+
+    def absent(request: Request, client: int) -> bool:
+        if not isinstance(request, (Train, Begin, Divide)):
+            return False
+        # Whoever stays for the vote may still vanish before the upload.
+        when = _DROPOUT + isinstance(request, Divide)
+        return mixed_seed(seed, when, request.round, request.attempt, client) / 2.0**63 < rate
+
+    return absent
+
+
+class _EndedError(Exception):
+    """Nobody takes part any more; what was trained so far is the result."""
+
+
+def _by_policy(done: RoundDone) -> bool:
+    refused = done.gathered.refused
+    return not done.gathered.arrived and bool(refused) and all(ENDED in reason for reason in refused.values())
+
+
+def _unreadable(done: RoundDone) -> bool:
+    """Whether clients only refused the sums of the round before, which the server then takes back."""
+    refused = done.gathered.refused
+    return bool(refused) and all(UNREADABLE in reason for reason in refused.values())
+
+
+def _failure(done: RoundDone) -> FedVeilError:
+    """Why a run cannot go on: numbers that have run away, or clients that refuse or are gone."""
+    refused = done.gathered.refused
+    numeric = {client: reason for client, reason in refused.items() if any(word in reason for word in _NUMERIC)}
+    client, reason = next(iter([*numeric.items(), *refused.items()]), (None, ""))
+    said = f" Client {client}: {reason.rstrip('.')}." if client is not None else ""
+    hint = " Training has probably diverged: lower the learning rate." if numeric and not done.gathered.arrived else ""
+    text = f"Round {done.round + 1} failed: {done.failed}.{said}{hint} The model of the last checkpoint is untouched."
+    return NumericError(text) if numeric else ProtocolError(text)
+
+
+def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Row:
+    gathered = done.gathered
+    row: Row = {
+        "round": done.round + 1,
+        "loss": done.loss,
+        "clients": len(gathered.arrived),
+        "seconds": round(seconds, 6),
+        "bytes_down": gathered.bytes_down / max(len(done.cohort), 1),
+        "bytes_up": gathered.bytes_up / max(len(done.cohort), 1),
+    }
+    if done.failed:
+        row["failed"] = done.failed
+    if gathered.refused:
+        row["refused"] = {str(client): reason for client, reason in gathered.refused.items()}
+    every = job.config.evaluate_every
+    if job.test is not None and every and (done.round + 1) % every == 0:
+        row |= score_weights(job.blueprint, state.weights, job.test, job.loss).as_data()
+    return row
+
+
+def _client_view(job: Job, state: ServerState) -> ClientView:
+    assert job.test is not None
+    veil = job.scheme.downlink.veil(
+        job.blueprint,
+        state.weights,
+        stream=job.secrets.stream("client view", state.round),
+        head_level=state.head_level,
+    )
+    return score_client_view(job.blueprint, state.weights, veil.broadcast(), job.test, job.loss)
+
+
+def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
+    """The figures of a finished run."""
+    config = job.config
+    rows = outcome.rows
+    summary: dict[str, Any] = {
+        "engine": job.around.engine,
+        "scheme": config.scheme,
+        "holder": job.scheme.holder,
+        "dataset": config.dataset,
+        "model": config.model,
+        "clients": len(job.pool),
+        "rounds": outcome.state.round,
+        "seed": config.seed,
+        "simulation": job.secrets.simulation,
+        "loss": job.loss.name,
+        "train_loss": next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None),
+        "parameters": job.blueprint.size,
+        "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
+        "bytes_down": outcome.bytes_down,
+        "bytes_up": outcome.bytes_up,
+        "device": config.device,
+        "dtype": config.dtype,
+        "fedveil": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if outcome.scores is not None:
+        summary |= outcome.scores.as_data()
+    if outcome.client_view is not None:
+        summary |= outcome.client_view.as_data()
+    losses = [row["loss"] for row in rows if row.get("loss") is not None]
+    if losses and losses[0] and not losses[-1] < 10 * losses[0]:
+        noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, clip"
+        summary["warning"] = f"the training loss has grown more than tenfold: lower the learning rate{noise}"
+    limit = getattr(getattr(job.scheme.uplink, "cipher", None), "value_range", None)
+    if limit is not None and losses and max(losses) >= limit:
+        summary["warning"] = (
+            f"the training loss has reached value_range = {limit:g}, beyond which numbers are cut off: lower the "
+            "learning rate, or clip if it is the noise that drowns the updates"
+        )
+    if job.coverage is not None:
+        summary["coverage"] = job.coverage.fraction
+        summary["visible"] = [one.name for one in job.coverage.visible]
+    if outcome.stopped:
+        summary["stopped"] = outcome.stopped
+    failed = sum("failed" in row for row in rows)
+    if failed:
+        summary["failed_rounds"] = failed
+    summary["ledger"] = outcome.books.ledger(rounds=outcome.state.round).as_data()
+    return summary

@@ -1,0 +1,464 @@
+"""What noise of an assumed size would be worth: MP-DP's figure composed, and the δ its bounded noise cannot beat."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedveil.downlink import Blueprint, noise_kinds
+from fedveil.downlink.decomposed import Decomposed, transitional
+from fedveil.downlink.rescaling import scale_table
+from fedveil.downlink.samplers import BOUNDED, secret_uniforms
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.ledger.accountant import Account, SampledAccount
+from fedveil.ledger.bounded import delta_floor, delta_floor_even
+from fedveil.ledger.correlated import Covering
+from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.releases import Release
+from fedveil.ledger.statement import Ledger, PaperFigure, state
+from fedveil.plain import read_raw, read_text
+from fedveil.protocol.parts import Scheme, bounded
+from fedveil.protocol.phases import RoundBegins, RoundDone
+from fedveil.runs.job import Job
+from fedveil.schemes import caveats as remarks
+from fedveil.schemes.mpdp import SENSITIVITY
+from fedveil.secrets import SecretStream
+from fedveil.uplink.assumed import AssumedNoise
+from fedveil.uplink.central import AssumedCentral
+from fedveil.uplink.grid import ROUNDING
+from fedveil.uplink.noise_plan import NoisePlan, Target
+
+
+@dataclass(frozen=True)
+class Composed:
+    """ε of one round and of all, if the noise were Gaussian for everybody and S were enforced."""
+
+    sigma: float
+    delta: float
+    rounds: int
+    one_round: float
+    all_rounds: float
+
+    def said(self) -> str:
+        """In a sentence."""
+        return (
+            f"were the noise Gaussian for whom it is meant against and S enforced, σ = {self.sigma:.4g} would give "
+            f"ε = {self.one_round:.3g} in one round and ε = {self.all_rounds:.3g} in {self.rounds} "
+            f"(exactly, δ = {self.delta:g})"
+        )
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The least δ, at any ε, given the scales of one draw: a change on one coordinate, and one spread over all."""
+
+    sharpest: float
+    even: float
+    coordinates: int
+
+    def said(self) -> str:
+        """In a sentence."""
+        return (
+            "if Ψ and Φ were hidden: given R, one round's bounded noise leaves δ of at least "
+            f"{self.sharpest:.2g} at every ε for a change of the coordinate with the smallest R, and {self.even:.2g} "
+            f"for one spread evenly over {self.coordinates:,} coordinates (one draw of R; a small number is no promise)"
+        )
+
+
+def composed(scheme: Scheme, *, rounds: int, delta: float) -> Composed | None:
+    """MP-DP's figure for one round, and for `rounds` of them; None for other schemes."""
+    sigma = _sigma(scheme)
+    if sigma is None:
+        return None
+    mu = SENSITIVITY / sigma
+    return Composed(sigma, delta, rounds, epsilon_of(mu, delta), epsilon_of(mu * math.sqrt(rounds), delta))
+
+
+def floors(scheme: Scheme, blueprint: Blueprint, *, clients: int, stream: SecretStream) -> Floors | None:
+    """The δ floors of a round of `clients` under decomposed noise, for one draw of R; None for other schemes."""
+    uplink = scheme.uplink
+    if not isinstance(scheme.downlink, Decomposed) or not isinstance(uplink, AssumedNoise):
+        return None
+    cpu = blueprint.to(device=torch.device("cpu"))
+    layers = transitional(scale_table(cpu))
+    scales = layers.scales(secret_uniforms(stream))
+    factors = layers.table.rescale(torch.ones(cpu.size, dtype=torch.float64), scales)
+    bounded = np.abs(factors[noise_kinds(cpu) == BOUNDED].numpy())
+    if not bounded.size:
+        return None
+    scale = uplink.sigma / math.sqrt(clients) if uplink.shared else uplink.sigma
+    return Floors(
+        delta_floor(scale=scale, clients=clients, shift=SENSITIVITY / float(bounded.min())),
+        abs(delta_floor_even(scale=scale, clients=clients, sensitivity=SENSITIVITY, factors=bounded)),
+        bounded.size,
+    )
+
+
+def notes_on(
+    scheme: Scheme, blueprint: Blueprint, *, clients: int, rounds: int, delta: float, stream: SecretStream
+) -> tuple[str, ...]:
+    """What a ledger says about noise of an assumed size."""
+    found = (composed(scheme, rounds=rounds, delta=delta), floors(scheme, blueprint, clients=clients, stream=stream))
+    return tuple(one.said() for one in found if one is not None)
+
+
+def _sigma(scheme: Scheme) -> float | None:
+    if isinstance(scheme.uplink, AssumedNoise):
+        return scheme.uplink.sigma
+    return scheme.central.sigma if isinstance(scheme.central, AssumedCentral) else None
+
+
+_DELTA = 1e-5
+
+
+def account_for(scheme: Scheme, clients: int) -> Account | None:
+    """An empty account, where the scheme claims anything; exact accounting makes the target a limit."""
+    plan = scheme.plan
+    if plan is None:
+        return None
+    if plan.sampling is not None:
+        return SampledAccount(
+            clients,
+            limit=float(plan.target.participations),
+            noise_multiplier=plan.noise_multiplier(),
+            rate=plan.sampling,
+            delta=plan.target.delta,
+        )
+    return Account(
+        clients,
+        limit=plan.target.mu**2 if plan.accounting == "exact" else None,
+        collusion=plan.collusion,
+        least=plan.least_dishonest,
+        asked=plan.asked or 0,
+        trusted=scheme.central is not None,
+        honest_arrivals=scheme.honest_arrivals,
+    )
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """On what a round's noise depends beside its cohort: the plan, and how far a unit of each client's data reaches."""
+
+    plan: NoisePlan
+    reach: Mapping[int, float]
+
+    @staticmethod
+    def of(scheme: Scheme, sizes: Mapping[int, int]) -> _Terms:
+        """As the scheme has it now."""
+        assert scheme.plan is not None
+        limits = bounded(scheme.work)
+        return _Terms(scheme.plan, {client: limits.sensitivity(count) for client, count in sizes.items()})
+
+    @staticmethod
+    def parse(entry: dict[str, Any]) -> _Terms:
+        """As a journal has it."""
+        plan = NoisePlan(**{**entry["plan"], "target": Target(**entry["plan"]["target"])})
+        reach = entry["reach"]
+        return _Terms(plan, _numbered(reach) if isinstance(reach, dict) else dict(enumerate(reach)))
+
+    def joined(self, reach: Mapping[int, float]) -> _Terms:
+        """The same with clients that have come later."""
+        return replace(self, reach={**self.reach, **reach})
+
+    def agrees_with(self, other: _Terms) -> bool:
+        """Whether the plan is the same, and the reach of every client that both know."""
+        both = self.reach.keys() & other.reach.keys()
+        return self.plan == other.plan and all(self.reach[one] == other.reach[one] for one in both)
+
+
+class Books:
+    """Books every round of a run, those of earlier attempts included.
+
+    A round is written to the journal before anything is asked of clients and again when it is over, so
+    that a killed run has paid for every round it may have shown.
+    """
+
+    def __init__(self, job: Job, journal: Path | None = None) -> None:
+        self._job = job
+        self._sizes = {one.client: len(one) for one in job.pool.clients}
+        self._journal = journal
+        self._headed = False
+        self._open: RoundBegins | None = None
+        self.pinned = job.guard.identities is not None
+        """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
+        self.account = account_for(job.scheme, len(job.pool))
+        self.first: Covering | None = None
+        self._first_plan = job.scheme.plan
+        if self.account is None:
+            return
+        self._terms = _Terms.of(job.scheme, self._sizes)
+        if journal is not None:
+            _mend(journal)
+            try:
+                self._replay(_entries(journal))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
+                raise CheckpointError(
+                    f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
+                    "the file back, or start anew with another --out."
+                ) from reason
+            self._terms = _Terms.of(job.scheme, self._sizes)
+
+    def begin(self, begins: RoundBegins) -> None:
+        """Write down what clients are about to be asked for."""
+        self._open = begins
+        if self.account is None:
+            return
+        self._meet(begins)
+        if not self._headed:
+            self._headed = True
+            self._write({"plan": dataclasses.asdict(self._terms.plan), **self._known()})
+        cohort = None if len(begins.cohort) == len(self._job.pool) else list(begins.cohort)
+        entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
+        if begins.arrived is not None:
+            entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
+        self._write(entry)
+
+    def _meet(self, begins: RoundBegins) -> None:
+        """Learn the sample counts of clients on other machines, as they were announced."""
+        said = dict(zip(begins.cohort, begins.samples, strict=False))
+        new = {client: count for client, count in said.items() if self._sizes.get(client) != count}
+        if not new:
+            return
+        self._sizes.update(new)
+        reach = _Terms.of(self._job.scheme, new).reach
+        self._terms = self._terms.joined(reach)
+        if self._headed:
+            self._write({"joined": {str(one): [count, reach[one]] for one, count in new.items()}})
+
+    def _known(self) -> dict[str, Any]:
+        """What a journal's head says of the clients; sample counts only where no pool remembers them."""
+        if self._job.pool.clients:
+            return {"reach": [self._terms.reach[one] for one in range(len(self._job.pool))]}
+        return {"reach": dict(self._terms.reach), "samples": self._sizes}
+
+    def end(self, done: RoundDone, *, void: bool = False) -> None:
+        """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
+        if self.account is None or self._open is None:
+            return
+        begins, self._open = self._open, None
+        if void:
+            self._write({"end": [begins.round, begins.attempt], "void": True})
+            return
+        arrived = list(done.gathered.arrived)
+        entry = {
+            "end": [begins.round, begins.attempt],
+            "arrived": None if len(arrived) == len(done.cohort) else arrived,
+            "revealed": [list(pair) for pair in done.revealed],
+        }
+        self._write(entry | ({"failed": True} if done.failed else {}))
+        self._charge(self._terms, done.cohort, begins.graph, arrived, done.revealed, published=not done.failed)
+
+    def _charge(
+        self,
+        terms: _Terms,
+        cohort: Sequence[int],
+        graph: bytes,
+        arrived: Sequence[int] | None,
+        revealed: Sequence[Sequence[int]],
+        *,
+        published: bool = True,
+    ) -> None:
+        assert self.account is not None
+        samples, reach = [self._sizes[client] for client in cohort], [terms.reach[client] for client in cohort]
+        covering = terms.plan.covering(cohort, samples, reach, seed=graph)
+        if self.first is None:
+            self.first, self._first_plan = covering, terms.plan
+        pairs = [(one, other) for one, other in revealed]
+        self.account.charge(covering, arrived=arrived, revealed=pairs, published=published)
+
+    def _replay(self, entries: list[dict[str, Any]]) -> None:
+        """Charge every round in the journal, for the noise it had then: a run may go on with another target."""
+        everybody = list(range(len(self._job.pool)))
+        terms = self._terms
+        begun: list[tuple[_Terms, dict[str, Any], dict[int, int]]] = []
+        for entry in entries:
+            if "plan" in entry:
+                terms = _Terms.parse(entry)
+                self._sizes.update(_numbered(entry.get("samples", {})))
+                if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
+                    raise ConfigError(
+                        "Under secret sampling the noise of all rounds is found together: resume with the settings the "
+                        f"run was started with (rounds = {terms.plan.target.rounds}), or start anew with another --out."
+                    )
+            elif "joined" in entry:
+                came = _numbered(entry["joined"])
+                self._sizes.update({one: count for one, (count, _) in came.items()})
+                terms = terms.joined({one: reach for one, (_, reach) in came.items()})
+            elif "begin" in entry:
+                # The same round again, with what opens it: that replaces what was written before.
+                if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
+                    begun.pop()
+                begun.append((terms, entry, dict(self._sizes)))
+            elif begun and begun[-1][1]["begin"] == entry["end"]:
+                noise, begins, _ = begun.pop()
+                if entry.get("void"):
+                    continue
+                cohort = everybody if begins["cohort"] is None else begins["cohort"]
+                arrived = cohort if entry["arrived"] is None else entry["arrived"]
+                self._charge(
+                    noise,
+                    cohort,
+                    bytes.fromhex(begins["graph"]),
+                    arrived,
+                    entry["revealed"],
+                    published=not entry.get("failed", False),
+                )
+        newest = self._sizes
+        for noise, begins, sizes in begun:  # killed in the middle: whatever was asked for may have been seen
+            cohort = everybody if begins["cohort"] is None else begins["cohort"]
+            graph = bytes.fromhex(begins["graph"])
+            self._sizes = sizes
+            self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
+        self._sizes = newest
+
+    @property
+    def announced(self) -> dict[int, int]:
+        """The sizes that clients on other machines have announced in earlier attempts: they are held to them."""
+        return {} if self.account is None or self._job.pool.clients else dict(self._sizes)
+
+    def remembered(self) -> dict[int, float]:
+        """μ² that each client has spent in earlier attempts, against whomever it spent most."""
+        if self.account is None or isinstance(self.account, SampledAccount) or self.account.trusted:
+            return {}
+        most = np.maximum.reduce(list(self.account.spent.values()))
+        return dict(enumerate(most.tolist()))
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self._journal is not None:
+            with self._journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def ledger(self, *, rounds: int = 0) -> Ledger:
+        """What a run of `rounds` rounds proves."""
+        job = self._job
+        notes = notes_on(
+            job.scheme,
+            job.blueprint,
+            clients=job.cohort.size,
+            rounds=job.cohort.most_participations(job.config.rounds),
+            delta=job.config.delta or _DELTA,
+            stream=job.secrets.stream("ledger"),
+        )
+        releases = (*job.scheme.releases(job.blueprint), *job.around.releases)
+        again = 0 if self.account is None or not rounds else self.account.rounds - rounds
+        if again > 0:
+            lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
+            notes = (*notes, lost)
+        found = ledger_of(
+            job.scheme,
+            releases,
+            self.account,
+            self.first,
+            simulation=job.secrets.simulation,
+            rounds=rounds,
+            notes=(*notes, *job.around.notes),
+            plan=self._first_plan,
+        )
+        return _with_roster(found) if self.pinned else found
+
+
+def ledger_of(
+    scheme: Scheme,
+    releases: Sequence[Release],
+    account: Account | None,
+    first: Covering | None,
+    *,
+    simulation: bool,
+    rounds: int = 0,
+    notes: tuple[str, ...] = (),
+    plan: NoisePlan | None = None,
+) -> Ledger:
+    """The ledger of a scheme with this account; `first` is the noise of its first round, `notes` what else to say."""
+    told = plan
+    plan = scheme.plan
+    found = state(
+        scheme=scheme.name,
+        releases=releases,
+        remarks=scheme.remarks,
+        account=account,
+        delta=_DELTA if plan is None else plan.target.delta,
+        unit="record" if plan is None else bounded(scheme.work).unit,
+        paper=_paper_figure(scheme, first, told or plan),
+        simulation=simulation,
+        rounds=rounds,
+        notes=(*scheme.remarks.notes, *notes, *_no_guarantee(plan, account)),
+    )
+    if any(one.assumptions for one in found.lines):
+        return found
+    # What nothing is claimed on is still worth knowing.
+    return replace(found, notes=(*scheme.remarks.assumptions, *found.notes))
+
+
+def _with_roster(ledger: Ledger) -> Ledger:
+    """The same, where keys are known beforehand and nobody could swap or invent any."""
+
+    def told(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(remarks.ROSTER if one == remarks.KEYS else one for one in texts)
+
+    return replace(
+        ledger,
+        lines=tuple(replace(one, assumptions=told(one.assumptions)) for one in ledger.lines),
+        notes=told(ledger.notes),
+    )
+
+
+def _no_guarantee(plan: NoisePlan | None, account: Account | None) -> tuple[str, ...]:
+    if plan is None or account is None or plan.accounting != "paper" or not plan.per_sample:
+        return ()
+    delta = plan.target.delta
+    real = max(account.epsilon(name, delta) for name in account.adversaries)
+    said = f"ε = {real:,.0f}" if real >= 1000 else f"ε = {real:.4g}" if math.isfinite(real) else "no finite ε"
+    return (
+        f"not a DP guarantee: the paper's σ for ε = {plan.target.epsilon:g} gives {said}; use accounting = exact for "
+        "noise that keeps what it promises",
+    )
+
+
+def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None) -> PaperFigure | None:
+    formula = scheme.remarks.paper
+    if plan is None or first is None or not formula:
+        return PaperFigure(formula) if formula else None
+    # Noise that stays in the sum, in the units of a summed contribution.
+    used = math.sqrt(float(first.residual.sum()))
+    reach = float(first.sensitivity.max()) / (1 + ROUNDING)  # the paper's numbers are real ones
+    by_paper = plan.paper_scale(reach)
+    if plan.per_sample:
+        by_paper /= reach / bounded(scheme.work).sensitivity(1)
+    if plan.layout == "local":
+        by_paper *= math.sqrt(len(first.members))
+    return PaperFigure(formula, plan.target.epsilon, by_paper, used)
+
+
+def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
+    """By client number: JSON has names only."""
+    return {int(client): value for client, value in named.items()}
+
+
+def _mend(journal: Path) -> None:
+    """End a line that a kill has torn, so that what is written next stands on its own."""
+    if journal.exists() and (content := read_raw(journal)) and not content.endswith(b"\n"):
+        with journal.open("ab") as file:
+            file.write(b"\n")
+
+
+def _entries(journal: Path) -> list[dict[str, Any]]:
+    if not journal.exists():
+        return []
+    found = []
+    for line in read_text(journal).split("\n"):
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError):  # torn by a kill; what came after it counts
+            continue
+    return found

@@ -1,1 +1,0 @@
-"""The audit of a run: real attacks on what each role saw, scored by who knows the truth."""

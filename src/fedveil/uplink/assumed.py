@@ -1,0 +1,150 @@
+"""Noise whose size rests on an assumption: MP-DP's client noise, with sensitivities that nobody enforces.
+
+A client's gradient is taken to lie within a ball of radius S (the paper sets S = 1 and clips nothing).
+Noise covers the first tensor alone; Ψ and Φ, losses and statistics travel bare. Nothing is proven by it,
+and no plan is handed to the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.downlink import Blueprint, client_noise, noise_kinds
+from fedveil.downlink.samplers import simulated_noise
+from fedveil.errors import ConfigError, unknown_name
+from fedveil.ledger.releases import Release
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.key_agreement import Introduction
+from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
+from fedveil.secrets import SecretSource
+from fedveil.tensors import Layout
+from fedveil.uplink.graph import Graph, complete, covering_graph
+from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.plain import OnePhase
+
+Law = Literal["gaussian", "decomposed"]
+LAWS = ("gaussian", "decomposed")
+_PAIR = "pair noise"
+
+
+@dataclass(frozen=True)
+class AssumedNoise(OnePhase):
+    """Independent noise η and pair noise Δ on one client gradient.
+
+    `sigma` is the standard deviation that the sum of K gradients shall carry. With `shared`, each client
+    adds σ/√K; without, σ itself (local DP). `strength` is σ_Δ/σ_η; 0 leaves pairs out. Under the law
+    "decomposed" a client draws what becomes Gaussian only when multiplied by the server's secret scales.
+    """
+
+    sigma: float
+    law: Law
+    shared: bool = True
+    strength: float = math.sqrt(1000.0)
+    neighbours: int | None = None
+    cancelling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.law not in LAWS:
+            raise unknown_name("noise law", self.law, LAWS)
+        if not (math.isfinite(self.strength) and self.strength >= 0):
+            raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    @property
+    def _paired(self) -> bool:
+        return self.shared and self.strength > 0 and self.cancelling
+
+    @property
+    def introduction(self) -> Introduction:
+        """Pairs share secrets."""
+        return "keys" if self._paired else "sizes"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """No guarantee rests on this noise."""
+        return None
+
+    def graph(self, context: RoundContext) -> Graph:
+        """Who shares noise with whom."""
+        members = context.cohort
+        if self.neighbours is None or self.neighbours >= len(members) - 1:
+            return complete(members)
+        return covering_graph(members, neighbours=self.neighbours, seed=context.graph_seed())
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Noise shared by pairs needs a pair."""
+        if self.shared and self.strength > 0 and clients < 2:
+            raise ConfigError(
+                f"Noise that clients share needs at least two clients in a round, not {clients}: nobody is there to "
+                "share it with. Use more clients."
+            )
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
+        """Refuse a round without this client."""
+        context.check_member(state.client)
+        return state
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """η_k and Σ ± Δ on the first tensor, in the units of a contribution of mean size."""
+        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
+        noised = terms.layout.split(payload)["gradients"][0]
+        own = self.sigma / math.sqrt(count) if self.shared else self.sigma
+        stream = secrets.stream("residual", state.client, context.round, context.attempt)
+        if vector.device.type != "cpu" and stream.simulation:
+            noise = simulated_noise(self._kinds(terms), sigma=own, stream=stream, like=vector)
+            noised.add_(noise.to(payload.dtype), alpha=mean_size)
+        else:
+            self._add(noised, terms, sigma=own * mean_size, seed=stream.bytes(32))
+        if self._paired:
+            for peer in self.graph(context).neighbours(state.client):
+                self.add_pair(noised, state, peer, context, terms)
+        return replace(state, seat=context.cohort), Upload(state.client, context.round, context.attempt, payload)
+
+    def add_pair(self, target: Tensor, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> None:
+        """Add what a client shares with `peer` to its own first tensor, in place; −1 × that is in the peer's."""
+        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
+        sigma = self.sigma / math.sqrt(count) * self.strength * mean_size
+        self._add(target, terms, sigma=sigma, seed=seed, sign=1.0 if state.client < peer else -1.0)
+
+    def _kinds(self, terms: Terms) -> Tensor:
+        if self.law == "decomposed":
+            return _kinds_of(terms.blueprint)
+        return torch.zeros(terms.blueprint.size, dtype=torch.uint8)
+
+    def _add(self, target: Tensor, terms: Terms, *, sigma: float, seed: bytes, sign: float = 1.0) -> None:
+        noise = client_noise(self._kinds(terms), sigma=sigma, seed=seed)
+        target.add_(torch.from_numpy(np.asarray(noise)).to(target), alpha=sign)
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """The first tensor under noise of an assumed size; everything else bare."""
+        law = "Gaussian" if self.law == "gaussian" else "bounded, Gaussian only for who does not know the scales"
+        tail = "" if self.cancelling else "; pair noise LEFT OUT to simulate accuracy"
+        noise = f"{law}, on the first tensor alone; its sensitivity is assumed, not enforced{tail}"
+        known = [name for name in layout.names if name in UPLOAD_FIELDS]
+        return tuple(
+            Release(
+                f"upload.{name}",
+                "client",
+                ("server",),
+                UPLOAD_FIELDS[name],
+                noise=noise if name == "gradients" else "none",
+                about="data",
+            )
+            for name in known
+        )
+
+
+@lru_cache(maxsize=4)
+def _kinds_of(blueprint: Blueprint) -> Tensor:
+    return noise_kinds(blueprint)

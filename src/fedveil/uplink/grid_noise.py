@@ -1,0 +1,79 @@
+"""Noise under a claim, as every role adds it: on the grid that a round's public facts give."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.ledger.correlated import Covering
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
+from fedveil.secrets import SecretSource
+from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid import add_noise, grid_of
+from fedveil.uplink.noise_plan import NoisePlan
+
+_PAIR = "pair noise"
+
+
+def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
+    """The grid of a round: a function of public facts, the same for everybody."""
+    return _gridded(plan, context, terms)
+
+
+@lru_cache(maxsize=8)
+def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
+    # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
+    covering, most = planned(plan, context, terms.work), max(context.samples())
+    return grid_of(covering, length=terms.layout.length, largest=max(most, most * bounded(terms.work).largest))
+
+
+def add_residual(
+    words: NDArray[np.uint64],
+    client: int,
+    plan: NoisePlan,
+    context: RoundContext,
+    terms: Terms,
+    *,
+    secrets: SecretSource,
+) -> None:
+    """Add a client's own noise, from fresh randomness, in place."""
+    covering = planned(plan, context, terms.work)
+    variance = float(covering.residual[covering.members.index(client)])
+    seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
+    add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
+
+
+def pair_purpose(graph: str) -> str:
+    """What a round's pair noise is drawn for: the cohort of this graph seed and no other.
+
+    Clients that were told of different cohorts would add noise of different size. Did they draw it from one
+    seed, it could be cancelled in part; so they draw unlike numbers, and each keeps all of its cover.
+    """
+    return f"{_PAIR} {graph}"
+
+
+def pair_seed(state: ClientState, peer: int, context: RoundContext) -> bytes:
+    """The seed of the noise that a client shares with `peer` in a round."""
+    purpose = pair_purpose(context.graph_seed().hex())
+    return state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=purpose)
+
+
+def add_shared(
+    words: NDArray[np.uint64], seed: bytes, *, client: int, peer: int, variance: float, step: float, sign: int = 1
+) -> None:
+    """Add `sign` × what `client` shares with `peer`, in place; −1 × that is in the peer's upload."""
+    add_noise(words, variance=variance, step=step, seed=seed, subtract=(client < peer) != (sign > 0))
+
+
+def partners(covering: Covering, place: int) -> list[tuple[int, float]]:
+    """(client, variance) of everybody who shares noise with the member at `place`."""
+    here = (covering.first == place) | (covering.second == place)
+    others = covering.first[here] + covering.second[here] - place
+    return [
+        (covering.members[int(other)], float(variance))
+        for other, variance in zip(others, covering.pairs[here], strict=True)
+        if variance > 0
+    ]

@@ -1,0 +1,479 @@
+"""What clients and server tell each other under masks, field by field."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger.releases import Party, Protection, Release
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Epoch, from_bytes, to_bytes
+from fedveil.protocol.key_agreement import Introduction, Keyring
+from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms
+from fedveil.protocol.phases import Ask, Gathered
+from fedveil.secrets import SecretSource
+from fedveil.tensors import Layout
+from fedveil.uplink.fixed_point import FixedPoint, check_value_range
+from fedveil.uplink.graph import COLLUSION, Graph, colluding, masking_degree, ring, withstood
+from fedveil.uplink.grid_noise import add_residual, gridded
+from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.unmasking import (
+    LOCK,
+    MORE_NEIGHBOURS,
+    SHARE_BYTES,
+    SIGNATURE_BYTES,
+    Evidence,
+    Item,
+    Label,
+    MaskedSum,
+    MaskedUpload,
+    Quorum,
+    Relayed,
+    Revealed,
+    Unmask,
+    deal,
+    list_digest,
+    listed,
+    lock_shares,
+    open_bundle,
+    packed,
+    unpacked,
+)
+
+
+def masked_releases(layout: Layout, *, noised: bool, evidence: bool) -> tuple[Release, ...]:
+    """Everything masked; what opens masks is declared too."""
+    hiding = "masks modulo 2^64: the server learns the sum"
+    protection: Protection = "noised" if noised else "masked"
+    noise = "integer Gaussian, in the sum" if noised else "none"
+    known = [name for name in layout.names if name in UPLOAD_FIELDS]
+    return (
+        *(
+            Release(
+                f"upload.{name}",
+                "client",
+                ("server",),
+                UPLOAD_FIELDS[name],
+                noise="none" if name == "weight" else noise,
+                hiding=hiding,
+                about="data",
+                protection="masked" if name == "weight" else protection,
+            )
+            for name in known
+        ),
+        *dealing_releases("upload"),
+        *unmasking_releases(evidence=evidence),
+    )
+
+
+_EVIDENCE = (
+    Release("evidence.signers", "server", ("clients",), "who signed the last survivor list"),
+    Release("evidence.signatures", "server", ("clients",), "their signatures"),
+)
+
+
+_OPENING = (
+    Release("unmask.round", "server", ("clients",), "the round's number"),
+    Release("unmask.attempt", "server", ("clients",), "the round's repetition"),
+    Release("unmask.survivors", "server", ("clients",), "whose uploads arrived"),
+    Release("relayed.senders", "server", ("clients",), "who dealt the shares"),
+    Release("relayed.lengths", "server", ("clients",), "how long they are"),
+    Release("relayed.bundles", "server", ("clients",), "sealed shares", hiding="sealed for each holder"),
+    Release("revealed.client", "client", ("server",), "the client's number"),
+    Release("revealed.round", "client", ("server",), "the round's number"),
+    Release("revealed.attempt", "client", ("server",), "the round's repetition"),
+    Release("revealed.signature", "client", ("server", "clients"), "its signature on the survivor list"),
+    Release("revealed.peers", "client", ("server",), "whose keys the shares belong to"),
+    Release("revealed.keys", "client", ("server",), "shares of the keys that lock what survivors reveal"),
+    Release(
+        "revealed.locked",
+        "client",
+        ("server",),
+        "shares of this round's seeds, one kind per neighbour",
+        hiding="readable if enough neighbours were told that this client's upload arrived",
+    ),
+)
+
+
+def dealing_releases(prefix: str) -> tuple[Release, ...]:
+    """The shares that travel with a masked vector, in the message that `prefix` names."""
+    both: tuple[Party, ...] = ("server", "clients")
+    return (
+        Release(f"{prefix}.holders", "client", ("server",), "to whom shares are dealt"),
+        Release(f"{prefix}.lengths", "client", ("server",), "how long the sealed shares are"),
+        Release(f"{prefix}.bundles", "client", both, "shares of the round's secrets", hiding="sealed for each holder"),
+    )
+
+
+def unmasking_releases(*, evidence: bool) -> tuple[Release, ...]:
+    """What opens masks."""
+    return (*_OPENING, *(_EVIDENCE if evidence else ()))
+
+
+Unmasking = Literal["always", "on-dropout"]
+UNMASKING = ("always", "on-dropout")
+_MASK = "mask"
+_REVELATION = "revelation"
+MOST_UNEXPLAINED = 3
+"""After so many rounds of a run that nobody accounted for a client leaves."""
+
+
+@lru_cache(maxsize=8)
+def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
+    # Remembered, because in a simulation every client derives the same graph.
+    return ring(members, degree=degree, seed=seed)
+
+
+def _signed(context: RoundContext, client: int, signature: bytes, survivors: Sequence[int]) -> bool:
+    """Whether a client vouches for a survivor list: with a signature that its neighbours would not take, they leave."""
+    from fedveil.crypto.keys import signed_by
+
+    assert context.directory is not None
+    identity, _, _, _ = context.directory.entry(client)
+    digest = list_digest(survivors, graph=context.graph_seed())
+    return signed_by(identity, signature, digest, purpose=f"survivors of {context.directory.run}")
+
+
+def _label(state: ClientState, round: int, attempt: int) -> Label:
+    """What ties a client's masks and shares to those of others: round, graph, and what it was told besides."""
+    graph, story = bytes.fromhex(state.graph), bytes.fromhex(state.story)
+    bound = hashlib.sha256(b"fedveil told 1" + graph + story).digest() if story else graph
+    return Label(round, attempt, bound)
+
+
+def pair_seed(state: ClientState, peer: int, *, round: int, attempt: int) -> bytes:
+    """The seed of the mask that a client, as it was told this round, shares with `peer`."""
+    purpose = f"{_MASK} on {_label(state, round, attempt).graph.hex()}"
+    return state.ring().pair(peer).seed(round=round, attempt=attempt, purpose=purpose)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Masks modulo 2⁶⁴; with `noise`, integer Gaussian noise under them, on the grid that the noise asks for.
+
+    `unmask = "always"`: a mask of one's own and a second phase every round. `"on-dropout"`: no such mask,
+    and a second phase only when somebody is missing, which trusts the server to be honest about arrivals.
+
+    Without a `degree`, neighbourhoods are as large as it takes for a share `collusion` of all clients, chosen before
+    graphs are drawn, to surround nobody in a whole run, but with a chance of 2⁻³⁰; or the whole cohort, if that is
+    too small.
+
+    A round fails if a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
+    """
+
+    value_range: float = 2.0**24
+    unmask: Unmasking = "always"
+    quorum: Quorum = field(default_factory=Quorum)
+    degree: int | None = None
+    noise: NoisePlan | None = None
+    collusion: float = COLLUSION
+
+    def __post_init__(self) -> None:
+        if self.unmask not in UNMASKING:
+            raise unknown_name("unmask mode", self.unmask, UNMASKING)
+        check_value_range(self.value_range)
+        if self.degree is not None and (self.degree < 2 or self.degree % 2):
+            raise ConfigError(f"neighbours must be an even number, at least 2, under masks (got {self.degree}).")
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
+
+    @property
+    def introduction(self) -> Introduction:
+        """Every pair shares a secret."""
+        return "keys"
+
+    @property
+    def plan(self) -> NoisePlan | None:
+        """The integer noise, if there is any."""
+        return self.noise
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """The sum of two gives each of them the other's contribution, and so do too many that collude among few.
+
+        Whoever colludes is counted of all that a round has `asked`: it is the server that says who is away.
+        """
+        if clients < 3:
+            raise ConfigError(
+                f"Masking needs at least three clients in a round, not {clients}: of two, either could subtract its "
+                "own contribution from the sum and read the other's. Use more clients."
+            )
+        FixedPoint(self.value_range, clients)
+        share, needed = self.collusion, self.quorum.of
+        among = clients if asked is None else asked
+        # Where even everybody is too few, the ledger has said so.
+        if withstood(among, share=share, needed=needed) and not withstood(
+            clients, share=share, needed=needed, asked=among
+        ):
+            raise ConfigError(
+                f"Of the {among} clients that a round asks {clients} are there, and {colluding(among, share)} of them "
+                f"may collude (collusion {share:g}): among so few, those could read others' uploads. Wait for more "
+                "clients, or lower collusion."
+            )
+
+    @property
+    def repairs(self) -> bool:
+        """No noise is shared by pairs."""
+        return False
+
+    def graph(self, context: RoundContext) -> Graph:
+        """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""
+        seed = context.graph_seed()
+        assert context.directory is not None
+        return self._graph_of(context.cohort, seed, context.directory.epoch)
+
+    def degree_of(self, size: int, *, of: int, draws: int, asked: int | None = None) -> int:
+        """How many neighbours each of `size` clients has, drawn from `of`, in a run of so many graphs.
+
+        `asked` counts those too whom the server calls away.
+        """
+        share, needed = self.collusion, self.quorum.of
+        return masking_degree(size, of=of, share=share, needed=needed, draws=draws, asked=asked, given=self.degree)
+
+    def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch) -> Graph:
+        self.fits(len(cohort), asked=epoch.size)
+        # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
+        there = max(len(cohort), epoch.clients * len(cohort) // epoch.size)
+        return _ring(cohort, self.degree_of(len(cohort), of=there, draws=epoch.draws, asked=epoch.clients), seed)
+
+    def _answered_graph(self, state: ClientState) -> Graph:
+        # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
+        return self._graph_of(state.seat, bytes.fromhex(state.graph), state.ring().known().epoch)
+
+    def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
+        """Fixed point for this cohort: by the range, or by what noise asks for."""
+        if self.noise is not None:
+            return gridded(self.noise, context, terms)
+        most = max(context.samples())
+        if most > self.value_range:
+            raise ConfigError(
+                f"A client with {most} samples sends that number too, which is more than value_range = "
+                f"{self.value_range:g}. Raise value_range."
+            )
+        return FixedPoint(self.value_range, len(context.cohort))
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
+        """Refuse a server that does not show that others signed the survivor list of the round before.
+
+        Whether that round could be opened makes no difference: the client's shares are out. A server that cannot show
+        it begins a new epoch, and a client goes along with that a few times a run.
+        """
+        self.graph(context)
+        context.check_member(state.client)
+        if self.noise is not None:  # its size rests on everybody's sample count
+            state.ring().vouch_for(context.cohort)
+        keys = state.ring()
+        revealed_last = bool(state.listed) and state.revealed == state.answered
+        if self.unmask != "always" or not revealed_last or state.ran != keys.run:
+            return state
+        if isinstance(private, Evidence):
+            self._check_evidence(state, private)
+            return state
+        if state.epoch == keys.known().epoch.number:
+            raise ProtocolError(
+                f"client {state.client} revealed shares in round {state.revealed[0] + 1} and was not shown what its "
+                "neighbours signed there: it takes no further part in this epoch"
+            )
+        if state.unexplained >= MOST_UNEXPLAINED:
+            raise ProtocolError(
+                f"client {state.client} has revealed shares in {state.unexplained + 1} rounds of this run without "
+                "being shown what its neighbours signed there, and takes no further part"
+            )
+        return replace(state, unexplained=state.unexplained + 1)
+
+    def _check_evidence(self, state: ClientState, evidence: Evidence) -> None:
+        from fedveil.crypto.keys import signed_by
+
+        keys = state.ring()
+        graph = self._answered_graph(state)
+        near = set(graph.neighbours(state.client))
+        digest = bytes.fromhex(state.listed)
+        signers = listed(evidence.signers)
+        agreed = 0
+        for signer, signature in zip(signers, evidence.signatures, strict=True):
+            if signer in near:
+                near.discard(signer)
+                identity, _, _ = keys.vouched(signer)
+                agreed += signed_by(identity, to_bytes(signature), digest, purpose=f"survivors of {keys.run}")
+        needed = self.quorum.of(graph.degree(state.client))
+        if agreed < needed:
+            raise ProtocolError(
+                f"only {agreed} of {needed} needed neighbours of client {state.client} signed the survivor list it was "
+                f"shown in round {state.revealed[0] + 1}: the server may have told others a different story"
+            )
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """Encode, add integer noise, mask, and deal shares of this round's secrets."""
+        words = self.codec(context, terms).encode(vector)
+        if self.noise is not None:  # the weight is public
+            add_residual(words[:-1], state.client, self.noise, context, terms, secrets=secrets)
+        return self.cover(state, words, context, secrets=secrets)
+
+    def cover(
+        self,
+        state: ClientState,
+        words: NDArray[np.uint64],
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        story: bytes = b"",
+    ) -> tuple[ClientState, MaskedUpload]:
+        """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets.
+
+        Masks cancel only between clients that saw the same graph and were told the same `story`.
+        """
+        from fedveil.crypto.streams import add_mask
+
+        state = replace(state, seat=context.cohort, graph=context.graph_seed().hex(), story=story.hex())
+        client, label = state.client, _label(state, context.round, context.attempt)
+        keys, graph = state.ring(), self.graph(context)
+        dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
+        for peer in graph.neighbours(client):
+            dealt[peer] = pair_seed(state, peer, round=context.round, attempt=context.attempt)
+            add_mask(words, dealt[peer], subtract=client > peer)
+        if self.unmask == "always":
+            dealt[client] = secrets.stream("self mask", client, context.round, context.attempt).bytes(32)
+            add_mask(words, dealt[client])
+        stream = secrets.stream("shares", client, context.round, context.attempt)
+        bundles = deal(graph, keys, secrets=dealt, quorum=self.quorum, stream=stream, label=label)
+        payload = torch.from_numpy(words.view(np.int64))
+        return state, MaskedUpload(client, context.round, context.attempt, payload, *packed(bundles))
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """Sign the survivor list, then reveal one kind of share per neighbour; once per round and attempt."""
+        if not isinstance(request, Unmask):
+            raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
+        advanced = state.revealing(request.round, request.attempt)
+        keys, graph = state.ring(), self._answered_graph(state)
+        label = _label(state, request.round, request.attempt)
+        survivors = self._checked_survivors(state, graph, request)
+        digest = list_digest(survivors, graph=label.graph)
+        signature = keys.sign(digest, purpose="survivors")
+        held = self._held(keys, graph, label, set(survivors), private)
+        revealed = self._reveal(keys, graph, label, set(survivors), held, signature)
+        return replace(advanced, listed=digest.hex()), revealed
+
+    def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask) -> list[int]:
+        survivors = listed(request.survivors)
+        alive, needed = set(survivors), self.quorum.of(len(graph.members))
+        if not alive <= set(graph.members):
+            raise ProtocolError("a survivor list names a client outside the round")
+        if state.client not in alive:
+            raise ProtocolError(f"client {state.client} was asked to reveal in a round that counts it as missing")
+        if len(alive) < needed:
+            raise ProtocolError(
+                f"client {state.client} does not reveal for {len(alive)} survivors: {needed} of "
+                f"{len(graph.members)} are needed for the sum to hide each of them"
+            )
+        if not graph.connected(alive):
+            raise ProtocolError(
+                f"client {state.client} does not reveal: the survivors fall into groups whose sums could be read"
+            )
+        return survivors
+
+    def _held(
+        self, keys: Keyring, graph: Graph, label: Label, alive: set[int], private: Request | None
+    ) -> dict[Item, bytes]:
+        """The shares that survivors dealt to this client."""
+        held: dict[Item, bytes] = {}
+        if isinstance(private, Relayed):
+            self_mask = self.unmask == "always"
+            for sender, sealed in unpacked(private.senders, private.lengths, private.bundles).items():
+                if sender in alive:
+                    try:
+                        held |= open_bundle(graph, keys, sealed, sender=sender, self_mask=self_mask, label=label)
+                    except ProtocolError:
+                        continue  # one dealer's damaged bundle must not cost the others their round
+        return held
+
+    @staticmethod
+    def _reveal(
+        keys: Keyring, graph: Graph, label: Label, alive: set[int], held: Mapping[Item, bytes], signature: bytes
+    ) -> Revealed:
+        near = set(graph.neighbours(keys.client))
+        opening = {dealer: share for (dealer, about), share in held.items() if about == LOCK}
+        # One kind per neighbour: its own mask's seed if its upload arrived, its pairs' seeds if not.
+        kept = {item: held[item] for item in held if item[1] in near and (item[0] == item[1]) == (item[1] in alive)}
+        key = keys.own(round=label.round, attempt=label.attempt, purpose=_REVELATION)
+        return Revealed(
+            keys.client,
+            label.round,
+            label.attempt,
+            from_bytes(signature),
+            torch.tensor(list(opening), dtype=torch.int64),
+            from_bytes(b"".join(opening.values())).reshape(-1, SHARE_BYTES),
+            from_bytes(lock_shares(kept, client=keys.client, key=key)),
+        )
+
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """No noise is shared by pairs."""
+        return ()
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """A sum modulo 2⁶⁴."""
+        return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
+
+    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
+        """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""
+        return MaskedSum(
+            codec,
+            length,
+            self.graph(context),
+            round=context.round,
+            attempt=context.attempt,
+            quorum=self.quorum,
+            self_mask=self.unmask == "always",
+            signed=partial(_signed, context) if codec is not None else None,
+        )
+
+    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
+        """Ask the survivors to reveal, once; nobody needs to where nobody is missing and no mask is one's own."""
+        assert isinstance(total, MaskedSum)
+        if total.survivors:
+            return None
+        total.close(gathered.arrived)
+        alive, needed = total.survivors, self.quorum.of(len(context.cohort))
+        if len(alive) < needed:
+            raise ProtocolError(f"{len(alive)} of {needed} needed uploads arrived")
+        if not total.graph.connected(alive):
+            raise ProtocolError(f"the survivors fall into groups without a mask between them; {MORE_NEIGHBOURS}")
+        # Before anybody reveals: shares that open nothing would have to be accounted for all the same.
+        total.check_reach()
+        if self.unmask == "on-dropout" and len(alive) == len(context.cohort):
+            return None
+        total.asked = True
+        request = Unmask(context.round, context.attempt, torch.tensor(alive, dtype=torch.int64))
+        return Ask(alive, request, total, each={client: total.private(client) for client in alive})
+
+    def parting(self, total: Summing) -> Mapping[int, Request | None]:
+        """Each client's neighbours' signatures on the survivor list, whatever came of the round; None if too few."""
+        assert isinstance(total, MaskedSum)
+        if self.unmask != "always" or not total.asked:
+            return {}
+        told: dict[int, Request | None] = {}
+        for client in total.survivors:
+            near = total.graph.neighbours(client)
+            signers = [one for one in near if one in total.signatures]
+            signed = from_bytes(b"".join(total.signatures[one] for one in signers)).reshape(-1, SIGNATURE_BYTES)
+            enough = len(signers) >= self.quorum.of(len(near))
+            told[client] = Evidence(torch.tensor(signers, dtype=torch.int64), signed) if enough else None
+        return told
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """No noise is shared by pairs."""
+        return ()
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """Everything masked; what opens masks is declared too."""
+        return masked_releases(layout, noised=self.noise is not None, evidence=self.unmask == "always")

@@ -1,0 +1,324 @@
+"""How much noise each client keeps and each pair shares (NADP-FL, its Algorithm 2 and Table 3)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger.correlated import Covering, by_peer, charges, worst_collusion
+from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
+from fedveil.uplink.graph import complete, covering_graph, default_degree
+from fedveil.uplink.grid import ROUNDING, check_pairs
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """Variances in units of the sum's noise variance, by position in the list of clients.
+
+    `residual[i]` is what client i adds alone; pair (i, j) shares `steps[min(rank i, rank j)]`, where
+    ranks sort the clients by their number of records.
+    """
+
+    residual: NDArray[np.float64]
+    steps: NDArray[np.float64]
+    rank: NDArray[np.int64]
+
+    def between(self, one: int, other: int) -> float:
+        """The variance of the noise that clients at two positions share; none with oneself."""
+        if one == other:
+            return 0.0
+        return float(self.steps[min(self.rank[one], self.rank[other])])
+
+    @cached_property
+    def pairs(self) -> NDArray[np.float64]:
+        """All shared variances as a dense symmetric matrix with a zero diagonal."""
+        if not len(self.steps):
+            return np.zeros((1, 1))
+        # The last rank never is the smaller of two; it needs a place on the diagonal only.
+        padded = np.append(self.steps, 0.0)
+        matrix: NDArray[np.float64] = padded[np.minimum(self.rank[:, None], self.rank[None, :])]
+        np.fill_diagonal(matrix, 0.0)
+        return matrix
+
+
+def allocate(sizes: Sequence[int]) -> Allocation:
+    """Residual shares x_i = |D_i|/|D| and pair shares whose row sums are β_i = |D_i|²/|D_min|² − |D_i|/|D|.
+
+    With β ascending, and β_{k−1} raised to β_k: θ_n = (β_n − Σ_{i<n} θ_i)/(k − n), x_ij = θ_{min(i,j)}.
+    What is left of β_n, namely s_n = β_n − Σ_{i<n} θ_i, is carried along as
+    s_{n+1} = s_n·(k−n−1)/(k−n) + (β_{n+1} − β_n): a sum of non-negative terms, so that rounding can
+    neither make a share negative nor lose its digits when sizes differ by orders of magnitude.
+    """
+    counts = [int(size) for size in sizes]
+    if not counts:
+        raise ConfigError("Noise is shared among at least one client, not none.")
+    for place, size in enumerate(counts):
+        if size < 1:
+            raise ConfigError(f"Every client needs at least one record, but number {place} in the list has {size}.")
+    clients, total = len(counts), sum(counts)
+    order = sorted(range(clients), key=counts.__getitem__)
+    rank = np.empty(clients, dtype=np.int64)
+    rank[order] = np.arange(clients)
+    ascending = [counts[place] for place in order]
+    if clients > 1:
+        ascending[-2] = ascending[-1]
+    steps = np.empty(clients - 1)
+    smallest = counts[order[0]]
+    left = 0.0
+    before = 0
+    for place in range(clients - 1):
+        size = ascending[place]
+        # β's growth, in whole numbers up to the division: (b − a)·((a + b)·|D| − m²)/(m²·|D|)
+        grown = (size - before) * ((size + before) * total - smallest**2) / (smallest**2 * total)
+        left = left * ((clients - place - 1) / (clients - place)) + grown
+        steps[place] = left / (clients - place - 1)
+        before = size
+    return Allocation(residual=np.array(counts) / total, steps=steps, rank=rank)
+
+
+def collusion_strength(*, clients: float, colluding: float, ratio_squared: float) -> float:
+    """λ = √((k·α² − 1)/((1 − τ)·k − 1)): what pair noise is multiplied by against a share τ of colluders.
+
+    k clients (math.inf for the limit √(α²/(1 − τ))), α² = (|D_max|/|D_min|)². The bound is the paper's,
+    and covers the pair noise only: colluders also know their own residual noise.
+    """
+    if not 0.0 <= colluding < 1.0:
+        raise ConfigError(f"The share of colluding clients must be at least 0 and below 1, not {colluding}.")
+    if not 1.0 <= ratio_squared < math.inf:
+        raise ConfigError(f"The squared ratio of largest to smallest client is at least 1, not {ratio_squared}.")
+    if not (1.0 - colluding) * clients > 1.0:
+        raise ConfigError(
+            f"With {clients:g} clients of which a share of {colluding:g} collude, no two honest ones are left to "
+            "share noise. Lower the share or let more clients take part."
+        )
+    if math.isinf(clients):
+        return math.sqrt(ratio_squared / (1.0 - colluding))
+    return math.sqrt((clients * ratio_squared - 1.0) / ((1.0 - colluding) * clients - 1.0))
+
+
+Layout = Literal["local", "pairs", "sum"]
+Accounting = Literal["exact", "paper"]
+ACCOUNTING = ("exact", "paper")
+
+COMPLETE_STRENGTH = 10.0
+SPARSE_STRENGTH = math.sqrt(1000.0)
+"""Pair over residual standard deviation on a sparse graph, where fewer pairs have to carry the cover."""
+
+_SAFE = 1 + 1e-11
+"""So much more variance that μ², added over thousands of rounds, does not end above the target by rounding."""
+
+
+LEAST_EPSILON = 1e-9
+LEAST_DELTA = 1e-100
+
+
+@dataclass(frozen=True)
+class Target:
+    """(ε, δ) over a run in which one client takes part at most `participations` times."""
+
+    epsilon: float
+    delta: float
+    rounds: int
+    participations: int
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise ConfigError(f"epsilon must be a positive number (got {self.epsilon}).")
+        if not 0 < self.delta < 1:
+            raise ConfigError(f"delta must lie strictly between 0 and 1 (got {self.delta}); 1e-5 is usual.")
+        if self.epsilon < LEAST_EPSILON or self.delta < LEAST_DELTA:
+            raise ConfigError(
+                f"epsilon = {self.epsilon:g} at delta = {self.delta:g} asks for more noise than can be counted: at "
+                f"least {LEAST_EPSILON:g} and {LEAST_DELTA:g} are taken."
+            )
+        if not 1 <= self.participations <= self.rounds:
+            raise ConfigError(
+                f"A client takes part in between 1 and all {self.rounds} rounds, not in {self.participations}."
+            )
+
+    @property
+    def mu(self) -> float:
+        """The largest μ of the whole run that meets the target."""
+        return mu_of(self.epsilon, self.delta)
+
+    def per_round(self) -> float:
+        """μ² of one round: an equal part of the whole."""
+        return self.mu**2 / self.participations
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """Where noise goes ("local": each client enough for itself; "pairs": shared, with pair noise that
+    cancels; "sum": shared, under masks that open with a `quorum` of a neighbourhood, or added once by a `trusted`
+    server) and how its size is found.
+
+    `per_sample`: the paper divides a client's reach by the largest number of samples, though what it clips is a whole
+    update; under paper accounting, so do we.
+
+    `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
+    others it says are away.
+    """
+
+    target: Target
+    layout: Layout
+    accounting: Accounting = "exact"
+    strength: float | None = None
+    collusion: float = 0.0
+    neighbours: int | None = None
+    tolerant: bool = False
+    trusted: bool = False
+    sampling: float | None = None
+    quorum: float | None = None
+    per_sample: bool = False
+    asked: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
+            raise ConfigError(
+                "Secret sampling of records amplifies noise that a client adds for itself, by exact accounting: use "
+                "--scheme ldp --accounting exact."
+            )
+        if self.accounting not in ACCOUNTING:
+            raise unknown_name("accounting", self.accounting, ACCOUNTING)
+        if not 0 <= self.collusion < 1:
+            raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
+        if self.strength is not None and not (math.isfinite(self.strength) and self.strength >= 0):
+            raise ConfigError(f"pair_strength must not be negative (got {self.strength}).")
+
+    def removable(self, count: int) -> int:
+        """How many of `count` members a sum under masks may lack: all but a quorum of a neighbourhood, and oneself."""
+        if self.quorum is None:
+            return 0
+        holders = min(default_degree(count) if self.neighbours is None else self.neighbours, count - 1)
+        needed = min(int(self.quorum * holders + 1e-9) + 1, holders)
+        return count - 1 - needed
+
+    @property
+    def least_dishonest(self) -> int:
+        """Where clients share noise, one of them is always counted as adding none or telling what it adds."""
+        return 0 if self.layout == "local" or self.trusted else 1
+
+    def colluders(self, count: int) -> int:
+        """How many of `count` clients may side with the server or add no noise."""
+        among = count if self.asked is None else max(count, self.asked)
+        share = min(math.ceil(self.collusion * among - 1e-9), count)
+        return max(share, min(self.least_dishonest, count - 1))
+
+    def pair_strength(self, samples: Sequence[int]) -> float:
+        """λ: as given, or 10 (√1000 on a sparse graph); where dropouts leave pair noise behind, the paper's."""
+        if self.strength is not None:
+            return self.strength
+        if self.accounting == "paper":
+            return _paper_strength(samples, self.collusion)
+        if self.tolerant:
+            return _paper_strength([1] * len(samples), self.collusion)
+        return COMPLETE_STRENGTH if self.neighbours is None else SPARSE_STRENGTH
+
+    def covering(
+        self, members: Sequence[int], samples: Sequence[int], sensitivity: Sequence[float], *, seed: bytes
+    ) -> Covering:
+        """The noise of a round with these clients (ascending), scaled to the target."""
+        # Everybody computes this alone; another order would deal the same pairs other shares.
+        if any(later <= earlier for earlier, later in itertools.pairwise(members)):
+            raise ProtocolError("a round must name each of its clients once, in ascending order")
+        drawn = b"" if self.neighbours is None else seed  # without a graph to draw, every round is alike
+        return _covering(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
+
+    def noise_multiplier(self) -> float:
+        """σ over the reach of one record, for secretly sampled records."""
+        assert self.sampling is not None
+        return sampled_noise(
+            epsilon=self.target.epsilon,
+            sampling_rate=self.sampling,
+            rounds=self.target.participations,
+            delta=self.target.delta,
+        )
+
+    def paper_scale(self, sensitivity: float) -> float:
+        """The papers' s: S·√(4·T·ln(1/δ))/ε for pairs (two queries a round), S·√(2·q·T·ln(1/δ))/ε for local noise,
+        S·√(2·T·ln(1/δ))/ε for noise added once."""
+        target = self.target
+        rounds = {"pairs": 2.0 * target.rounds, "local": target.rate * target.rounds, "sum": float(target.rounds)}
+        return sensitivity * paper_sigma(target.epsilon, target.delta, rounds[self.layout])
+
+
+def _paper_strength(samples: Sequence[int], collusion: float) -> float:
+
+    if collusion == 0 or len(samples) < 3:
+        return 1.0
+    ratio = (max(samples) / min(samples)) ** 2
+    return collusion_strength(clients=len(samples), colluding=collusion, ratio_squared=ratio)
+
+
+@lru_cache(maxsize=32)
+def _covering(
+    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
+) -> Covering:
+    count = len(members)
+    reach = np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
+    nobody = np.empty(0, dtype=np.int64)
+    if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
+        if plan.accounting == "paper":
+            scales = np.asarray([plan.paper_scale(one) for one in sensitivity])
+            if plan.per_sample:
+                scales /= max(samples)
+        elif plan.sampling is not None:
+            scales = reach / 2.0 * plan.noise_multiplier()
+        else:
+            scales = reach * math.sqrt(_SAFE / plan.target.per_round())
+        return Covering(members, reach, scales**2, nobody, nobody, np.empty(0))
+    by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
+    residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
+    if plan.layout == "sum":
+        unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
+    else:
+        unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
+        check_pairs(unit)
+    if plan.accounting == "paper":
+        scale = plan.paper_scale(max(sensitivity)) ** 2
+    else:
+        colluders = plan.colluders(count)
+        worst = worst_of(unit, colluders)
+        if not plan.trusted:
+            worst = np.maximum(worst, by_peer(unit, colluders=max(1, colluders)))
+        scale = float(worst.max()) / plan.target.per_round() * _SAFE
+    if not math.isfinite(scale):
+        raise ConfigError(
+            "No amount of this noise meets the target: a client could be left with no noise that others do not know. "
+            "Lower collusion, or raise the number of clients or neighbours."
+        )
+    return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
+
+
+def worst_of(covering: Covering, colluders: int) -> NDArray[np.float64]:
+    """μ² per member against a server with that many clients on its side."""
+    alone = charges(covering)
+    if colluders == 0:
+        return alone
+    # No set of colluders can make do with less than the server alone, but an estimate could.
+    return np.maximum(alone, worst_collusion(covering, colluders).mu2)
+
+
+def _pairs(
+    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], seed: bytes
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Pair variances in units of s²."""
+    strength = plan.pair_strength(samples)
+    if plan.neighbours is None:
+        graph = complete(members)
+        if plan.accounting == "exact":
+            return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))
+        shares = allocate(samples).pairs[graph.first, graph.second]
+        return graph.first, graph.second, shares * strength**2
+    alone = ", so that a group of clients would be covered by its own noise alone"
+    graph = covering_graph(members, neighbours=plan.neighbours, seed=seed, because=alone)
+    return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))

@@ -1,0 +1,300 @@
+"""The noised uplink: residual noise that stays in the sum, and pair noise that annihilates there.
+
+An upload is one vector of whole numbers modulo 2⁶⁴: the contribution rounded to the round's grid, and integer noise.
+What a pair shares is the same integers with opposite signs, so that it cancels to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger.correlated import Covering
+from fedveil.ledger.releases import Protection, Release
+from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import message
+from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.key_agreement import Introduction
+from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, planned
+from fedveil.protocol.phases import Ask, Gathered, Inbox
+from fedveil.secrets import SecretSource
+from fedveil.shapes import clients, octets
+from fedveil.tensors import Layout
+from fedveil.uplink.fixed_point import FixedPoint
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed, partners
+from fedveil.uplink.noise_plan import NoisePlan
+
+Dropouts = Literal["tolerate", "repair"]
+DROPOUTS = ("tolerate", "repair")
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Repair(Request):
+    """Server → client: who is missing, so that the noise shared with them can be taken off."""
+
+    round: int
+    attempt: int
+    missing: Annotated[Tensor, clients("missing")]
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Repaired(Reply):
+    """Client → server: this round's seeds of the noise it shared with missing clients."""
+
+    round: int
+    attempt: int
+    vanished: Annotated[Tensor, clients("missing")]
+    seeds: Annotated[Tensor, octets("missing", 32)]
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Gaussian noise by a plan. `repair_limit` is the largest share of a cohort a client helps to repair for.
+
+    Without `cancelling`, pair noise is left out altogether: for simulations of accuracy only, where it
+    would cancel anyway; such an upload is not covered, and its release says so.
+    """
+
+    plan: NoisePlan
+    dropouts: Dropouts = "repair"
+    repair_limit: float = 1 / 3
+    cancelling: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dropouts not in DROPOUTS:
+            raise unknown_name("way with dropouts", self.dropouts, DROPOUTS)
+        if not 0 <= self.repair_limit < 1:
+            raise ConfigError(f"repair_limit must lie in [0, 1) (got {self.repair_limit}).")
+
+    @property
+    def _paired(self) -> bool:
+        return self.plan.layout == "pairs" and self.cancelling
+
+    @property
+    def _repairs(self) -> bool:
+        return self._paired and self.dropouts == "repair"
+
+    @property
+    def repairs(self) -> bool:
+        """Whether survivors reveal noise that they share with missing clients."""
+        return self._paired and self.dropouts == "repair"
+
+    @property
+    def introduction(self) -> Introduction:
+        """Pairs share secrets; the size of noise depends on everybody's sample count."""
+        return "keys" if self._paired else "sizes"
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Noise shared by pairs needs a pair."""
+        if self.plan.layout == "pairs" and clients < 2:
+            raise ConfigError(
+                f"Noise that clients share needs at least two clients in a round, not {clients}: nobody is there to "
+                "share it with. Use ldp, or more clients."
+            )
+
+    def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
+        """Refuse a round without this client, or one whose sample counts are not vouched for."""
+        context.check_member(state.client)
+        if self._paired:
+            state.ring().vouch_for(context.cohort)
+        return state
+
+    def protect(
+        self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
+    ) -> tuple[ClientState, Reply]:
+        """Round, add residual noise from fresh randomness and pair noise from shared seeds; the weight is public."""
+        client, codec = state.client, gridded(self.plan, context, terms)
+        words = codec.encode(vector)
+        add_residual(words[:-1], client, self.plan, context, terms, secrets=secrets)
+        if self._paired:
+            covering = planned(self.plan, context, terms.work)
+            for peer, variance in partners(covering, covering.members.index(client)):
+                seed = pair_seed(state, peer, context)
+                add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=codec.step)
+        payload = torch.from_numpy(words.view(np.int64))
+        upload = Upload(client, context.round, context.attempt, payload)
+        return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
+
+    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
+        """Reveal this round's seeds shared with missing clients, once, and for a limited share of the cohort."""
+        if not isinstance(request, Repair) or not self._repairs:
+            raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
+        advanced = state.revealing(request.round, request.attempt)
+        missing = request.missing.tolist()
+        most = math.floor(self.repair_limit * len(state.seat))
+        if state.client in missing or not set(missing) <= set(state.seat):
+            raise ProtocolError(f"client {state.client} was asked to repair for itself, or for strangers")
+        if len(missing) > most:
+            raise ProtocolError(
+                f"client {state.client} does not reveal noise shared with {len(missing)} clients: at most {most} of "
+                f"{len(state.seat)} a round"
+            )
+        keys = state.ring()
+        purpose = pair_purpose(state.graph)
+        seeds = [keys.pair(p).seed(round=request.round, attempt=request.attempt, purpose=purpose) for p in missing]
+        reply = Repaired(
+            state.client,
+            request.round,
+            request.attempt,
+            torch.tensor(missing, dtype=torch.int64),
+            from_bytes(b"".join(seeds)).reshape(-1, 32),
+        )
+        return advanced, reply
+
+    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
+        """Every pair of a client said to be missing and one that is not: the server may have both uploads."""
+        if not isinstance(request, Repair):
+            return ()
+        gone = set(request.missing.tolist())
+        return tuple((one, other) for one in state.seat if one not in gone for other in sorted(gone))
+
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+        """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""
+        codec = gridded(self.plan, context, terms)
+        return NoisedSum(planned(self.plan, context, terms.work), codec, terms.layout, context)
+
+    def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
+        """With `repair`, ask the survivors for the noise they shared with whoever is missing, once."""
+        assert isinstance(total, NoisedSum)
+        if total.closed:
+            total.check_repaired()
+            return None
+        missing = sorted(set(context.cohort) - set(gathered.arrived))
+        if not self._repairs or not missing or not gathered.arrived:
+            return None
+        total.close(gathered.arrived)
+        if len(missing) > math.floor(self.repair_limit * len(context.cohort)):
+            raise ProtocolError(
+                f"{len(missing)} of {len(context.cohort)} clients are missing, more than the share of "
+                f"{self.repair_limit:g} that clients repair for"
+            )
+        request = Repair(context.round, context.attempt, torch.tensor(missing, dtype=torch.int64))
+        return Ask(tuple(gathered.arrived), request, total)
+
+    def parting(self, total: Summing) -> Mapping[int, Request]:
+        """Nothing."""
+        return {}
+
+    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
+        """Every survivor's pairs with whoever is missing, as soon as survivors are asked for their seeds."""
+        assert isinstance(total, NoisedSum)
+        return total.given_away()
+
+    def releases(self, layout: Layout) -> tuple[Release, ...]:
+        """Gradients under noise; what repairs a round is declared too."""
+        covered = {
+            "local": "integer Gaussian",
+            "pairs": "integer Gaussian, and the same shared by pairs, which cancels in the sum",
+            "sum": "integer Gaussian",
+        }[self.plan.layout]
+        if not self.cancelling:
+            covered = "integer Gaussian; pair noise LEFT OUT to simulate accuracy: not covered"
+        protection: Protection = "noised" if self.cancelling else "open"
+        known = [name for name in layout.names if name in UPLOAD_FIELDS and name != "weight"]
+        fields = (
+            *(
+                Release(
+                    f"upload.{name}",
+                    "client",
+                    ("server",),
+                    UPLOAD_FIELDS[name],
+                    noise=covered,
+                    about="data",
+                    protection=protection,
+                )
+                for name in known
+            ),
+            Release("upload.weight", "client", ("server",), UPLOAD_FIELDS["weight"]),
+        )
+        if not self._repairs:
+            return fields
+        return (
+            *fields,
+            Release("repair.round", "server", ("clients",), "the round's number"),
+            Release("repair.attempt", "server", ("clients",), "the round's repetition"),
+            Release("repair.missing", "server", ("clients",), "who is missing"),
+            Release("repaired.client", "client", ("server",), "the client's number"),
+            Release("repaired.round", "client", ("server",), "the round's number"),
+            Release("repaired.attempt", "client", ("server",), "the round's repetition"),
+            Release("repaired.vanished", "client", ("server",), "with whom the noise was shared"),
+            Release("repaired.seeds", "client", ("server",), "this round's seeds of that noise"),
+        )
+
+
+class NoisedSum(Inbox[Any]):
+    """A sum of whole numbers modulo 2⁶⁴; noise that vanished clients have left behind is taken off by their seeds."""
+
+    def __init__(self, covering: Covering, codec: FixedPoint, layout: Layout, context: RoundContext) -> None:
+        self._context = context
+        self._covering = covering
+        self._codec = codec
+        self._words = np.zeros(layout.length, dtype=np.uint64)
+        self._arrived: frozenset[int] = frozenset()
+        self._repairers: set[int] = set()
+        self.expect(
+            Upload,
+            context.cohort,
+            which=context.which,
+            sizes={"contribution": layout.length},
+            types={"payload": (torch.int64,)},
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether uploads are over."""
+        return bool(self._arrived)
+
+    def close(self, arrived: tuple[int, ...]) -> None:
+        """No more uploads: one that comes late is refused, since its noise is being given away."""
+        self._arrived = frozenset(arrived)
+        gone = len(self._context.cohort) - len(self._arrived)
+        self.expect(Repaired, arrived, which=self._context.which, sizes={"missing": gone})
+
+    def given_away(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of a survivor and a missing client, once uploads are over."""
+        gone = set(self._context.cohort) - self._arrived if self.closed else set()
+        if not gone:
+            return ()
+        ends = [(self._covering.members[i], self._covering.members[j]) for i, j in self._ends()]
+        return tuple((one, other) for one, other in ends if (one in gone) != (other in gone))
+
+    def check_repaired(self) -> None:
+        """Refuse a sum that still holds noise shared with missing clients."""
+        owing = {one for pair in self.given_away() for one in pair if one in self._arrived} - self._repairers
+        if owing:
+            raise ProtocolError(
+                f"{len(owing)} of {len(self._arrived)} clients did not help to take off the noise they shared with "
+                f"missing clients, client {min(owing)} among them"
+            )
+
+    def _ends(self) -> list[tuple[int, int]]:
+        return list(zip(self._covering.first.tolist(), self._covering.second.tolist(), strict=True))
+
+    def _fold(self, reply: Upload | Repaired) -> None:
+        if isinstance(reply, Upload):
+            self._words += reply.payload.cpu().numpy().view(np.uint64)
+            return
+        vanished = reply.vanished.tolist()
+        if set(vanished) != set(self._context.cohort) - self._arrived:
+            raise ProtocolError("a repair for others than those that are missing")
+        variances = dict(partners(self._covering, self._covering.members.index(reply.client)))
+        words = self._words[:-1]
+        for peer, seed in zip(vanished, reply.seeds, strict=True):
+            if peer in variances:
+                left = {"variance": variances[peer], "step": self._codec.step}
+                add_shared(words, to_bytes(seed), client=reply.client, peer=peer, sign=-1, **left)
+        self._repairers.add(reply.client)
+
+    def total(self) -> Tensor:
+        """The sum of what arrived, in the units of contributions."""
+        return torch.from_numpy(self._codec.decode(self._words))

@@ -1,0 +1,326 @@
+"""Local work whose contribution is bounded: what a differential-privacy claim needs of a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.errors import ConfigError, NumericError
+from fedveil.tensors import LARGEST, Layout
+from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
+from fedveil.work.bounds import clipped, safe_bound, working
+from fedveil.work.gradients import prepare, weighted
+from fedveil.work.local_sgd import LocalSteps
+from fedveil.work.losses import Loss
+from fedveil.work.messages import Bench, ClientData, one_by_one
+from fedveil.work.per_sample import PerSample, Sums, joined, looped, trained_names
+
+_RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
+
+
+def refuse_batch_norm(blueprint: Blueprint) -> None:
+    """Refuse a model with a batch normalisation that computes with its batch."""
+    for path, one in blueprint.skeleton.named_modules():
+        if isinstance(one, VectorBatchNorm):
+            mixes = one.training or not one.track
+        elif isinstance(one, nn.modules.batchnorm._BatchNorm):
+            mixes = one.training or one.running_mean is None
+        else:
+            continue
+        if mixes:
+            raise ConfigError(
+                f"The batch normalisation {path or 'that is the model'!r} cannot be trained under a "
+                "differential-privacy claim: it mixes the samples of a batch, so that no sample has a gradient of "
+                "its own to clip, and the batch statistics it sends would be releases without noise. Use GroupNorm "
+                "(for the built-in models: norm=group), or freeze it with model.eval() and running statistics."
+            )
+
+
+def bounded_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
+    """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
+    if tensors != 1:
+        raise ConfigError(
+            f"Clipping bounds one gradient, and this downlink asks for {tensors} (head noise). Drop the head noise "
+            "or the differential-privacy claim."
+        )
+    refuse_batch_norm(blueprint)
+    return Layout((("gradients", (1, blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+
+
+SMALLEST_CLIP = 1e-12
+"""Below, what single precision loses by underflow would no longer be small beside the bound."""
+
+
+def check_bound(clip: float) -> None:
+    """Refuse a clipping bound that is not a positive number of a size that can be computed with."""
+    if not (math.isfinite(clip) and clip > 0):
+        raise ConfigError(f"The clipping bound must be a positive number, not {clip}.")
+    if not SMALLEST_CLIP <= clip <= LARGEST:
+        raise ConfigError(f"The clipping bound must lie between {SMALLEST_CLIP:g} and 2^36, not be {clip:g}.")
+
+
+def _refuse_head(broadcast: Broadcast) -> None:
+    if broadcast.head is not None:
+        raise ConfigError(
+            "Head noise makes clients return several gradients, and clipping bounds one. Drop the head noise or the "
+            "differential-privacy claim."
+        )
+
+
+@dataclass(frozen=True)
+class ClippedSamples:
+    """The mean over one batch of per-sample gradients, each clipped to L2 norm `clip` over all parameters.
+
+        n_k · (1/b)·Σ_{i in batch} g_i·min(1, C/‖g_i‖)
+
+    Parameters the model's author froze count as zero. `vectorise` = False takes the samples one by one; True
+    and None take many at once where vmap can. A sample whose gradient is not finite counts as zero: a refusal
+    that depends on one record would tell about it. The bound holds for the sum as it is rounded, since C is taken
+    a little smaller (`bounds.safe_bound`).
+
+    With `sampling` q, the batch is drawn by the client's own secrets: each record with probability q,
+    independently (Poisson), and the sum is divided by its expected size q·n_k. Samples are then taken one by one: how a
+    product of matrices rounds depends on how many rows it has, and on a model made for it rounding is all there is, so
+    that a record more would move what the others contribute.
+    """
+
+    loss: Loss
+    batches: Batches
+    clip: float
+    vectorise: bool | None = None
+    sampling: float | None = None
+
+    returns = "gradient"
+    unit = "record"
+
+    def __post_init__(self) -> None:
+        check_bound(self.clip)
+        if self.sampling is not None and not 0 < self.sampling <= 1:
+            raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
+
+    @property
+    def largest(self) -> float:
+        """C, and C/q where all records may be drawn: how long a contribution can be, over n_k."""
+        return self.clip / (self.sampling or 1.0)
+
+    def sensitivity(self, samples: int) -> float:
+        """2·C·n_k/b: how far replacing one record can move the contribution of a client with n_k records."""
+        if self.sampling is not None:
+            return 2.0 * self.clip / self.sampling
+        return 2.0 * self.clip * samples / self.batches.batch_size(samples)
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients and weight; nothing else leaves."""
+        if self.sampling is not None and has_random_layers(blueprint.skeleton):
+            raise ConfigError(
+                "Secret sampling does not go with dropout: which numbers a sample is given would depend on which "
+                "others were drawn, and one record would change the whole sum. Set dropout to 0, or leave "
+                "secret_sampling out."
+            )
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """One client's clipped mean gradient."""
+        _, found = next(self.run_many(bench, broadcast, [data], round=round))
+        if isinstance(found, NumericError):
+            raise found
+        return found
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """Clients with small batches of equal size together, the others one by one."""
+        _refuse_head(broadcast)
+        if (reason := _broken(broadcast, round)) is not None:
+            yield from ((position, reason) for position in range(len(clients)))
+            return
+        engine = self._engine(bench)
+        prepare(bench.blueprint, engine.module, broadcast)
+        for positions in self._groups(bench, broadcast, clients):
+            part = [clients[position] for position in positions]
+            yield from zip(positions, self._contributions(bench, engine, broadcast, part, round), strict=True)
+
+    def _engine(self, bench: Bench) -> PerSample:
+        key = (PerSample, self.loss)
+        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        engine = made.get(key)
+        if not isinstance(engine, PerSample):
+            engine = made[key] = PerSample(bench.blueprint, self.loss)
+        return engine
+
+    def _groups(self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
+        """Positions to be computed together: launches, not arithmetic, take the time of a small batch."""
+        kind = broadcast.parameters.device.type
+        row = max(1, bench.blueprint.size * broadcast.parameters.element_size())
+        # With dropout each client draws from a seed of its own; secret batches differ in size.
+        alone = has_random_layers(bench.module) or self.sampling is not None
+        by_size: dict[int, list[int]] = {}
+        for position, data in enumerate(clients):
+            by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
+        for size, positions in by_size.items():
+            most = min(_SAMPLES_TOGETHER.get(kind, 1) // size, _RESULT_BYTES.get(kind, row) // row)
+            at_once = 1 if alone or not self._may_vectorise(bench) else max(1, most)
+            for start in range(0, len(positions), at_once):
+                yield positions[start : start + at_once]
+
+    def _may_vectorise(self, bench: Bench) -> bool:
+        return bench.vectorisable and self.vectorise is not False and self.sampling is None
+
+    def _contributions(
+        self, bench: Bench, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        chosen = [self._chosen(bench, data, round) for data in part]
+        if self.sampling is not None and not len(chosen[0]):
+            return [weighted(torch.zeros_like(bench.blueprint.trainable, dtype=_dtype(bench)), len(part[0]))]
+        found = self._together(bench, engine, part, chosen, round) if self._may_vectorise(bench) else None
+        if found is None:
+            prepare(bench.blueprint, bench.module, broadcast)
+            found = joined([self._loop(bench, data, which, round) for data, which in zip(part, chosen, strict=True)])
+        expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
+        return [
+            weighted(row, len(data), share=1.0 / expected, dtype=_dtype(bench))
+            for row, data in zip(found.sums, part, strict=True)
+        ]
+
+    def _chosen(self, bench: Bench, data: ClientData, round: int) -> Tensor:
+        if self.sampling is None:
+            return self.batches.indices(client=data.client, samples=len(data), step=round)
+        drawn = bench.secrets.stream("records", data.client, round).uniform(len(data))
+        return (drawn < self.sampling).nonzero().flatten()
+
+    def _together(
+        self, bench: Bench, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
+    ) -> Sums | None:
+        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+        try:
+            with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
+                return engine(x, y, clients=len(part), clip=self._bound(bench, part[0]))
+        except RuntimeError:  # vmap knows no rule for some operation, or memory is short
+            bench.vectorisable = False
+            return None
+
+    def _loop(self, bench: Bench, data: ClientData, chosen: Tensor, round: int) -> Sums:
+        x, y = data.take(chosen)
+        with seeded_dropout(bench.module, self.batches.seed, data.client, round):
+            bound = self._bound(bench, data)
+            return looped(bench.module, trained_names(bench.blueprint), self.loss, x, y, bound)
+
+    def _bound(self, bench: Bench, data: ClientData) -> float:
+        # Never the number of records that were drawn in secret: a record more would move everybody's weight.
+        samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
+        return safe_bound(self.clip, _dtype(bench), samples)
+
+
+def _dtype(bench: Bench) -> torch.dtype:
+    return working(next(bench.module.parameters()).dtype)
+
+
+def refuse_broken(broadcast: Broadcast, round: int) -> None:
+    """Refuse to train a model that holds what is not a number."""
+    if (reason := _broken(broadcast, round)) is not None:
+        raise reason
+
+
+def _broken(broadcast: Broadcast, round: int) -> NumericError | None:
+    """Why nothing can be computed on a model: it, and not a client's data, holds what is not a number."""
+    if bool(broadcast.parameters.isfinite().all()):
+        return None
+    return NumericError(
+        f"The model of round {round + 1} holds numbers that are not finite: training has diverged. Lower the learning "
+        "rate. Checkpoints written so far are untouched."
+    )
+
+
+@dataclass(frozen=True)
+class BoundedUpdate:
+    """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
+
+    local: LocalSteps
+    clip: float
+
+    returns = "update"
+    unit = "client"
+
+    def __post_init__(self) -> None:
+        check_bound(self.clip)
+
+    @property
+    def largest(self) -> float:
+        """θ: how long what is clipped of a contribution can be, over n_k."""
+        return self.clip
+
+    def sensitivity(self, samples: int) -> float:
+        """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
+        return 2.0 * self.clip * samples
+
+
+@dataclass(frozen=True)
+class ClippedUpdate(BoundedUpdate):
+    """The whole update is clipped: n_k · u·min(1, θ/‖u‖)."""
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients (here w − w_k) and weight; nothing else leaves."""
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally, then clip how far the parameters moved; a training that ran away has moved nothing."""
+        _refuse_head(broadcast)
+        refuse_broken(broadcast, round)
+        try:
+            moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
+        except NumericError:  # a refusal would tell about the data
+            moved = torch.zeros_like(broadcast.parameters)
+        return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other."""
+        return one_by_one(self, bench, broadcast, clients, round=round)
+
+
+RAN_AWAY = 1e6
+"""The training loss that a client reports whose training ran away."""
+
+
+@dataclass(frozen=True)
+class DividedUpdate(BoundedUpdate):
+    """n_k·u, not yet clipped: the uplink clips what it does not hide.
+
+    `reports` adds the training loss and BatchNorm statistics, where the uplink hides those too.
+    """
+
+    reports: bool = True
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients (here w − w_k), what is reported beside them, and weight."""
+        if self.reports:
+            return self.local.layout(blueprint, tensors=tensors)
+        return bounded_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally; a training that ran away has moved nothing, for a refusal would tell about the data."""
+        refuse_broken(broadcast, round)
+        length = bench.layout.length - 1
+        try:
+            moved = self.local.run(bench, broadcast, data, round=round)[:length]
+        except NumericError:
+            moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
+            if self.reports:  # it travels hidden, and a loss of zero would look like success
+                moved[bench.blueprint.size] = RAN_AWAY * len(data)
+        return weighted(moved / len(data), len(data))
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other."""
+        return one_by_one(self, bench, broadcast, clients, round=round)

@@ -1,0 +1,123 @@
+"""Local training: several steps or epochs of SGD, and the update they made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.norms import batch_norms
+from fedveil.errors import ConfigError, NumericError
+from fedveil.tensors import Layout, flatten
+from fedveil.work.batches import Batches, Schedule, has_random_layers, seeded_dropout
+from fedveil.work.gradients import CapturedDescent, collect_statistics, contribution_layout, prepare, weighted
+from fedveil.work.losses import Loss
+from fedveil.work.messages import Bench, ClientData, check_finite, one_by_one, reported
+
+Descent = Callable[[Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
+
+    Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
+    """
+
+    loss: Loss
+    batches: Batches
+    schedule: Schedule
+    steps: int | None = None
+    epochs: int | None = None
+    refuses: bool = True
+
+    returns = "update"
+
+    def __post_init__(self) -> None:
+        for name, value in (("local_steps", self.steps), ("local_epochs", self.epochs)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1 (got {value}).")
+
+    def count(self, samples: int) -> int:
+        """Local steps of a client with `samples` samples."""
+        if self.steps is not None:
+            return self.steps
+        return (self.epochs or 1) * max(1, samples // self.batches.batch_size(samples))
+
+    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+        """gradients (here w − w_k), values (the mean loss), statistics, weight."""
+        return contribution_layout(blueprint, tensors=tensors)
+
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally and report how far the parameters moved."""
+        module = bench.module
+        prepare(bench.blueprint, module, broadcast)
+        parameters: list[Tensor] = list(module.parameters())
+        moving = _moving(bench.blueprint, parameters)
+        count, rate = self.count(len(data)), self.schedule.at(round)
+        losses = []
+        drawn = [
+            self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
+            for step in range(count)
+        ]
+        # One transfer instead of one a step, each of which a GPU would wait for.
+        there = torch.stack(drawn).to(data.x.device)
+        descend = self._descent(bench, broadcast, moving, data, there[0])
+        with seeded_dropout(module, self.batches.seed, data.client, round):
+            for chosen in there:
+                x, y = data.take(chosen)
+                loss = descend(x, y, rate)
+                losses.append(loss)
+                if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
+                    break
+        value = torch.stack(losses).mean().reshape(1)
+        moved = broadcast.parameters - flatten([one.detach() for one in parameters])
+        statistics = collect_statistics(module, value)
+        vector = weighted(torch.cat([moved, value, statistics]), len(data))
+        if not self.refuses:
+            return reported(vector, bench.layout.split(vector)["values"])
+        check_finite(vector, value, client=data.client, round=round, chosen=chosen)
+        return vector
+
+    def _descent(
+        self, bench: Bench, broadcast: Broadcast, moving: list[Tensor], data: ClientData, first: Tensor
+    ) -> Descent:
+        """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
+        module = bench.module
+        fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
+        if data.x.device.type != "cuda" or not fixed:
+            return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
+        x, y = data.take(first)
+        key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
+        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        captured = made.get(key)
+        if not isinstance(captured, CapturedDescent):
+            captured = made[key] = CapturedDescent(module, self.loss, moving, x, y)
+            prepare(bench.blueprint, module, broadcast)
+        return lambda x, y, rate: captured(x, y, rate=rate)
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other: local steps change the parameters, so nothing is shared."""
+        return one_by_one(self, bench, broadcast, clients, round=round)
+
+
+def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:
+    """w ← w − lr·g on one batch, in place; the loss before it."""
+    with torch.enable_grad():
+        value = loss.mean(module(x), y)
+        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        torch._foreach_add_(moving, grads, alpha=-rate)
+    return value.detach()
+
+
+def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:
+    """The parameters that are trained: those the model's author did not freeze."""
+    masks = torch.split(blueprint.trainable, [one.numel() for one in parameters])
+    return [one for one, mask in zip(parameters, masks, strict=True) if bool(mask.any())]

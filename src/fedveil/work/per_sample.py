@@ -1,0 +1,562 @@
+"""Per-sample gradients in the cheapest form each layer has, with their norms and weighted sums.
+
+A linear layer's gradient for one sample is an outer product δ·aᵀ, an embedding's touches only the rows
+of the words seen: neither has to be written out to know its norm or to be summed. No form computes a
+norm from a Gram matrix, whose cancellation could make a gradient look shorter than it is, and each
+sums the very numbers whose norm it gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedveil.downlink.architecture import Blueprint, TappedLinear
+from fedveil.work.batches import has_random_layers
+from fedveil.work.bounds import SAMPLES_ADDED, clip_weights, full_precision, scaled_norms, squares, working
+from fedveil.work.losses import Loss
+
+
+class Factor(Protocol):
+    """One parameter's gradients for B samples."""
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Matrices with B rows: a gradient's norm is the product of the norms of its rows."""
+        ...
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Σ_b w_kb·g_kb for weights (K, b) of K clients with b samples each, B = K·b: (K, size)."""
+        ...
+
+    def careful(self) -> tuple[Factor, Tensor]:
+        """The same gradients in a form that sums them whatever their magnitudes, and their norms."""
+        ...
+
+    def without(self, odd: Tensor) -> Factor:
+        """The same with zeros for the samples that a mask (B,) names."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Gradients written out: (B, size)."""
+
+    rows: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The gradients themselves."""
+        return (self.rows,)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """One matrix–vector product per client."""
+        clients, each = weights.shape
+        rows = self.rows.to(weights.dtype).reshape(clients, each, -1)
+        return _by_blocks(lambda left, right: torch.bmm(left[:, None], right)[:, 0], weights, rows)
+
+    def careful(self) -> tuple[Dense, Tensor]:
+        """Nothing is multiplied but by a weight."""
+        return self, scaled_norms(self.rows)
+
+    def without(self, odd: Tensor) -> Dense:
+        """Rows of zeros."""
+        return Dense(_zeroed(self.rows, odd))
+
+
+@dataclass(frozen=True, eq=False)
+class Outer:
+    """Outer products δ·aᵀ of (B, outputs) and (B, inputs), times `scales` (B,) in float64 where there are any."""
+
+    deltas: Tensor
+    inputs: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """‖δ·aᵀ‖ = ‖δ‖·‖a‖."""
+        return self.deltas, self.inputs
+
+    def total(self, weights: Tensor) -> Tensor:
+        """(w·δ)ᵀ·a: the product an ordinary backward pass makes."""
+        clients, each = weights.shape
+        flat = weights.reshape(-1)
+        if self.scales is not None:
+            flat = (flat * self.scales).to(weights.dtype)
+        left = (flat[:, None] * self.deltas).reshape(clients, each, -1)
+        right = self.inputs.to(weights.dtype).reshape(clients, each, -1)
+        return _by_blocks(lambda one, other: torch.bmm(one.transpose(1, 2), other).flatten(1), left, right)
+
+    def careful(self) -> tuple[Outer, Tensor]:
+        """Both factors near 1: a δ that rounds to nothing when weighted may meet an a that makes it large."""
+        (left, one), (right, two) = _near_one(self.deltas), _near_one(self.inputs)
+        return Outer(left, right, one * two), scaled_norms(self.deltas) * scaled_norms(self.inputs)
+
+    def without(self, odd: Tensor) -> Outer:
+        """Zeros times zeros."""
+        scales = None if self.scales is None else _zeroed(self.scales, odd)
+        return Outer(_zeroed(self.deltas, odd), _zeroed(self.inputs, odd), scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a table with `size` rows: word (B, R) of each sample gets values (B, R, width).
+
+    A word that a sample has several times has zeros in all places but one.
+    """
+
+    words: Tensor
+    values: Tensor
+    size: int
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """No two places of a sample add up on the same row."""
+        return (self.values.flatten(1),)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """One table per client, filled in one go (not `index_add_`, whose order varies on a GPU)."""
+        clients, each = weights.shape
+        scaled = weights[:, :, None, None] * self.values.reshape(clients, each, *self.values.shape[1:])
+        offset = torch.arange(clients, device=self.words.device)[:, None, None] * self.size
+        places = self.words.reshape(clients, each, -1) + offset
+
+        def table(places: Tensor, values: Tensor) -> Tensor:
+            given = (values.flatten(0, 2), places.flatten(), clients * self.size, -1, False)
+            return torch.ops.aten.embedding_dense_backward(*given).reshape(clients, -1)  # type: ignore[no-any-return]
+
+        return _by_blocks(table, places, scaled)
+
+    def careful(self) -> tuple[Rows, Tensor]:
+        """Nothing is multiplied but by a weight."""
+        return self, scaled_norms(self.values.flatten(1))
+
+    def without(self, odd: Tensor) -> Rows:
+        """Words with zeros."""
+        return replace(self, values=_zeroed(self.values, odd))
+
+
+def measured(factors: Mapping[str, Factor]) -> tuple[dict[str, Factor], Tensor]:
+    """Every sample's norm over all parameters, in float64, and factors to sum with.
+
+    Norms are not finite for samples whose gradient is not, and in the factors those are zero: zero times what is not
+    finite would not be zero.
+    """
+    parts = [factor.parts for factor in factors.values()]
+    products = [one for one in parts if len(one) == 2]
+    single = [one[0] for one in parts if len(one) == 1]
+    found, usual = squares([*single, *(one[0] for one in products), *(one[1] for one in products)])
+    alone, left, right = torch.split(found, [len(single), len(products), len(products)])
+    norms = (alone.sum(0) + (left * right).sum(0)).sqrt()
+    if bool(usual.all()):
+        return dict(factors), norms
+    made = {name: factor.careful() for name, factor in factors.items()}
+    # Only of those that need it: were all norms taken anew, and rounded otherwise, one record would move every weight.
+    norms = torch.where(usual, norms, scaled_norms(torch.stack([norm for _, norm in made.values()], 1)))
+    odd = ~norms.isfinite()
+    return {name: factor.without(odd) for name, (factor, _) in made.items()}, norms
+
+
+def _by_blocks(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
+    """A product that adds the samples (dimension 1) of its factors, a bounded number of them at a time."""
+    samples = left.shape[1]
+    if samples <= SAMPLES_ADDED:
+        return product(left, right)
+    spans = (slice(start, start + SAMPLES_ADDED) for start in range(0, samples, SAMPLES_ADDED))
+    return _added(product(left[:, one], right[:, one]) for one in spans)
+
+
+def _added(parts: Iterator[Tensor]) -> Tensor:
+    """The sum, pairwise: a rounding for every doubling, and not for every part."""
+    waiting: list[tuple[int, Tensor]] = []
+    for part in parts:
+        size = 1
+        while waiting and waiting[-1][0] == size:
+            part = waiting.pop()[1].add_(part)
+            size *= 2
+        waiting.append((size, part))
+    total = waiting.pop()[1]
+    while waiting:
+        total = waiting.pop()[1].add_(total)
+    return total
+
+
+def _zeroed(values: Tensor, odd: Tensor) -> Tensor:
+    return values.masked_fill(odd.reshape(-1, *[1] * (values.dim() - 1)), 0)
+
+
+def _near_one(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows divided by powers of two that bring their largest numbers near 1, and those powers in float64."""
+    rows = rows.to(working(rows.dtype))
+    limit = -int(math.log2(torch.finfo(rows.dtype).tiny))  # 2^±limit are both normal numbers, so nothing is rounded
+    _, exponents = torch.frexp(rows.abs().amax(1))
+    powers = torch.exp2(exponents.clamp(-limit, limit).double())
+    return rows * (1.0 / powers).to(rows.dtype)[:, None], powers
+
+
+def linear_weight(inputs: Tensor, deltas: Tensor) -> Factor:
+    """The weight's gradient from (B, R, inputs) and (B, R, outputs): Σ_r δ_r·a_rᵀ."""
+    if inputs.shape[1] == 1:
+        return Outer(deltas[:, 0], inputs[:, 0])
+    return Dense(torch.bmm(deltas.transpose(1, 2), inputs).flatten(1))
+
+
+def embedding_weight(words: Tensor, deltas: Tensor, *, size: int, padding: int | None) -> Factor:
+    """The table's gradient from (B, R) word numbers and (B, R, width); padding gets none.
+
+    Values of equal words are added first, once for norm and sum: added again in another order, values that all but
+    cancel would leave another remainder.
+    """
+    if padding is not None:
+        deltas = deltas * (words != padding)[:, :, None]
+    equal = words[:, :, None] == words[:, None, :]
+    positions = torch.arange(words.shape[1], device=words.device)
+    first = torch.where(equal, positions, len(positions)).amin(2)
+    gather = (first[:, None, :] == positions[:, None]).to(deltas.dtype)
+    return Rows(words, torch.bmm(gather, deltas), size)
+
+
+@dataclass(eq=False)
+class Recorder:
+    """One forward pass: `taps` to add in order of the calls (None: probing, make them), and what came in."""
+
+    taps: Sequence[Tensor] | None = None
+    expected: Sequence[nn.Module] = ()
+    inputs: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    layers: list[nn.Module] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
+
+    def note(self, layer: nn.Module, input: Tensor, output: Tensor) -> Tensor:
+        """Record a call and return its output with the tap added."""
+        number = len(self.inputs)
+        self.inputs.append(input)
+        self.layers.append(layer)
+        if self.taps is None:
+            self.versions.append(input._version)
+            self.made.append(torch.zeros_like(output).requires_grad_())
+            return output + self.made[-1]
+        if number >= len(self.taps) or self.expected[number] is not layer or self.taps[number].shape != output.shape:
+            raise RuntimeError("The model calls its layers in another order than when it was probed.")
+        return output + self.taps[number]
+
+
+class _Slot:
+    """Where a network's recorded layers find the recorder of the pass that is running."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+
+
+class RecordedLinear(nn.Linear):
+    """Wx + b."""
+
+    original: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, TappedLinear)
+    slot: _Slot
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute and record."""
+        bias = None if self.bias is None else self.bias.detach()
+        return self.slot.recorder.note(self, input, F.linear(input, self.weight.detach(), bias))
+
+    def factors(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> dict[str, Factor]:
+        """Gradients of weight and bias from all calls' inputs and δ, samples first."""
+        given = torch.cat([one.flatten(1, -2) for one in inputs], 1)
+        back = torch.cat([one.flatten(1, -2) for one in deltas], 1)
+        return {"weight": linear_weight(given, back), "bias": Dense(back.sum(1))}
+
+    def numbers(self, inputs: Sequence[Tensor]) -> int:
+        """How many numbers a sample's factors take."""
+        rows = sum(one.numel() // self.in_features for one in inputs)
+        return self.in_features + self.out_features if rows == 1 else self.weight.numel()
+
+
+class RecordedEmbedding(nn.Embedding):
+    """A table of words."""
+
+    original: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding,)
+    slot: _Slot
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up and record."""
+        return self.slot.recorder.note(self, input, F.embedding(input, self.weight.detach()))
+
+    def factors(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> dict[str, Factor]:
+        """The table's gradient from all calls' words and δ, samples first."""
+        words = torch.cat([one.flatten(1) for one in inputs], 1)
+        back = torch.cat([one.flatten(1, -2) for one in deltas], 1)
+        return {"weight": embedding_weight(words, back, size=self.num_embeddings, padding=self.padding_idx)}
+
+    def numbers(self, inputs: Sequence[Tensor]) -> int:
+        """How many numbers a sample's factors take."""
+        words = sum(one.numel() for one in inputs)
+        return words * (self.embedding_dim + words)
+
+
+Recorded = RecordedLinear | RecordedEmbedding
+_KINDS: tuple[type[Recorded], ...] = (RecordedLinear, RecordedEmbedding)
+
+
+def install(module: nn.Module) -> _Slot:
+    """Turn every layer that can be recorded into its recorded twin, in place."""
+    slot = _Slot()
+    owners: dict[int, int] = {}
+    for one in module.modules():
+        for parameter in one._parameters.values():
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    for one in module.modules():
+        kind = next((kind for kind in _KINDS if type(one) in kind.original), None)
+        if (
+            kind is not None
+            and _plain(one)
+            and all(owners[id(p)] == 1 for p in one._parameters.values() if p is not None)
+        ):
+            one._before = type(one)  # type: ignore[assignment]
+            one.slot = slot  # type: ignore[assignment]
+            one.__class__ = kind
+    return slot
+
+
+def restore(layer: nn.Module) -> None:
+    """Undo `install` for one layer."""
+    layer.__class__ = layer._before  # type: ignore[assignment]
+
+
+def _plain(layer: nn.Module) -> bool:
+    """Whether the layer does what its class says and nothing beside it."""
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    if not isinstance(layer._parameters.get("weight"), nn.Parameter) or "forward" in vars(layer):
+        return False
+    if isinstance(layer, nn.Embedding):
+        return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return True
+
+
+CPU_BYTES = 64 << 20
+GPU_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Clipped sums (clients, parameters), and every sample's gradient norm and loss (clients, samples)."""
+
+    sums: Tensor
+    norms: Tensor
+    losses: Tensor
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """Several groups of clients with equally many samples, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Sums(*(torch.cat([getattr(part, one) for part in parts]) for one in ("sums", "norms", "losses")))
+
+
+def _summed(parts: Iterator[Sums]) -> Sums:
+    """Several parts of the same clients' samples, in order; the sums of one part are held at a time."""
+    first = next(parts)
+    sums, norms, losses = first.sums, [first.norms], [first.losses]
+    for part in parts:
+        sums = sums.double().add_(part.sums)  # so that many parts round no more than one does
+        norms.append(part.norms)
+        losses.append(part.losses)
+    return Sums(sums, torch.cat(norms, 1), torch.cat(losses, 1))
+
+
+def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tensor, clip: float) -> Sums:
+    """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with."""
+    named = dict(module.named_parameters())
+    moving = [named[name] for name in trained]
+    total = [one.new_zeros(1, one.numel(), dtype=torch.float64) for one in moving]
+    norms, losses = [], []
+    for number in range(len(y)):
+        with torch.enable_grad():
+            value = loss.mean(module(x[number : number + 1]), y[number : number + 1])
+            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        kept, norm = measured({name: Dense(one.reshape(1, -1)) for name, one in zip(trained, grads, strict=True)})
+        weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
+        for sum, factor in zip(total, kept.values(), strict=True):
+            sum += factor.total(weights)
+        norms.append(norm)
+        losses.append(value.detach())
+    sums = dict(zip(trained, total, strict=True))
+    return Sums(_placed(named, sums, 1), torch.stack(norms, 1), torch.stack(losses)[None])
+
+
+def trained_names(blueprint: Blueprint) -> list[str]:
+    """The parameters the model's author did not freeze."""
+    masks = blueprint.parameters.split(blueprint.trainable.cpu())
+    return [name for name, mask in masks.items() if bool(mask.any())]
+
+
+def _placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: int) -> Tensor:
+    """All parameters' sums side by side, zero where nothing is trained."""
+    parts = [sums[name] if name in sums else one.new_zeros(clients, one.numel()) for name, one in named.items()]
+    return torch.cat(parts, 1)
+
+
+class _Kept:
+    """Counts what a forward pass keeps for its backward pass, the parameters (shared by all samples) aside."""
+
+    def __init__(self, shared: set[int]) -> None:
+        self._shared = shared
+        self.numbers = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Count a tensor on its way in."""
+        if tensor.untyped_storage().data_ptr() not in self._shared:
+            self.numbers += tensor.numel()
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        """Hand it out again."""
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """The recorded calls of one pass over one sample, and the memory such a pass takes."""
+
+    layers: list[Recorded]
+    taps: list[Tensor]
+    numbers: int
+
+
+class PerSample:
+    """A network whose per-sample gradients are taken under vmap, in factors where a layer allows it."""
+
+    def __init__(self, blueprint: Blueprint, loss: Loss) -> None:
+        self.module = blueprint.new_skeleton(fused=False).requires_grad_(False)
+        self._loss = loss
+        self._trained = set(trained_names(blueprint))
+        self._slot = install(self.module)
+        self._random = "different" if has_random_layers(self.module) else "error"
+        self._plans: dict[tuple[object, ...], _Plan] = {}
+
+    def __call__(self, x: Tensor, y: Tensor, *, clients: int, clip: float, budget: int | None = None) -> Sums:
+        """The clipped sums of `clients` clients with equally many samples, those of a client in a row."""
+        plan = self._plan(x[:1], y[:1])
+        each = len(y) // clients
+        at_once = max(1, (budget or _budget(x)) // (plan.numbers * self._element_size))
+        whole = max(1, at_once // each)
+        parts = []
+        for start in range(0, clients, whole):
+            count = min(whole, clients - start)
+            spans = _spans(start * each, count * each, at_once if whole == 1 else count * each)
+            parts.append(_summed(self._chunk(plan, x[one], y[one], count, clip) for one in spans))
+        return joined(parts)
+
+    @property
+    def _element_size(self) -> int:
+        return next((one.element_size() for one in self.module.parameters()), 4)
+
+    def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float) -> Sums:
+        factors, losses = self._factors(plan, x, y)
+        if factors:
+            factors, norms = measured(factors)
+        else:
+            norms = torch.zeros_like(losses, dtype=torch.float64)
+        weights = clip_weights(norms, clip, working(losses.dtype)).reshape(clients, -1)
+        with full_precision():
+            sums = {name: factor.total(weights) for name, factor in factors.items()}
+        placed = _placed(dict(self.module.named_parameters()), sums, clients)
+        return Sums(placed, norms.reshape(clients, -1), losses.reshape(clients, -1))
+
+    def _factors(self, plan: _Plan, x: Tensor, y: Tensor) -> tuple[dict[str, Factor], Tensor]:
+        """Every trained parameter's gradients of every sample, and the losses."""
+        recorded = self._recorded(plan)
+        named: dict[str, Tensor] = dict(self.module.named_parameters())
+        rest = {name: one for name, one in named.items() if name in self._trained and name not in recorded}
+
+        def one_sample(
+            taps: list[Tensor], values: dict[str, Tensor], sample: Tensor, target: Tensor
+        ) -> tuple[Tensor, list[Tensor]]:
+            recorder = self._slot.recorder = Recorder(taps, plan.layers)
+            output = torch.func.functional_call(self.module, values, (sample[None],))
+            if len(recorder.inputs) != len(taps):
+                raise RuntimeError("The model calls fewer layers than when it was probed.")
+            return self._loss.mean(output, target[None]), recorder.inputs
+
+        derived = torch.func.grad_and_value(one_sample, argnums=(0, 1), has_aux=True)
+        mapped = torch.vmap(derived, in_dims=(None, None, 0, 0), randomness=self._random)
+        try:
+            (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
+        finally:
+            self._slot.recorder = Recorder()
+        factors: dict[str, Factor] = {name: Dense(grads.flatten(1)) for name, grads in dense.items()}
+        for layer in dict.fromkeys(plan.layers):
+            calls = [number for number, one in enumerate(plan.layers) if one is layer]
+            found = layer.factors([inputs[number] for number in calls], [deltas[number] for number in calls])
+            names = {id(parameter): name for name, parameter in recorded.items()}
+            for name, factor in found.items():
+                parameter = layer._parameters[name]
+                if parameter is not None and names[id(parameter)] in self._trained:
+                    factors[names[id(parameter)]] = factor
+        return factors, losses
+
+    def _recorded(self, plan: _Plan) -> dict[str, nn.Parameter]:
+        owned = {id(p) for layer in plan.layers for p in layer._parameters.values()}
+        return {name: p for name, p in self.module.named_parameters() if id(p) in owned}
+
+    def _plan(self, x: Tensor, y: Tensor) -> _Plan:
+        key = (tuple(x.shape), x.dtype, tuple(y.shape), y.dtype)
+        if key not in self._plans:
+            with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []):
+                while (plan := self._probe(x, y)) is None:
+                    pass
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _probe(self, x: Tensor, y: Tensor) -> _Plan | None:
+        """Run one sample and see which layers are called; None if some had to be given up.
+
+        A recorded layer whose parameters are read elsewhere too, or whose input is changed later, has
+        gradients that its own calls do not tell.
+        """
+        recorder = self._slot.recorder = Recorder()
+        values = {name: one.detach().clone().requires_grad_() for name, one in self.module.named_parameters()}
+        kept = _Kept({one.untyped_storage().data_ptr() for one in values.values()})
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            loss = self._loss.mean(torch.func.functional_call(self.module, values, (x.clone(),)), y)
+            names = list(values)
+            found = torch.autograd.grad(loss, [values[name] for name in names], allow_unused=True)
+        used = {name for name, grad in zip(names, found, strict=True) if grad is not None}
+        named = {id(one): name for name, one in self.module.named_parameters()}
+        changed = {
+            id(layer)
+            for layer, given, version in zip(recorder.layers, recorder.inputs, recorder.versions, strict=True)
+            if given._version != version
+        }
+        layers = [layer for layer in recorder.layers if isinstance(layer, Recorded)]
+        doubtful = [
+            layer
+            for layer in dict.fromkeys(layers)
+            if id(layer) in changed or used & {named[id(one)] for one in layer.parameters(recurse=False)}
+        ]
+        for layer in doubtful:
+            restore(layer)
+        if doubtful:
+            return None
+        numbers = kept.numbers + sum(one.numel() for one in (*recorder.inputs, *recorder.made))
+        for layer in dict.fromkeys(layers):
+            numbers += layer.numbers([i for i, one in zip(recorder.inputs, layers, strict=True) if one is layer])
+        recorded = {named[id(one)] for layer in layers for one in layer.parameters(recurse=False)}
+        numbers += sum(one.numel() for n, one in values.items() if n in self._trained and n not in recorded)
+        return _Plan(layers, [torch.zeros_like(one) for one in recorder.made], max(1, numbers))
+
+
+def _budget(x: Tensor) -> int:
+    return GPU_BYTES if x.device.type == "cuda" else CPU_BYTES
+
+
+def _spans(start: int, count: int, size: int) -> Iterator[slice]:
+    """Consecutive spans of at most `size`."""
+    for first in range(start, start + count, size):
+        yield slice(first, min(first + size, start + count))
