@@ -19,7 +19,7 @@ _KINDS = (
     ("flwr-clientapp", "client app"),
     ("flwr-serverapp", "server app"),
     ("flower-superexec", "SuperExec"),
-    ("fedveil.deploy.", "leash"),
+    ("fedveil.flower.", "supervisor"),
 )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from engines.flower.in_process import InProcessGrid, context_of, make_homes
 from fedveil.config import RunConfig
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import create_app, prepared
@@ -28,6 +27,7 @@ from fedveil.flower.submission import Submission
 from fedveil.flower.supervisor import descendants
 from fedveil.protocol.codec import decode
 from fedveil.runs import session
+from flower.in_process import InProcessGrid, context_of, make_homes
 from flower_desks import ORDERS
 
 Weights = dict[str, torch.Tensor]

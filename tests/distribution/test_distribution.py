@@ -38,7 +38,7 @@ NEEDED_BY_TESTS = (
 )
 SUBSET = (
     "tests/test_config.py",
-    "tests/test_flat.py",
+    "tests/test_tensors.py",
     "tests/test_secrets.py",
     "tests/uplink/test_exact_sum.py",
     "tests/schemes",

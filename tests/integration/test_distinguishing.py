@@ -44,7 +44,7 @@ from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.work.messages import Bench, ClientData
-from protocol.masking import epoch_of, nonces_of
+from uplink.masking import epoch_of, nonces_of
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
 EPSILON = epsilon_of(1.5, 1e-5)

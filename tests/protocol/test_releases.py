@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from client_held.relaying import HELD_MESSAGES, HELD_SCHEMES
 from federation import job, server_of, trained
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.engine.local import Absent
@@ -24,7 +25,6 @@ from fedveil.schemes import find, schemes
 from fedveil.tensors import Layout
 from fedveil.uplink.noised import Repair, Repaired
 from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
-from protocol.relaying import HELD_MESSAGES, HELD_SCHEMES
 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]

@@ -15,6 +15,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from client_held.relaying import Covered, Recording, watch_uploads
 from federation import held_run, job
 from fedveil.client_held import divided as parallel
 from fedveil.client_held.ciphers import Pads
@@ -32,7 +33,6 @@ from fedveil.uplink.vote import Ratio
 from fedveil.work.clipping import RAN_AWAY, DividedUpdate
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.messages import Bench, ClientData
-from protocol.relaying import Covered, Recording, watch_uploads
 
 FALSE_ALARM = 1e-6
 SETTINGS: dict[str, Any] = {

@@ -3,7 +3,7 @@
 A seed is enough where nothing rests on who is asked with whom. Where masks or noise are shared it is not: whoever
 picks the seed can try many, until some round asks one client and allies. There cohorts are `shuffled`: the rounds of
 an epoch go around a table, `size` seats at a time, and who sits where follows from a beacon that nobody picks
-(`protocol/epoch.py`).
+(`protocol/directory.py`).
 """
 
 from __future__ import annotations

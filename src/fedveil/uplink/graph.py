@@ -2,7 +2,7 @@
 
 Nobody hands a graph out: its seed is a hash of the epoch's beacon, the round and the members, and the same
 members give the same graph whatever order they are listed in. The beacon is made of numbers that all clients
-commit to before any is shown (`protocol/epoch.py`), so that nobody can search for a graph that suits it.
+commit to before any is shown (`protocol/directory.py`), so that nobody can search for a graph that suits it.
 """
 
 from __future__ import annotations
