@@ -24,7 +24,6 @@ from fedveil.audit.subject import Subject, alike, from_folder
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, unknown_name
 from fedveil.runs.job import device_of
-from fedveil.uplink.masked import Masked
 
 COALITION = "the server with some clients"
 _HELD = "the server holds no model, and what it sees is hidden or noised: no attack on that is built; see ledger.json"
@@ -50,7 +49,7 @@ def missing_trials(scene: Scene) -> Iterator[Finding]:
     elif scene.run.config.secret_sampling:
         yield _untried("server", SERVER, _SECRET)
         yield _untried("wire", OUTSIDER, _SECRET)
-    elif isinstance(scheme.uplink, Masked) and scheme.uplink.plan is not None:
+    elif not scheme.readable and scheme.plan is not None:
         yield _untried("coalition", COALITION, _OWN_NOISE)
     yield _untried("client", CLIENT, _SUCCESSIVE)
 

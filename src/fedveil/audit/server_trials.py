@@ -14,7 +14,6 @@ from fedveil.audit.record import outsider_view, server_history, server_view
 from fedveil.audit.scene import Scene
 from fedveil.audit.subject import Subject, alike, less_colluders, unprotected_history, unprotected_upload
 from fedveil.audit.views import OutsiderView, ServerView
-from fedveil.uplink.masked import Masked
 
 SERVER = "the server"
 OUTSIDER = "somebody on the wire"
@@ -66,7 +65,7 @@ class _Maker:
         self.subject = scene.close
         self.facts = scene.close.record.facts
         self.uploads = uploads
-        self.masked = isinstance(self.subject.job.scheme.uplink, Masked)
+        self.masked = not self.subject.job.scheme.readable
         self.largest = max(len(self.truth(one)["y"]) for one in uploads)
         self.sent = self.view(uploads[0]).broadcast
         self.bare_tensors = not self.masked and self.sent is not None and self.sent.head is not None
