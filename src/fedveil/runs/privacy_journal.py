@@ -20,9 +20,8 @@ from fedveil.downlink.rescaling import scale_table
 from fedveil.downlink.samplers import BOUNDED, secret_uniforms
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.accountant import Account, SampledAccount
-from fedveil.ledger.bounded import delta_floor, delta_floor_even
 from fedveil.ledger.correlated import Covering
-from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.gaussian import delta_floor, delta_floor_even, epsilon_of
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, PaperFigure, state
 from fedveil.plain import read_raw, read_text
