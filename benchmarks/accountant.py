@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedveil.ledger.correlated import Covering, charges, worst_collusion
+from fedveil.ledger.correlated import Covering, NoiseGraph, charges, worst, worst_candidate, worst_collusion
 from fedveil.ledger.gaussian import mu_of, sampled_epsilon
-from fedveil.ledger.sparse import NoiseGraph, worst, worst_candidate
 
 T = TypeVar("T")
 

@@ -235,8 +235,7 @@ def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, suffix: str) -> No
     import lzma
     import zipfile
 
-    from fedveil.data.arrays import read_arrays
-    from fedveil.data.files import read_bytes
+    from fedveil.data.arrays import read_arrays, read_bytes
 
     zeros, path = bytes(1 << 27), tmp_path / f"toy.{suffix}"
     if suffix == "npz":

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedveil.data.cifar import read_pickle
+from fedveil.data.pictures import read_pickle
 from fedveil.errors import DataError
 
 

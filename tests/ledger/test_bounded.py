@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import irwinhall
 
 from fedveil.errors import ConfigError
-from fedveil.ledger import bounded
-from fedveil.ledger.bounded import delta_floor, delta_floor_even
+from fedveil.ledger import gaussian
+from fedveil.ledger.gaussian import delta_floor, delta_floor_even
 
 WIDTH = 2 * math.sqrt(2)  # of the uniform noise of scale 1
 
@@ -79,9 +79,9 @@ def test_one_coordinate_is_the_same_either_way() -> None:
 
 def test_many_wide_shifts_are_rounded_down_to_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = np.random.default_rng(0).uniform(0.5, 30, 900)
-    coarse = bounded._escapes(widths, 40)
-    monkeypatch.setattr(bounded, "GRID", 10_000)
-    fine = bounded._escapes(widths, 40)
+    coarse = gaussian._escapes(widths, 40)
+    monkeypatch.setattr(gaussian, "GRID", 10_000)
+    fine = gaussian._escapes(widths, 40)
     assert fine == pytest.approx(np.array([delta_floor(scale=1, clients=40, shift=w * WIDTH) for w in widths]))
     assert np.all(coarse <= fine)
     assert np.any(coarse < fine)

@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from fedveil.ledger.sparse import NoiseGraph, diagonal_bounds, worst, worst_candidate
+from fedveil.ledger.correlated import NoiseGraph, diagonal_bounds, worst, worst_candidate
 
 
 def n_out(size: int, *, out: int = 5, ratio: float = 1000.0, seed: int = 0, even: bool = True) -> NoiseGraph:

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 
 from fedveil.data import arrays as npz
-from fedveil.data import cifar, idx, tabular
-from fedveil.data import pictures as folders
-from fedveil.data.arrays import Arrays, Part, assemble
+from fedveil.data import pictures, tabular
+from fedveil.data.arrays import Arrays, Part, assemble, plain_name
 from fedveil.data.dataset import Options, Split, Task
-from fedveil.data.files import plain_name
 from fedveil.errors import DataError, FedVeilError, unknown_name
 
 
@@ -62,26 +60,27 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path, Options, str],
     return load_arrays
 
 
-def _of_table(path: Path, options: Options, name: str) -> Split:
-    return tabular.load_table(path, options, name=name)
-
-
 # The first that recognises the path reads it: the more particular a layout, the earlier it is asked.
 _LAYOUTS = (
-    _Layout("idx files (train-images-idx3-ubyte[.gz], …)", idx.recognises, _of_arrays(idx.read), by_folder=True),
+    _Layout(
+        "idx files (train-images-idx3-ubyte[.gz], …)",
+        pictures.is_idx,
+        _of_arrays(pictures.read_idx_folder),
+        by_folder=True,
+    ),
     _Layout(
         "CIFAR batches (data_batch_1[.bin], test_batch[.bin]; train[.bin], test[.bin])",
-        cifar.recognises,
-        _of_arrays(cifar.read),
+        pictures.is_cifar,
+        _of_arrays(pictures.read_cifar),
         by_folder=True,
     ),
     _Layout(".npz with x and y, or train.npz and test.npz", npz.recognises, _of_arrays(npz.read)),
     _Layout(
         "picture folders (train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png)",
-        folders.recognises,
-        _of_arrays(folders.read),
+        pictures.is_pictures,
+        _of_arrays(pictures.read_pictures),
     ),
-    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, _of_table),
+    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, tabular.load_table),
 )
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedveil.data.arrays import split_rows
+from fedveil.data.arrays import by_plain_name, files_of, plain_name, read_bytes, split_rows
 from fedveil.data.dataset import Dataset, Options, Split, Task
-from fedveil.data.files import by_plain_name, files_of, plain_name, read_bytes
 from fedveil.errors import ConfigError, DataError, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
@@ -307,7 +306,7 @@ def recognises(path: Path) -> bool:
     return any(is_table(file) for file in (files_of(path) if path.is_dir() else [path]))
 
 
-def load_table(path: Path, options: Options, *, name: str) -> Split:
+def load_table(path: Path, options: Options, name: str) -> Split:
     """Read one CSV file, or train.csv and test.csv, and encode it."""
     table, fixed = _read(path)
     named = _named_columns(table, options, path)

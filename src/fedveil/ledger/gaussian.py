@@ -8,6 +8,17 @@ telling N(0, 1) from N(μ, 1), which gives exactly (Balle and Wang, 2018)
 With x = ε/μ − μ/2, y = ε/μ + μ/2 and Mills' ratio m(t) = (1 − Φ(t))/φ(t), the identity e^ε·φ(y) = φ(x)
 turns this into φ(x)·(m(x) − m(y)), in which nothing overflows and no large terms cancel. Every result
 is rounded to the side that claims less privacy.
+
+Bounded noise gives no (ε, δ) worth the name: how large δ is at the least, whatever ε. Given the scales R, the noise
+of the faithful `mpdp` scheme is a sum over k clients of variables uniform on (−√2σ, √2σ), per coordinate, before R is
+undone. A change of S in the gradient shifts coordinate j by S_j/R_j. What falls outside the support of the unshifted
+noise betrays the change with certainty, so its probability is a lower bound on δ for every ε. A small bound is no
+promise: the true δ at a given ε is larger.
+
+In units of one variable's width, the distance from the edge of the support is a sum of k variables uniform on
+(0, 1), so a shift by s escapes with probability F_k(s/(2√2σ)), F_k the Irwin–Hall distribution
+
+    F_k(t) = (1/k!)·Σ_{j ≤ t} (−1)^j·C(k, j)·(t − j)^k,        t^k/k! for t ≤ 1.
 """
 
 from __future__ import annotations
@@ -15,13 +26,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from functools import lru_cache
-from typing import Literal
 
 import numpy as np
-from scipy.special import erfcx, ndtr, ndtri
+from numpy.typing import NDArray
+from scipy.special import erfcx, gammaln, ndtr, ndtri
 
-from fedveil.errors import ConfigError, missing_extra, unknown_name
+from fedveil.errors import ConfigError, missing_extra
 
 _ROOT_HALF_PI = math.sqrt(math.pi / 2)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(8)
@@ -84,14 +96,10 @@ def sigma_of(epsilon: float, delta: float) -> float:
 def paper_sigma(epsilon: float, delta: float, rounds: float = 1) -> float:
     """What the papers would add, in units of the sensitivity: √(2·T·ln(1/δ))/ε for T (expected) rounds."""
     _check_epsilon(epsilon)
-    return _paper_product(delta, rounds) / epsilon
-
-
-def paper_epsilon(sigma: float, delta: float, rounds: float = 1) -> float:
-    """What the papers would claim for noise of σ sensitivities in each of T rounds: √(2·T·ln(1/δ))/σ."""
-    if not sigma >= 0:
-        raise ConfigError(f"sigma is {sigma}: a standard deviation is not negative.")
-    return _paper_product(delta, rounds) / sigma if sigma else math.inf
+    _check_delta(delta)
+    if not rounds > 0:
+        raise ConfigError(f"rounds is {rounds}: it must be a number above 0.")
+    return math.sqrt(2 * rounds * -math.log(delta)) / epsilon
 
 
 def _middle(low: float, high: float, mu: float) -> float:
@@ -121,13 +129,6 @@ def _bisect(holds: Callable[[float], bool], *, wrong: float, right: float) -> fl
             wrong = middle
 
 
-def _paper_product(delta: float, rounds: float) -> float:
-    _check_delta(delta)
-    if not rounds > 0:
-        raise ConfigError(f"rounds is {rounds}: it must be a number above 0.")
-    return math.sqrt(2 * rounds * -math.log(delta))
-
-
 def _check_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < math.inf:
         raise ConfigError(f"epsilon is {epsilon}: a privacy target needs a finite number above 0, such as 1.")
@@ -143,21 +144,18 @@ def _check_strength(mu: float) -> None:
         raise ConfigError(f"mu is {mu}: the strength of a mechanism is a number of at least 0.")
 
 
-Relation = Literal["replace-one", "add-remove"]
-RELATIONS = ("replace-one", "add-remove")
-
-
-def sampled_epsilon(
-    *, noise_multiplier: float, sampling_rate: float, rounds: int, delta: float, relation: Relation = "replace-one"
-) -> float:
+def sampled_epsilon(*, noise_multiplier: float, sampling_rate: float, rounds: int, delta: float) -> float:
     """ε of `rounds` releases of a sum over Poisson-sampled records, each clipped to norm C, with noise of σ.
 
-    `noise_multiplier` is σ/C. Under "replace-one" a record becomes another one, which moves the sum by up to 2·C;
-    under "add-remove" it comes or goes, which moves it by C and is the weaker claim with the smaller number.
+    `noise_multiplier` is σ/C. A record may become another one (replace-one), which moves the sum by up to 2·C.
     """
-    _check(noise_multiplier, sampling_rate, rounds, delta)
-    if relation not in RELATIONS:
-        raise unknown_name("neighbouring relation", relation, RELATIONS)
+    if not 0 <= noise_multiplier < math.inf:
+        raise ConfigError(f"noise_multiplier is {noise_multiplier}: it must be a finite number of at least 0.")
+    if not 0 < sampling_rate <= 1:
+        raise ConfigError(f"sampling_rate is {sampling_rate}: it must be above 0 and at most 1.")
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}: at least one round is needed.")
+    _check_delta(delta)
     try:
         from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
         from dp_accounting.pld import PLDAccountant
@@ -165,11 +163,7 @@ def sampled_epsilon(
         raise missing_extra("dp-accounting", "accounting", "Accounting for secretly sampled records") from error
     if noise_multiplier == 0:
         return math.inf
-    meaning = {
-        "replace-one": NeighboringRelation.REPLACE_ONE,
-        "add-remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
-    }
-    accountant = PLDAccountant(meaning[relation])
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE)
     accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise_multiplier)), rounds)
     return float(accountant.get_epsilon(delta))
 
@@ -194,12 +188,69 @@ def sampled_noise(*, epsilon: float, sampling_rate: float, rounds: int, delta: f
     return high
 
 
-def _check(noise_multiplier: float, sampling_rate: float, rounds: int, delta: float) -> None:
-    if not 0 <= noise_multiplier < math.inf:
-        raise ConfigError(f"noise_multiplier is {noise_multiplier}: it must be a finite number of at least 0.")
-    if not 0 < sampling_rate <= 1:
-        raise ConfigError(f"sampling_rate is {sampling_rate}: it must be above 0 and at most 1.")
-    if rounds < 1:
-        raise ConfigError(f"rounds is {rounds}: at least one round is needed.")
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta is {delta}: it must lie strictly between 0 and 1, such as 1e-5.")
+GRID = 128
+_STEPS = 2**32
+
+
+def delta_floor(*, scale: float, clients: int, shift: float) -> float:
+    """The least δ, at any ε, when one coordinate moves by `shift`: F_k(|shift|/(2√2·scale)), rounded down.
+
+    `scale` is the σ of one client's noise. The sharpest shift puts all of S on the smallest scale: S/min R.
+    """
+    _check_noise(scale, clients, abs(shift))
+    return float(_escapes(np.array([abs(shift) / (2 * math.sqrt(2) * scale)]), clients)[0])
+
+
+def delta_floor_even(*, scale: float, clients: int, sensitivity: float, factors: NDArray[np.float64]) -> float:
+    """The least δ, at any ε, when all d coordinates share the change evenly, S/(√d·R_j) on coordinate j.
+
+    Each coordinate escapes on its own: 1 − Π_j (1 − F_k(S/(√d·|R_j|·2√2·scale))), rounded down. `factors` holds R.
+    """
+    _check_noise(scale, clients, sensitivity)
+    sizes = np.abs(np.asarray(factors, dtype=np.float64)).ravel()
+    if not sizes.size or not bool(np.all(sizes > 0)):
+        raise ConfigError("factors must hold the scale of every coordinate, none of them zero or missing.")
+    widths = sensitivity / (math.sqrt(sizes.size) * sizes * 2 * math.sqrt(2) * scale)
+    with np.errstate(divide="ignore"):
+        return float(-np.expm1(np.log1p(-_escapes(widths, clients)).sum()))
+
+
+def _escapes(widths: NDArray[np.float64], clients: int) -> NDArray[np.float64]:
+    """A lower bound on F_k, exact up to rounding except where more than GRID widths exceed 1."""
+    result = np.zeros_like(widths)
+    small = (widths > 0) & (widths < 1)
+    result[small] = np.exp(clients * np.log(widths[small]) - gammaln(clients + 1)) * (1 - 1e-9)
+    large = np.flatnonzero(widths >= 1)
+    if large.size:
+        # F grows with its argument, so the nearest grid point below gives a lower bound.
+        distinct = np.unique(widths[large])
+        grid = distinct[np.unique(np.linspace(0, len(distinct) - 1, min(GRID, len(distinct))).astype(np.int64))]
+        values = np.array([_irwin_hall(float(point), clients) for point in grid])
+        result[large] = values[np.searchsorted(grid, widths[large], side="right") - 1]
+    return result
+
+
+def _irwin_hall(point: float, clients: int) -> float:
+    """F_k(point) with the point rounded down to 32 binary places; rational, since the sum's terms cancel."""
+    if point >= clients:
+        return 1.0
+    exact = Fraction(math.floor(point * _STEPS), _STEPS)
+    return float(_lower(exact, clients) if 2 * exact <= clients else 1 - _lower(clients - exact, clients)) * (1 - 1e-12)
+
+
+def _lower(point: Fraction, clients: int) -> Fraction:
+    """The sum itself, over whole numbers: (t − j)^k = (n − j·2^32)^k / 2^(32k)."""
+    numerator = int(point * _STEPS)
+    total = sum(
+        (-1) ** j * math.comb(clients, j) * (numerator - j * _STEPS) ** clients for j in range(numerator // _STEPS + 1)
+    )
+    return Fraction(total, _STEPS**clients * math.factorial(clients))
+
+
+def _check_noise(scale: float, clients: int, change: float) -> None:
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"scale is {scale}: the noise needs a finite standard scale above 0.")
+    if clients < 1:
+        raise ConfigError(f"clients is {clients}: at least one client adds noise.")
+    if not 0 <= change < math.inf:
+        raise ConfigError(f"the change is {change}: it must be a finite number of at least 0.")

@@ -107,6 +107,5 @@ def _named(
     entry = CATALOGUE[name]
     check_input(entry, input_shape=input_shape, vocabulary=vocabulary)
     check_options(entry.info, options)
-    if vocabulary is None:
-        return entry.builder(input_shape=input_shape, outputs=outputs, **options)
-    return entry.builder(input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, **options)
+    tokens = {} if vocabulary is None else {"vocabulary": vocabulary}
+    return entry.builder(input_shape=input_shape, outputs=outputs, **tokens, **options)

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError
-from fedveil.models.densenet import densenet
-from fedveil.models.networks import cnn, gru, lenet_sigmoid, mlp
-from fedveil.models.resnet import cifar_resnet, resnet18
+from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, mlp, resnet18
 
 BATCH = 2
 MOST_PARAMETERS = 1 << 30

@@ -1,10 +1,13 @@
-"""Pieces the networks share: normalisation, He initialisation, range checks."""
+"""The networks of the catalogue, and the pieces they share: normalisation, He initialisation, range checks.
+
+ResNets are those of He et al. (2016), DenseNet that of Huang et al. (2017).
+"""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -217,4 +220,196 @@ def gru(
         raise ConfigError(f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2.")
     return GRUClassifier(
         steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
+    )
+
+
+SMALL_IMAGE = 64
+
+
+class PadShortcut(nn.Module):
+    """Shortcut A: every ``stride``-th pixel, and zero channels before and after; no parameters."""
+
+    def __init__(self, *, extra: int, stride: int) -> None:
+        super().__init__()
+        self.front = extra // 2
+        self.back = extra - self.front
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The thinned and widened input."""
+        thinned = x[:, :, :: self.stride, :: self.stride]
+        return nn.functional.pad(thinned, (0, 0, 0, 0, self.front, self.back))
+
+
+class BasicBlock(nn.Module):
+    """``relu(body(x) + shortcut(x))`` with two 3×3 convolutions in the body."""
+
+    def __init__(self, *, inputs: int, outputs: int, stride: int, shortcut: str, norm: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            OrderedDict(
+                conv1=conv(inputs, outputs, stride=stride),
+                norm1=image_norm(norm, outputs),
+                relu1=nn.ReLU(),
+                conv2=conv(outputs, outputs),
+                norm2=image_norm(norm, outputs),
+            )
+        )
+        self.shortcut: nn.Module
+        if stride == 1 and inputs == outputs:
+            self.shortcut = nn.Identity()
+        elif shortcut == "A":
+            self.shortcut = PadShortcut(extra=outputs - inputs, stride=stride)
+        else:
+            projection = conv(inputs, outputs, kernel=1, stride=stride)
+            self.shortcut = nn.Sequential(OrderedDict(conv=projection, norm=image_norm(norm, outputs)))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        out: Tensor = self.relu(self.body(x) + self.shortcut(x))
+        return out
+
+
+def _residual_network(
+    stem: OrderedDict[str, nn.Module],
+    *,
+    widths: Sequence[int],
+    blocks: int,
+    outputs: int,
+    shortcut: str,
+    norm: str,
+) -> nn.Module:
+    """Stages of ``blocks`` basic blocks after the stem; every stage but the first halves the size."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(stem))
+    inputs = widths[0]
+    for i, wide in enumerate(widths, start=1):
+        stage: OrderedDict[str, nn.Module] = OrderedDict()
+        for j in range(1, blocks + 1):
+            stride = 2 if i > 1 and j == 1 else 1
+            stage[f"block{j}"] = BasicBlock(inputs=inputs, outputs=wide, stride=stride, shortcut=shortcut, norm=norm)
+            inputs = wide
+        layers[f"stage{i}"] = nn.Sequential(stage)
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["head"] = nn.Linear(inputs, outputs)
+    model = nn.Sequential(layers)
+    he_init((m for m in model.modules() if isinstance(m, nn.Conv2d)), mode="fan_out")
+    return model
+
+
+def cifar_resnet(blocks: int) -> Callable[..., nn.Module]:
+    """The builder of the CIFAR ResNet with 6·blocks + 2 weighted layers."""
+
+    def resnet(
+        *,
+        input_shape: tuple[int, ...],
+        outputs: int,
+        shortcut: Literal["A", "B"] = "A",
+        norm: Literal["batch", "group"] = "batch",
+        width: int = 16,
+    ) -> nn.Module:
+        at_least(1, width=width)
+        stem: OrderedDict[str, nn.Module] = OrderedDict(
+            conv=conv(input_shape[0], width), norm=image_norm(norm, width), relu=nn.ReLU()
+        )
+        widths = (width, 2 * width, 4 * width)
+        return _residual_network(stem, widths=widths, blocks=blocks, outputs=outputs, shortcut=shortcut, norm=norm)
+
+    return resnet
+
+
+def resnet18(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    stem: Literal["auto", "small", "large"] = "auto",
+    norm: Literal["batch", "group"] = "batch",
+    width: int = 64,
+) -> nn.Module:
+    """Four stages of two blocks; ``auto`` takes the small stem (3×3, no pooling) up to 64 pixels."""
+    at_least(1, width=width)
+    channels, height, breadth = input_shape
+    small = stem == "small" or (stem == "auto" and max(height, breadth) <= SMALL_IMAGE)
+    first = conv(channels, width) if small else conv(channels, width, kernel=7, stride=2)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=first, norm=image_norm(norm, width), relu=nn.ReLU())
+    if not small:
+        layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    widths = (width, 2 * width, 4 * width, 8 * width)
+    return _residual_network(layers, widths=widths, blocks=2, outputs=outputs, shortcut="B", norm=norm)
+
+
+STEM_CHANNELS = 16
+DENSE_BLOCKS = 3
+# Besides the dense layers: the stem, two transitions and the head.
+OTHER_LAYERS = 4
+
+
+class DenseLayer(nn.Module):
+    """Appends ``growth`` new channels, norm-ReLU-conv of all earlier ones, to its input."""
+
+    def __init__(self, *, inputs: int, growth: int, norm: str) -> None:
+        super().__init__()
+        self.norm = image_norm(norm, inputs)
+        self.relu = nn.ReLU()
+        self.conv = conv(inputs, growth)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input with the new channels behind it."""
+        return torch.cat([x, self.conv(self.relu(self.norm(x)))], dim=1)
+
+
+def densenet(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    growth: int = 12,
+    depth: int = 22,
+    compression: float = 0.5,
+    norm: Literal["batch", "group"] = "batch",
+) -> nn.Module:
+    """Three dense blocks of ``(depth - 4)/3`` layers; transitions keep ``compression`` of the channels."""
+    at_least(1, growth=growth)
+    not_too_deep(depth)
+    per_block, rest = divmod(depth - OTHER_LAYERS, DENSE_BLOCKS)
+    if per_block < 1 or rest:
+        nearest = OTHER_LAYERS + DENSE_BLOCKS * max(1, per_block)
+        raise ConfigError(
+            f"The depth of 'densenet' must be 4 + 3·n with n ≥ 1, not {depth}: take {nearest} "
+            f"or {nearest + DENSE_BLOCKS}."
+        )
+    if not 0 < compression <= 1:
+        raise ConfigError(f"The compression of 'densenet' must be in (0, 1], not {compression}.")
+
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv=conv(input_shape[0], STEM_CHANNELS))
+    channels = STEM_CHANNELS
+    for i in range(1, DENSE_BLOCKS + 1):
+        block: OrderedDict[str, nn.Module] = OrderedDict()
+        for j in range(1, per_block + 1):
+            block[f"layer{j}"] = DenseLayer(inputs=channels, growth=growth, norm=norm)
+            channels += growth
+        layers[f"block{i}"] = nn.Sequential(block)
+        if i < DENSE_BLOCKS:
+            kept = max(1, int(channels * compression))
+            layers[f"transition{i}"] = _transition(channels, kept, norm=norm)
+            channels = kept
+    layers["norm"] = image_norm(norm, channels)
+    layers["relu"] = nn.ReLU()
+    layers["pool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["head"] = nn.Linear(channels, outputs)
+    model = nn.Sequential(layers)
+    he_init(m for m in model.modules() if isinstance(m, nn.Conv2d))
+    return model
+
+
+def _transition(inputs: int, outputs: int, *, norm: str) -> nn.Module:
+    """Fewer channels and half the size."""
+    return nn.Sequential(
+        OrderedDict(
+            norm=image_norm(norm, inputs),
+            relu=nn.ReLU(),
+            conv=conv(inputs, outputs, kernel=1),
+            pool=nn.AvgPool2d(2),
+        )
     )

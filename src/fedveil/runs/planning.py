@@ -16,8 +16,7 @@ from fedveil import schemes
 from fedveil.downlink import Blueprint, draw
 from fedveil.errors import ConfigError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
-from fedveil.ledger.correlated import DENSE_UP_TO, Covering, by_peer
-from fedveil.ledger.sparse import NoiseGraph, worst, worst_candidate
+from fedveil.ledger.correlated import DENSE_UP_TO, Covering, NoiseGraph, by_peer, worst, worst_candidate
 from fedveil.ledger.statement import Ledger
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import BoundedWork, Scheme, bounded

@@ -16,9 +16,8 @@ import numpy as np
 from fedveil.downlink import Blueprint
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.accountant import Account, SampledAccount
-from fedveil.ledger.bounded import delta_floor, delta_floor_even
 from fedveil.ledger.correlated import Covering
-from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.gaussian import delta_floor, delta_floor_even, epsilon_of
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, PaperFigure, state
 from fedveil.plain import read_raw, read_text
