@@ -1,11 +1,32 @@
-"""The client role where the model lives with the clients: it holds, trains, votes, divides and puts together."""
+"""A client that holds the model itself: a reducer like `roles/client.py`'s that also votes, divides and puts together.
+
+What it is asked, after it has introduced itself
+
+    Found → Founded      found the group, or let newcomers into it (`client_held/group.py`)
+    Join → Joined        open the group's secrets, which another client has sealed for it
+    Begin → Vote         move the model by the last round's sums, train on it, vote; without a vote, upload at once
+    Divide → Divided     learn which coordinates have won, hide those, noise the rest, upload
+    Unmask → …           open what masks hide, where masks do
+    Lend → Lent          seal the model for one that has missed rounds
+    Finish → Finished    the last sums
+
+What it remembers besides (`ClientState`): `group`, which all clients share and the server does not; `held`, the model,
+its version and the transcript of the sums that made it; `pending`, its contribution to the round in work, until it has
+been uploaded, and then the winners, without which the next sums mean nothing; `misread`, how many sums it has refused.
+
+What it refuses: to go back to an earlier version of the model; a stage again (a round has two, vote and upload, each
+answered once); a vote's outcome that names voters who were not asked, or too few; sums that do not open to numbers that
+clients could have sent (`Code.UNREADABLE`). Whether a sum can be read depends on what is hidden, so it says that three
+times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part answer by answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from fedveil.client_held.ciphers import Pads
@@ -16,27 +37,21 @@ from fedveil.client_held.model import First, Keeper, UnreadableError, told_outco
 from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import Code, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState, Held, Pending
 from fedveil.protocol.directory import Directory, Hello, Nonces
-from fedveil.protocol.key_agreement import introduce
 from fedveil.protocol.messages import Aggregate, Reply, Request
-from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme, planned
-from fedveil.roles.client import Answer, Gate, Promised, own_errors, own_target
-from fedveil.secrets import OsSecrets, SecretSource
-from fedveil.uplink.unmasking import Unmask, listed
-from fedveil.work.messages import Bench, ClientData
-
-if TYPE_CHECKING:
-    from fedveil.crypto.keys import Roster
+from fedveil.roles.client import Answer, ClientTerms, Participant, Promised, own_errors
+from fedveil.roles.server import Optimiser
+from fedveil.uplink.unmasking import Unmask
+from fedveil.work.messages import ClientData
 
 _VOTE, _UPLOAD = 0, 1
 MOST_MISREAD = 3
 """So many unreadable sums of one run does a client refuse before it leaves: one bad client must not end a run."""
 
 
-class HolderRole:
+class HolderRole(Participant):
     """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
     makes it from a secret of the group, where there is one."""
 
@@ -48,23 +63,13 @@ class HolderRole:
         start: Held,
         optimiser: Optimiser,
         first: First | None = None,
-        secrets: SecretSource | None = None,
-        policy: Policy | None = None,
-        roster: Roster | None = None,
-        identities: Mapping[int, bytes] | None = None,
+        **own: Unpack[ClientTerms],
     ) -> None:
-        self._scheme = scheme
+        super().__init__(scheme, blueprint, **own)
         self._uplink = parallel(scheme)
-        self._blueprint = blueprint
-        self._terms = scheme.terms(blueprint)
         self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
-        self._secrets = OsSecrets() if secrets is None else secrets
-        self._gate = Gate(scheme, blueprint)
-        self._bench = Bench(blueprint, self._terms.layout, self._secrets)
-        self._policy = own_target(scheme) if policy is None else policy
-        self._roster = roster
-        self._identities = {} if identities is None else identities
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
+        policy = own.get("policy")
         if policy is not None:
             policy.check_scheme(
                 noised=self._uplink.noises_all,
@@ -145,7 +150,7 @@ class HolderRole:
     def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor, *, samples: int) -> RoundContext:
         # Who pads follows from the list, which is in ascending order (`fedveil.shapes`): told in another order each,
         # nobody would, and the server could read the sum.
-        members = tuple(listed(cohort))
+        members = tuple(cohort.tolist())
         ring = state.ring()
         context = RoundContext(round, attempt, members, ring.known(), ring.beacon)
         context.check_scheduled()
@@ -184,10 +189,10 @@ class HolderRole:
                 yield state, reason
 
     def _broadcast(self, held: Held) -> Broadcast:
-        veil = self._scheme.downlink.veil(
-            self._blueprint, held.weights, stream=self._secrets.stream("unused"), head_level=None
-        )
-        return veil.broadcast()
+        """The model as local work takes it: it has not travelled, and nothing is veiled."""
+        weights, nothing = held.weights, held.weights.parameters.new_empty(0)
+        statistics = weights.statistics.clone() if self._blueprint.frozen_statistics else torch.empty(0)
+        return Broadcast(weights.parameters.clone(), weights.epsilon.clone(), statistics, nothing, None)
 
     def _vote_or_upload(
         self, state: ClientState, context: RoundContext, contribution: Tensor
@@ -220,15 +225,7 @@ class HolderRole:
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
         if isinstance(request, (Hello, Directory, Nonces)):
-            return introduce(
-                state,
-                request,
-                samples=len(data),
-                how=self._uplink.introduction,
-                secrets=self._secrets,
-                roster=self._roster,
-                identity=self._identities.get(state.client),
-            )
+            return self._introduced(state, request, data)
         if isinstance(request, Found):
             return found(state, request, keys=opening_keys(self._uplink), secrets=self._secrets)
         if isinstance(request, Join):
@@ -256,7 +253,7 @@ class HolderRole:
         if pending is None or (pending.round, pending.attempt) != (request.round, request.attempt):
             raise ProtocolError(f"client {state.client} was told the outcome of a vote in which it has no part")
         context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
-        self._check_voters(state.client, context, listed(request.voters))
+        self._check_voters(state.client, context, request.voters.tolist())
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
@@ -287,7 +284,7 @@ class HolderRole:
             if request.counts is None:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
             try:
-                winners = uplink.counted(request.counts, state.membership(), context, listed(request.voters), size)
+                winners = uplink.counted(request.counts, state.membership(), context, request.voters.tolist(), size)
             except ProtocolError as reason:
                 raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)

@@ -17,10 +17,9 @@ from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Aggregate, Request
-from fedveil.protocol.optimiser import Mover, Optimiser
 from fedveil.protocol.parts import RoundContext, Terms
+from fedveil.roles.server import Mover, Optimiser
 from fedveil.tensors import raw
-from fedveil.uplink.unmasking import listed
 
 First = Callable[[bytes], Held]
 
@@ -123,7 +122,7 @@ class Keeper:
         return after
 
     def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
-        asked, contributors = tuple(listed(latest.asked)), listed(latest.contributors)
+        asked, contributors = tuple(latest.asked.tolist()), latest.contributors.tolist()
         if not contributors or not set(contributors) <= set(asked):
             raise ProtocolError("a round's sums name contributors that were not asked, or none")
         self._uplink.fits(len(contributors))
