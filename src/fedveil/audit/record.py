@@ -358,9 +358,9 @@ def shared_part(
     Computed from the client's real keys, right after it answered (`round` counts from 0). Noise and masks come as
     int64 words modulo 2⁶⁴, noise in floating point (MP-DP's) as float64; None where they share nothing.
     """
-    if uplink.introduction != "keys" or peer == state.client or peer not in state.seat:
+    if uplink.introduction != "keys" or peer == state.client or peer not in state.cohort:
         return None
-    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
+    context = RoundContext(round, attempt, state.cohort, state.ring().known(), state.ring().beacon)
     if isinstance(uplink, Noised):
         return _noise(uplink, terms, state, peer, context)
     if isinstance(uplink, AssumedNoise):
@@ -374,7 +374,7 @@ def unit_of(uplink: Channel, terms: Terms, state: ClientState, *, round: int, at
     """What one of an upload's whole numbers is in the units of a contribution; 1 where they are real numbers."""
     if not isinstance(uplink, Noised):
         return 1.0
-    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
+    context = RoundContext(round, attempt, state.cohort, state.ring().known(), state.ring().beacon)
     return grid.gridded(uplink.plan, context, terms).step
 
 

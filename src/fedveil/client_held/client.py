@@ -202,20 +202,22 @@ class HolderRole(Participant):
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
             pending = Pending(context.round, context.attempt, contribution, winners)
-            return self._upload(state, context, pending, self._keeper.held(state).story)
+            return self._upload(state, context, pending, self._keeper.held(state).transcript)
         state = replace(state, pending=Pending(context.round, context.attempt, contribution))
         if uplink.ballots is None:
             tags = uplink.vote(contribution, state.membership(), **which)
             return state, Vote(state.client, context.round, context.attempt, tags)
         words = uplink.marked(contribution, round=context.round, size=size)
-        story = self._keeper.held(state).story
-        return uplink.ballots.hide_words(state, words, context.stage(_VOTE), secrets=self._secrets, story=story)
+        transcript = self._keeper.held(state).transcript
+        return uplink.ballots.hide_words(
+            state, words, context.stage(_VOTE), secrets=self._secrets, transcript=transcript
+        )
 
     def _upload(
-        self, state: ClientState, context: RoundContext, pending: Pending, story: bytes
+        self, state: ClientState, context: RoundContext, pending: Pending, transcript: bytes
     ) -> tuple[ClientState, Reply]:
         state, reply = self._uplink.protect(
-            replace(state, pending=pending), context, self._terms, secrets=self._secrets, story=story
+            replace(state, pending=pending), context, self._terms, secrets=self._secrets, transcript=transcript
         )
         # From here on only the winners are needed, to put the sums together.
         done = replace(pending, contribution=pending.contribution.new_empty(0))
@@ -258,8 +260,8 @@ class HolderRole(Participant):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
-        story = told_outcome(self._keeper.held(state).story, request) if self._uplink.masks else b""
-        return self._upload(state, context, replace(pending, winners=winners), story)
+        transcript = told_outcome(self._keeper.held(state).transcript, request) if self._uplink.masks else b""
+        return self._upload(state, context, replace(pending, winners=winners), transcript)
 
     def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
         """Whoever has not voted will not upload: those who have must still be enough."""
@@ -271,7 +273,7 @@ class HolderRole(Participant):
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
         uplink, size = self._uplink, self._blueprint.size
-        told = (state.membership().fingerprint(), state.seat)
+        told = (state.membership().fingerprint(), state.cohort)
         if self._elected is not None and self._elected[0] is request and self._elected[1] == told:
             return self._elected[2]
         if uplink.ballots is None:

@@ -116,8 +116,8 @@ class Keeper:
             raise UnreadableError(str(reason)) from reason
         weights, velocity = held.weights.clone(), held.velocity.clone()
         self._mover.move(weights, velocity, recovered, round=latest.round)
-        story = told_sums(held.story, latest) if self._uplink.masks else b""
-        after = Held(weights, velocity, latest.version, recovered.loss, story)
+        transcript = told_sums(held.transcript, latest) if self._uplink.masks else b""
+        after = Held(weights, velocity, latest.version, recovered.loss, transcript)
         self._moved = (latest, held, after)
         return after
 
@@ -153,13 +153,13 @@ _NOTHING = b"-"
 
 
 def told_sums(before: bytes, sums: Aggregate) -> bytes:
-    """The story up to and including a round's sums."""
+    """The transcript up to and including a round's sums."""
     facts = f"{sums.version} {sums.round} {sums.attempt}".encode()
     return _digest(b"sums", before, facts, sums.asked, sums.contributors, sums.rest, sums.hidden)
 
 
 def told_outcome(before: bytes, outcome: Divide) -> bytes:
-    """The story up to and including the outcome of a vote."""
+    """The transcript up to and including the outcome of a vote."""
     facts = f"{outcome.round} {outcome.attempt}".encode()
     return _digest(b"outcome", before, facts, outcome.cohort, outcome.winners, outcome.counts, outcome.voters)
 

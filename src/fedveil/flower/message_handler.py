@@ -276,7 +276,17 @@ class Desk:
         self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
         before = ClientState(self._home.client) if known is None else known.state
         # Keys belong to one attempt and its settings; what was answered and spent is never forgotten.
-        state = replace(before, keys=None, group=None, held=held, pending=None, seat=(), listed="", graph="", story="")
+        state = replace(
+            before,
+            keys=None,
+            group=None,
+            held=held,
+            pending=None,
+            cohort=(),
+            survivor_digest="",
+            graph="",
+            transcript="",
+        )
         entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
         self._keep(setup, entered)
         return self._counted(entered)

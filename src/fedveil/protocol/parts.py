@@ -162,9 +162,9 @@ def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Coverin
 
 def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
     """The noise of the round a client answered last, by what it remembers."""
-    samples = state.ring().known().samples_of(state.seat)
+    samples = state.ring().known().samples_of(state.cohort)
     reach = [bounded(work).sensitivity(count) for count in samples]
-    return plan.covering(state.seat, samples, reach, seed=bytes.fromhex(state.graph))
+    return plan.covering(state.cohort, samples, reach, seed=bytes.fromhex(state.graph))
 
 
 class Central(Protocol):
