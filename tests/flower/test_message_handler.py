@@ -17,7 +17,7 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedveil import models
-from fedveil.client_held.model import UnreadableError
+from fedveil.client_held.client import UnreadableError
 from fedveil.config import RunConfig
 from fedveil.errors import (
     Code,
