@@ -16,8 +16,7 @@ from fedveil.downlink.messages import Downlink, Veil
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train, Upload
 from fedveil.secrets import SeededSecrets
-from fedveil.tensors import flatten
-from fedveil.uplink.exact_sum import ExactSum
+from fedveil.tensors import ExactSum, flatten
 from fedveil.work import Batches, Bench, ClientData, Gradients, SquareLoss
 from fedveil.work.gradients import CapturedStep, prepare, step
 

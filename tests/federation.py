@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from driving import drive
 from fedveil import data, models
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.server import RelayRole, RelayState
@@ -78,7 +79,7 @@ def trained(
     server = server_of(one)
     chosen: Any = client_role(one) if role is None else role
     boundaries: list[RoundDone] = []
-    LocalEngine(chosen, one.pool, reorder=reorder, absent=absent).drive(server.run(), on_round=boundaries.append)
+    drive(LocalEngine(chosen, one.pool, reorder=reorder, absent=absent), server.run(), on_round=boundaries.append)
     return server.state, boundaries
 
 
@@ -129,11 +130,11 @@ def held_run(
 
     def boundary(done: RoundDone) -> None:
         if done.aggregate is not None:
-            done = taken_from_a_client(role, driver, done, run.state)
+            done = taken_from_a_client(role, driver, run.state, done)
         run.rounds.append(done)
         run.models.append(run.state.weights.parameters.clone())
 
-    driver.drive(run.relay.run(), on_round=boundary, on_stop=run.stops.append)
+    drive(driver, run.relay.run(), on_round=boundary, on_stop=run.stops.append)
     return run
 
 

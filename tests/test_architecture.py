@@ -25,7 +25,7 @@ PARTS = {"downlink", "work", "noise", "uplink", "ledger", "crypto", "protocol", 
 # Two rooms stand on two floors: what both roles must know of noise lies below the protocol, the uplinks that make it
 # above; and what a run writes down for an audit lies below runs, the audit that reads it above.
 FLOORS = {
-    "noise": {f"uplink.{one}" for one in "noise_plan graph exact_sum fixed_point discrete_gaussian grid".split()},
+    "noise": {f"uplink.{one}" for one in "noise_plan graph fixed_point discrete_gaussian grid".split()},
     "record": {"audit.record", "audit.views"},
 }
 # cli → api, audit, flower → runs → record, schemes, engine → roles, client_held → uplink → protocol → noise, downlink,
@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "plain": {"errors"},
     "version": set(),
-    "tensors": set(),
+    "tensors": {"errors"},
     "secrets": set(),
     "shapes": {"errors"},
     "config": {"errors"},

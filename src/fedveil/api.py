@@ -106,7 +106,8 @@ def train(
             summary = train_into(job, folder, state, quiet=not progress)
         return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
     with progress_for(config.scheme, total=config.rounds, quiet=not progress) as bar:
-        outcome = train_job(job, state=fresh_state(job), on_round=lambda row, state: bar.update(row))
+        told = (lambda row, state: bar.update(row)) if progress else None
+        outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
 
 

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from federation import relay_of
 from fedveil.client_held.ciphers import Ciphertext
-from fedveil.client_held.client import HolderRole
+from fedveil.client_held.client import HolderRole, UnreadableError
 from fedveil.client_held.divided import Parallel
 from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
-from fedveil.client_held.model import UnreadableError
 from fedveil.errors import Code, FedVeilError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from client_held.relaying import Hall
+from driving import drive
 from federation import held_run, job, relay_of
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
@@ -125,7 +126,7 @@ def test_without_a_policy_a_client_holds_the_run_to_its_target(name: str) -> Non
     one = job(clients=4, rounds=3, epsilon=1.0, how="size", **SMALL, **NOISED[name])
     longer = replace(one, config=one.config.with_changes(rounds=5))
     engine, boundaries = LocalEngine(client_role(one), one.pool), list[RoundDone]()
-    engine.drive(relay_of(longer).run(), on_round=boundaries.append)
+    drive(engine, relay_of(longer).run(), on_round=boundaries.append)
     assert [bool(done.failed) for done in boundaries] == [False, False, False, True, True]
     for done in boundaries[3:]:
         assert all("takes no further part" in done.gathered.refused[client].text for client in range(4))

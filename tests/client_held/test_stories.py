@@ -19,12 +19,11 @@ from torch import Tensor
 from client_held.relaying import Hall, watch_uploads
 from federation import job
 from fedveil.client_held import client as holder
-from fedveil.client_held import model as keeping
+from fedveil.client_held import client as keeping
 from fedveil.client_held.ciphers import Pads, _pad_seed
-from fedveil.client_held.client import MOST_MISREAD
+from fedveil.client_held.client import MOST_MISREAD, UnreadableError
 from fedveil.client_held.divided import _vote_key, divided
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Lend
-from fedveil.client_held.model import UnreadableError
 from fedveil.crypto.streams import add_mask
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Request

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driving import drive
 from fedveil.crypto.streams import WordStream
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.protocol.parts import planned
@@ -83,7 +84,7 @@ def models() -> list[int]:
                     optimiser=one.optimiser,
                     rounds=1,
                 )
-                LocalEngine(client_role(one), ClientPool(data)).drive(server.run(), on_round=lambda done: None)
+                drive(LocalEngine(client_role(one), ClientPool(data)), server.run(), on_round=lambda done: None)
                 moved[changed, central is not None] = one.weights.parameters - server.state.weights.parameters
         truth = bool(number % 2)
         noise = moved[truth, True] - moved[False, False]

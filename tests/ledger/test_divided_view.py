@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from driving import drive
 from fedveil import data, models
 from fedveil.client_held.ciphers import Pads
 from fedveil.client_held.messages import Divided, Vote
@@ -66,7 +67,7 @@ def recorded(one: Job) -> list[object]:
     role: Any = Overhearing(one)
     failed: list[str] = []
     engine = LocalEngine(role, one.pool)
-    engine.drive(server_role(one, fresh_state(one)).run(), on_round=lambda done: failed.append(done.failed))
+    drive(engine, server_role(one, fresh_state(one)).run(), on_round=lambda done: failed.append(done.failed))
     assert failed == ["", ""]
     said: list[object] = role.said
     return said

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from driving import drive
 from federation import job, server_of
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
@@ -183,7 +184,7 @@ def driven(one: Job, role: ClientRole, **how: Any) -> tuple[list[RoundDone], dic
     """A server without an account of its own: only clients keep books."""
     boundaries: list[RoundDone] = []
     engine = LocalEngine(role, one.pool, **how)
-    engine.drive(server_of(one).run(), on_round=boundaries.append)
+    drive(engine, server_of(one).run(), on_round=boundaries.append)
     return boundaries, engine._states
 
 

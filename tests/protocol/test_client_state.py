@@ -20,8 +20,8 @@ STATES = st.builds(
     st.integers(0, 10**9),
     answered=ROUNDS,
     revealed=ROUNDS,
-    seat=st.lists(st.integers(0, 10**9), max_size=5).map(tuple),
-    listed=st.binary(max_size=32).map(bytes.hex),
+    cohort=st.lists(st.integers(0, 10**9), max_size=5).map(tuple),
+    survivor_digest=st.binary(max_size=32).map(bytes.hex),
     spent=st.floats(0, 1e9),
     graph=st.binary(max_size=32).map(bytes.hex),
 )

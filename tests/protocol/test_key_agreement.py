@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from driving import drive
 from federation import job, next_ask, same_bits, server_of, trained
 from fedveil.crypto.keys import Roster
 from fedveil.engine import LocalEngine
@@ -429,7 +430,7 @@ NEVER = 10**9
 def run_with(one: Job, absent: Any) -> tuple[list[RoundDone], list[str]]:
     server, boundaries, stops = server_of(one), [], []
     engine = LocalEngine(client_role(one), one.pool, absent=absent)
-    engine.drive(server.run(), on_round=boundaries.append, on_stop=stops.append)
+    drive(engine, server.run(), on_round=boundaries.append, on_stop=stops.append)
     return boundaries, stops
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from driving import drive
 from federation import job, relay_of, same_bits, server_of, trained
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import Code, ConfigError, ProtocolError
@@ -117,7 +118,7 @@ def test_who_claims_a_million_samples_and_adds_no_noise_gains_what_the_ledger_sa
     assert left <= books.ledger().line(COLLUSION).epsilon * (1 + 1e-9)  # type: ignore[operator]
     assert books.ledger().line(COLLUSION).epsilon == pytest.approx(3.0, rel=1e-2)
     # What each client counts for itself covers it too.
-    engine.drive(server_of(one).run(), on_round=lambda done: None)
+    drive(engine, server_of(one).run(), on_round=lambda done: None)
     for data in one.pool.clients:
         if data.client not in boasters:
             mine = seen(books.first, boasters)[data.client]
@@ -212,7 +213,7 @@ def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int
             role = ClientRole(one.scheme, one.blueprint, policy=policy, secrets=secrets)
             engine = LocalEngine(role, one.pool)
             boundaries: list[Any] = []
-            engine.drive(server_of(one).run(), on_round=boundaries.append)
+            drive(engine, server_of(one).run(), on_round=boundaries.append)
             refused = boundaries[0].gathered.refused
             ended = [client for client, why in refused.items() if why.code is Code.ENDED]
             assert (0 in ended) == (share > 0 and limit is not None)
@@ -256,7 +257,7 @@ def test_a_client_refuses_a_round_with_a_claim_that_its_policy_finds_too_large(s
     for ratio, refuses in ((10.0, True), (12.0, False)):
         role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_size_ratio=ratio))
         boundaries: list[Any] = []
-        LocalEngine(role, one.pool).drive(server_of(one).run(), on_round=boundaries.append)
+        drive(LocalEngine(role, one.pool), server_of(one).run(), on_round=boundaries.append)
         refused = boundaries[0].gathered.refused
         assert (len(refused) == 5) == refuses
         assert all(
@@ -317,7 +318,7 @@ def test_a_trusted_server_takes_no_upload_that_is_longer_than_clipping_leaves_an
     """A sum is a float64 before it is whole steps: beside 2³⁵ the others' part of it was rounded to 2⁻¹⁸."""
     one = job(scheme="cdp", clients=5, rounds=1, loss=None)
     boundaries: list[Any] = []
-    LocalEngine(Inflating(one.scheme, one.blueprint), one.pool).drive(server_of(one).run(), on_round=boundaries.append)
+    drive(LocalEngine(Inflating(one.scheme, one.blueprint), one.pool), server_of(one).run(), on_round=boundaries.append)
     assert sorted(boundaries[0].gathered.arrived) == [0, 1, 2, 4]
     assert not boundaries[0].failed
 
@@ -347,7 +348,7 @@ def test_a_client_whose_data_have_grown_since_it_announced_them_sends_nothing(na
     one = job(clients=5, rounds=1, batch_size=5, loss=loss, **given)
     start = relay_of if one.scheme.holder == "clients" else server_of
     boundaries: list[Any] = []
-    LocalEngine(Growing(client_role(one)), one.pool).drive(start(one).run(), on_round=boundaries.append)  # type: ignore[arg-type]
+    drive(LocalEngine(Growing(client_role(one)), one.pool), start(one).run(), on_round=boundaries.append)  # type: ignore[arg-type]
     assert list(boundaries[0].gathered.refused) == [3]
     assert "has other data than when it announced" in boundaries[0].gathered.refused[3].text
 
@@ -357,7 +358,7 @@ def test_a_client_is_held_to_what_it_announced_in_an_earlier_attempt_of_the_run(
     before = {data.client: len(data) for data in one.pool.clients} | {3: 61}
     server = server_role(one, fresh_state(one), announced=before)
     boundaries: list[Any] = []
-    LocalEngine(client_role(one), one.pool).drive(server.run(), on_round=boundaries.append)
+    drive(LocalEngine(client_role(one), one.pool), server.run(), on_round=boundaries.append)
     assert sorted(boundaries[0].gathered.arrived) == [0, 1, 2, 4]
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from driving import drive
 from federation import job, relay_of, server_of
 from fedveil.client_held.messages import Begin
 from fedveil.engine import LocalEngine
@@ -403,7 +404,7 @@ def driven(one: Job, engine: LocalEngine) -> tuple[list[RoundDone], list[str], l
     server: Any = server_of(one) if one.scheme.holder == "server" else relay_of(one)
     rounds: list[RoundDone] = []
     stops: list[str] = []
-    engine.drive(server.run(), on_round=rounds.append, on_stop=stops.append)
+    drive(engine, server.run(), on_round=rounds.append, on_stop=stops.append)
     if one.scheme.holder == "server":
         return rounds, stops, [server.state.weights.parameters]
     held = [engine.state_of(client).held for client in range(5)]

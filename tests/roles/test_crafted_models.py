@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from driving import drive
 from federation import digits, job, server_of
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import FedVeilError
@@ -67,7 +68,7 @@ def uploads(one: Job, parameters: Tensor) -> tuple[dict[int, Tensor], float]:
     role = Overhearing(one.scheme, one.blueprint, secrets=SeededSecrets(5), policy=Policy(max_clip=CLIP))
     state = fresh_state(one)
     state.weights.parameters.copy_(parameters)
-    LocalEngine(role, one.pool).drive(server_of(one, state).run(), on_round=lambda done: None)
+    drive(LocalEngine(role, one.pool), server_of(one, state).run(), on_round=lambda done: None)
     return role.sent, role.step
 
 

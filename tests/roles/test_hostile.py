@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from driving import drive
 from federation import job, next_ask, server_of
 from fedveil.engine import LocalEngine
-from fedveil.engine.driver import folded
+from fedveil.engine.local import folded
 from fedveil.errors import Code, FedVeilError, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode
@@ -66,7 +67,7 @@ def test_137_bytes_end_no_run() -> None:
         absent=lambda request, client: isinstance(request, Train) and request.round == 1 and client == 5,
     )
     rounds: list[RoundDone] = []
-    engine.drive(server_of(one).run(), on_round=rounds.append)
+    drive(engine, server_of(one).run(), on_round=rounds.append)
     assert [len(one) <= 137 for one in sent] == [True]
     assert [bool(one.failed) for one in rounds] == [False, True, False]
     assert list(rounds[1].gathered.refused) == [2]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from driving import drive
 from federation import job, server_of
 from fedveil.crypto.keys import PairSecret
 from fedveil.downlink import Broadcast
@@ -103,7 +104,7 @@ def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings:
     recording = Recording(role)
     server = server_of(one)
     engine = LocalEngine(recording, one.pool)  # type: ignore[arg-type]
-    engine.drive(server.run(), on_round=lambda done: None)
+    drive(engine, server.run(), on_round=lambda done: None)
     add_parameters(server.state.weights.parameters)
     secrets.add("the server's velocity", server.state.velocity)
     client_side = [role, recording.received, recording.replied, engine._states, one.pool]
@@ -159,7 +160,7 @@ def test_the_plain_scheme_is_seen_to_send_the_true_model(monkeypatch: pytest.Mon
     secrets = Secrets()
     secrets.add("a true parameter", one.weights.parameters)
     recording = Recording(client_role(one))
-    LocalEngine(recording, one.pool).drive(server_of(one).run(), on_round=lambda done: None)  # type: ignore[arg-type]
+    drive(LocalEngine(recording, one.pool), server_of(one).run(), on_round=lambda done: None)  # type: ignore[arg-type]
     assert any("a true parameter" in line for line in leaks(recording.received, secrets))
 
 
@@ -335,7 +336,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
     recording, server = Recording(role), server_of(one)
     engine = Watching(recording, one.pool, absent=absent)  # type: ignore[arg-type]
     boundaries: list[object] = []
-    engine.drive(server.run(), on_round=boundaries.append, on_begin=boundaries.append, on_stop=pytest.fail)
+    drive(engine, server.run(), on_round=boundaries.append, on_begin=boundaries.append, on_stop=pytest.fail)
     messages = [*recording.received, *(reply for _, reply in recording.replied)]
     server_side = [server, boundaries, vars(engine)["asked"], vars(engine)["gathered"], messages]
     return Overheard(one, server, server_side, messages, engine, role, secrets, vectors)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from client_held.test_stories import SMALL, parted, whole
+from driving import drive
 from federation import held_run, job, relay_of, same_bits
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.group import Founded
@@ -49,7 +50,7 @@ def rubbish(reply: Reply) -> Reply:
 def test_one_rubbish_upload_costs_its_round_and_the_run_goes_on(make: Callable[..., Job]) -> None:
     one = make(rounds=6)
     engine, rounds = LocalEngine(Spoiling(client_role(one), rubbish), one.pool), list[RoundDone]()  # type: ignore[arg-type]
-    engine.drive(relay_of(one).run(), on_round=rounds.append)
+    drive(engine, relay_of(one).run(), on_round=rounds.append)
     assert [bool(done.failed) for done in rounds] == [False, False, True, False, False, False]
     assert all(rounds[2].gathered.refused[client].code is Code.UNREADABLE for client in range(5))
     held = [engine.state_of(client).held for client in range(5)]

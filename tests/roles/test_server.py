@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from driving import drive
 from federation import job, next_ask, same_bits, server_of, trained
 from fedveil.engine import LocalEngine
 from fedveil.errors import NumericError, ProtocolError
@@ -137,7 +138,7 @@ def test_a_failed_round_leaves_the_model_untouched_and_training_goes_on(name: st
     def boundary(done: RoundDone) -> None:
         seen.append((done, server.state.weights.parameters.clone(), server.state.velocity.clone(), server.state.round))
 
-    LocalEngine(client_role(one), one.pool, absent=missing_in({1: gone})).drive(server.run(), on_round=boundary)
+    drive(LocalEngine(client_role(one), one.pool, absent=missing_in({1: gone})), server.run(), on_round=boundary)
     assert [bool(done.failed) for done, *_ in seen] == [False, True, False, False]
     assert [done.loss is None for done, *_ in seen][1]
     assert [number for *_, number in seen] == [1, 2, 3, 4]
@@ -409,7 +410,7 @@ def test_when_the_target_is_spent_the_run_stops_and_says_so() -> None:
         for name in account.adversaries:
             account.spent[name] += account.limit / 6  # type: ignore[operator]
 
-    LocalEngine(client_role(one), one.pool).drive(server.run(), on_round=book, on_stop=stops.append)
+    drive(LocalEngine(client_role(one), one.pool), server.run(), on_round=book, on_stop=stops.append)
     assert len(boundaries) == 2
     assert stops == ["round 3 would bring clients over the privacy target, and 0 are left that it would not"]
     assert server.state.round == 2
@@ -425,7 +426,7 @@ def test_a_client_whose_privacy_is_spent_is_left_out_while_the_others_go_on() ->
     server = server_of(one)
     server._account = account
     boundaries: list[RoundDone] = []
-    LocalEngine(client_role(one), one.pool).drive(server.run(), on_round=boundaries.append)
+    drive(LocalEngine(client_role(one), one.pool), server.run(), on_round=boundaries.append)
     assert [done.cohort for done in boundaries] == [(0, 1, 2, 4)] * 4
 
 

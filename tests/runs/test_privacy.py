@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from driving import drive
 from federation import job
 from fedveil.config import RunConfig
 from fedveil.engine import LocalEngine
@@ -225,7 +226,7 @@ def test_the_server_tells_what_it_will_reveal_before_it_asks(tmp_path: Path) -> 
         raise Killed
 
     with pytest.raises(Killed):
-        engine.drive(server(one, books).run(), on_round=boundary, on_begin=begin)
+        drive(engine, server(one, books).run(), on_round=boundary, on_begin=begin)
     assert order == ["Hello", "Directory", "Nonces", "begins, 0 revealed", "Train", "begins, 5 revealed", "Repair"]
     assert len(done[0].revealed) == 5
 
@@ -260,7 +261,7 @@ def test_a_client_that_would_go_over_the_target_leaves_the_cohort_and_the_others
         one.pool,
         absent=lambda request, client: isinstance(request, Train) and (request.round, client) == (0, 2),
     )
-    engine.drive(server(one, books).run(), on_round=boundary, on_begin=books.begin, on_stop=stops.append)
+    drive(engine, server(one, books).run(), on_round=boundary, on_begin=books.begin, on_stop=stops.append)
     assert cohorts[0] == tuple(range(6))
     assert (0, 1, 3, 4, 5) in cohorts
     first_without = cohorts.index((0, 1, 3, 4, 5))

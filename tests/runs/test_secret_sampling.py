@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from driving import drive
 from federation import job, server_of
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError
@@ -48,7 +49,7 @@ def test_a_client_answers_no_more_rounds_than_its_noise_is_made_for() -> None:
     one, longer = sampled(rounds=2), sampled(rounds=5)
     boundaries: list[RoundDone] = []
     engine = LocalEngine(client_role(one), one.pool)
-    engine.drive(server_of(longer).run(), on_round=boundaries.append)
+    drive(engine, server_of(longer).run(), on_round=boundaries.append)
     assert [len(done.gathered.arrived) for done in boundaries] == [3, 3, 0, 0, 0]
     assert "its noise is made for 2 rounds" in boundaries[2].gathered.refused[0].text
 

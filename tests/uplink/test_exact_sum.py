@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedveil import tensors
 from fedveil.errors import ProtocolError
-from fedveil.uplink.exact_sum import ExactSum
+from fedveil.tensors import ExactSum
 
 PROFILE = settings(deadline=None, derandomize=True, max_examples=200)
 LIMIT = 2.0**36
@@ -131,9 +132,7 @@ def test_the_largest_number_allowed_is_taken() -> None:
 
 
 def test_the_number_of_addends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedveil.uplink import exact_sum as accumulate
-
-    monkeypatch.setattr(accumulate, "_MOST_ADDENDS", 3)
+    monkeypatch.setattr(tensors, "_MOST_ADDENDS", 3)
     accumulator = ExactSum(1)
     for _ in range(3):
         accumulator.add(torch.ones(1))

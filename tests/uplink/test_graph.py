@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.uplink.graph import Graph, complete, default_degree, graph_seed, n_out, ring, threshold
+from fedveil.protocol.directory import graph_seed
+from fedveil.uplink.graph import Graph, complete, default_degree, n_out, ring, threshold
 
 SEED = bytes(range(32))
 MEMBERS = st.lists(st.integers(0, 10**6), min_size=2, max_size=40, unique=True)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from driving import drive
 from federation import job, same_bits, server_of, trained
 from fedveil.crypto import streams as stream
 from fedveil.engine import LocalEngine
@@ -95,7 +96,7 @@ def run_with(one: Job, absent: Callable[[Request, int], bool]) -> tuple[ServerSt
         rounds.append(done)
         models.append(server.state.weights.parameters.clone())
 
-    LocalEngine(ClientRole(one.scheme, one.blueprint), one.pool, absent=absent).drive(server.run(), on_round=boundary)
+    drive(LocalEngine(ClientRole(one.scheme, one.blueprint), one.pool, absent=absent), server.run(), on_round=boundary)
     return server.state, rounds, models
 
 
@@ -162,7 +163,7 @@ def phases(one: Job, absent: Callable[[Request, int], bool] = lambda request, cl
             answer = yield step
 
     engine = LocalEngine(ClientRole(one.scheme, one.blueprint), one.pool, absent=absent)
-    engine.drive(watched(), on_round=lambda done: None)  # type: ignore[arg-type]
+    drive(engine, watched(), on_round=lambda done: None)  # type: ignore[arg-type]
     return [[name for name in names if name in ("Train", "Unmask")] for names in found[:-1]]
 
 
@@ -363,7 +364,7 @@ def test_clients_who_cannot_agree_on_keys_stop_the_run_with_a_reason() -> None:
         one.pool,
         absent=lambda request, client: type(request).__name__ == "Hello" and client > 1,
     )
-    engine.drive(server_of(one).run(), on_round=lambda done: None, on_stop=stops.append)
+    drive(engine, server_of(one).run(), on_round=lambda done: None, on_stop=stops.append)
     assert len(stops) == 1
     assert "at least three clients in a round, not 2" in stops[0]
 

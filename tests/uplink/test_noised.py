@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from driving import drive
 from federation import distance, job, same_bits
 from fedveil.config import RunConfig
 from fedveil.engine import LocalEngine
@@ -555,7 +556,7 @@ def test_a_run_with_dropouts_ends_with_the_books_in_order() -> None:
         one.pool,
         absent=lambda request, client: isinstance(request, Train) and client == request.round,
     )
-    engine.drive(server.run(), on_round=boundary, on_begin=books.begin)
+    drive(engine, server.run(), on_round=boundary, on_begin=books.begin)
     assert [done.gathered.missing for done in boundaries] == [(0,), (1,), (2,), (3,), (4,), (5,), (), ()]
     assert books.account is not None
     assert books.account.rounds == 8

@@ -92,9 +92,15 @@ class Cipher(OpeningKeys, Protocol):
         ...
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+        self,
+        state: ClientState,
+        values: Tensor,
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        transcript: bytes = b"",
     ) -> tuple[ClientState, Hidden]:
-        """Client side: cover a vector before it leaves; `story` is what others must have been told, too."""
+        """Client side: cover a vector before it leaves; `transcript` is what others must have been told, too."""
         ...
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> HiddenSum:
@@ -171,10 +177,18 @@ class Pads:
         return members[: len(members) - self.masks.quorum.of(len(members)) + 1]
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+        self,
+        state: ClientState,
+        values: Tensor,
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        transcript: bytes = b"",
     ) -> tuple[ClientState, Hidden]:
         """Encode, pad, mask."""
-        return self.hide_words(state, self.codec(context).encode(values), context, secrets=secrets, story=story)
+        return self.hide_words(
+            state, self.codec(context).encode(values), context, secrets=secrets, transcript=transcript
+        )
 
     def hide_words(
         self,
@@ -183,7 +197,7 @@ class Pads:
         context: RoundContext,
         *,
         secrets: SecretSource,
-        story: bytes = b"",
+        transcript: bytes = b"",
     ) -> tuple[ClientState, MaskedUpload]:
         """Pad and mask integers, in place."""
         from fedveil.crypto.streams import add_mask
@@ -191,7 +205,7 @@ class Pads:
         context.check_member(state.client)
         if state.client in self.padding(context):
             add_mask(words, _pad_seed(state.membership(), state.client, context))
-        return self.masks.cover(state, words, context, secrets=secrets, story=story)
+        return self.masks.cover(state, words, context, secrets=secrets, transcript=transcript)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Reveal shares of masks."""
@@ -312,7 +326,13 @@ class Ckks:
         ckks.PublicKey.from_bytes(public)
 
     def hide(
-        self, state: ClientState, values: Tensor, context: RoundContext, *, secrets: SecretSource, story: bytes = b""
+        self,
+        state: ClientState,
+        values: Tensor,
+        context: RoundContext,
+        *,
+        secrets: SecretSource,
+        transcript: bytes = b"",
     ) -> tuple[ClientState, Hidden]:
         """Encrypt; what is beyond the range is cut off."""
         key = ckks.SecretKey.from_bytes(state.membership().opening)

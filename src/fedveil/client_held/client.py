@@ -1,42 +1,69 @@
-"""The client role where the model lives with the clients: it holds, trains, votes, divides and puts together."""
+"""A client that holds the model itself: a reducer like `roles/client.py`'s that also votes, divides and puts together.
+
+What it is asked, after it has introduced itself
+
+    Found → Founded      found the group, or let newcomers into it (`client_held/group.py`)
+    Join → Joined        open the group's secrets, which another client has sealed for it
+    Begin → Vote         move the model by the last round's sums, train on it, vote; without a vote, upload at once
+    Divide → Divided     learn which coordinates have won, hide those, noise the rest, upload
+    Unmask → …           open what masks hide, where masks do
+    Lend → Lent          seal the model for one that has missed rounds
+    Finish → Finished    the last sums
+
+What it remembers besides (`ClientState`): `group`, which all clients share and the server does not; `held`, the model,
+its version and the transcript of the sums that made it; `pending`, its contribution to the round in work, until it has
+been uploaded, and then the winners, without which the next sums mean nothing; `misread`, how many sums it has refused.
+
+What it refuses: to go back to an earlier version of the model; a stage again (a round has two, vote and upload, each
+answered once); a vote's outcome that names voters who were not asked, or too few; sums that do not open to numbers that
+clients could have sent (`Code.UNREADABLE`). Whether a sum can be read depends on what is hidden, so it says that three
+times in a run and then leaves (`Code.ENDED`): a server must not learn the hidden part answer by answer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Unpack
 
+import torch
 from torch import Tensor
 
 from fedveil.client_held.ciphers import Pads
 from fedveil.client_held.divided import Parallel
 from fedveil.client_held.group import Found, Join, OpeningKeys, found, join
-from fedveil.client_held.messages import Begin, Divide, Finish, Finished, Lend, Vote
-from fedveil.client_held.model import First, Keeper, UnreadableError, told_outcome
+from fedveil.client_held.messages import Begin, Borrowed, Divide, Finish, Finished, Lend, Lent, Vote
 from fedveil.downlink.architecture import Blueprint
-from fedveil.downlink.messages import Broadcast
-from fedveil.errors import Code, FedVeilError, ProtocolError
-from fedveil.ledger.policy import Policy
+from fedveil.downlink.messages import Broadcast, Recovered
+from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.protocol.client_state import ClientState, Held, Pending
-from fedveil.protocol.directory import Directory, Hello, Nonces
-from fedveil.protocol.key_agreement import introduce
+from fedveil.protocol.codec import as_bytes, from_stored
+from fedveil.protocol.directory import Directory, Hello, Nonces, from_bytes, to_bytes
 from fedveil.protocol.messages import Aggregate, Reply, Request
-from fedveil.protocol.optimiser import Optimiser
-from fedveil.protocol.parts import RoundContext, Scheme, planned
-from fedveil.roles.client import Answer, Gate, Promised, own_errors, own_target
-from fedveil.secrets import OsSecrets, SecretSource
-from fedveil.uplink.unmasking import Unmask, listed
-from fedveil.work.messages import Bench, ClientData
+from fedveil.protocol.parts import RoundContext, Scheme, Terms, planned
+from fedveil.roles.client import Answer, ClientTerms, Participant, Promised, own_errors
+from fedveil.roles.server import Mover, Optimiser
+from fedveil.tensors import raw
+from fedveil.uplink.unmasking import Unmask
+from fedveil.work.messages import ClientData
 
-if TYPE_CHECKING:
-    from fedveil.crypto.keys import Roster
-
+First = Callable[[bytes], Held]
 _VOTE, _UPLOAD = 0, 1
 MOST_MISREAD = 3
 """So many unreadable sums of one run does a client refuse before it leaves: one bad client must not end a run."""
 
 
-class HolderRole:
+class UnreadableError(ProtocolError):
+    """Sums that cannot be what clients sent. Whether they are depends on what is hidden, so a client says it rarely."""
+
+    code = Code.UNREADABLE
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a sum cannot be read: {reason}")
+
+
+class HolderRole(Participant):
     """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
     makes it from a secret of the group, where there is one."""
 
@@ -48,23 +75,13 @@ class HolderRole:
         start: Held,
         optimiser: Optimiser,
         first: First | None = None,
-        secrets: SecretSource | None = None,
-        policy: Policy | None = None,
-        roster: Roster | None = None,
-        identities: Mapping[int, bytes] | None = None,
+        **own: Unpack[ClientTerms],
     ) -> None:
-        self._scheme = scheme
+        super().__init__(scheme, blueprint, **own)
         self._uplink = parallel(scheme)
-        self._blueprint = blueprint
-        self._terms = scheme.terms(blueprint)
         self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
-        self._secrets = OsSecrets() if secrets is None else secrets
-        self._gate = Gate(scheme, blueprint)
-        self._bench = Bench(blueprint, self._terms.layout, self._secrets)
-        self._policy = own_target(scheme) if policy is None else policy
-        self._roster = roster
-        self._identities = {} if identities is None else identities
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
+        policy = own.get("policy")
         if policy is not None:
             policy.check_scheme(
                 noised=self._uplink.noises_all,
@@ -145,7 +162,7 @@ class HolderRole:
     def _context(self, state: ClientState, round: int, attempt: int, cohort: Tensor, *, samples: int) -> RoundContext:
         # Who pads follows from the list, which is in ascending order (`fedveil.shapes`): told in another order each,
         # nobody would, and the server could read the sum.
-        members = tuple(listed(cohort))
+        members = tuple(cohort.tolist())
         ring = state.ring()
         context = RoundContext(round, attempt, members, ring.known(), ring.beacon)
         context.check_scheduled()
@@ -184,10 +201,10 @@ class HolderRole:
                 yield state, reason
 
     def _broadcast(self, held: Held) -> Broadcast:
-        veil = self._scheme.downlink.veil(
-            self._blueprint, held.weights, stream=self._secrets.stream("unused"), head_level=None
-        )
-        return veil.broadcast()
+        """The model as local work takes it: it has not travelled, and nothing is veiled."""
+        weights, nothing = held.weights, held.weights.parameters.new_empty(0)
+        statistics = weights.statistics.clone() if self._blueprint.frozen_statistics else torch.empty(0)
+        return Broadcast(weights.parameters.clone(), weights.epsilon.clone(), statistics, nothing, None)
 
     def _vote_or_upload(
         self, state: ClientState, context: RoundContext, contribution: Tensor
@@ -197,20 +214,22 @@ class HolderRole:
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
             pending = Pending(context.round, context.attempt, contribution, winners)
-            return self._upload(state, context, pending, self._keeper.held(state).story)
+            return self._upload(state, context, pending, self._keeper.held(state).transcript)
         state = replace(state, pending=Pending(context.round, context.attempt, contribution))
         if uplink.ballots is None:
             tags = uplink.vote(contribution, state.membership(), **which)
             return state, Vote(state.client, context.round, context.attempt, tags)
         words = uplink.marked(contribution, round=context.round, size=size)
-        story = self._keeper.held(state).story
-        return uplink.ballots.hide_words(state, words, context.stage(_VOTE), secrets=self._secrets, story=story)
+        transcript = self._keeper.held(state).transcript
+        return uplink.ballots.hide_words(
+            state, words, context.stage(_VOTE), secrets=self._secrets, transcript=transcript
+        )
 
     def _upload(
-        self, state: ClientState, context: RoundContext, pending: Pending, story: bytes
+        self, state: ClientState, context: RoundContext, pending: Pending, transcript: bytes
     ) -> tuple[ClientState, Reply]:
         state, reply = self._uplink.protect(
-            replace(state, pending=pending), context, self._terms, secrets=self._secrets, story=story
+            replace(state, pending=pending), context, self._terms, secrets=self._secrets, transcript=transcript
         )
         # From here on only the winners are needed, to put the sums together.
         done = replace(pending, contribution=pending.contribution.new_empty(0))
@@ -220,15 +239,7 @@ class HolderRole:
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
         if isinstance(request, (Hello, Directory, Nonces)):
-            return introduce(
-                state,
-                request,
-                samples=len(data),
-                how=self._uplink.introduction,
-                secrets=self._secrets,
-                roster=self._roster,
-                identity=self._identities.get(state.client),
-            )
+            return self._introduced(state, request, data)
         if isinstance(request, Found):
             return found(state, request, keys=opening_keys(self._uplink), secrets=self._secrets)
         if isinstance(request, Join):
@@ -256,13 +267,13 @@ class HolderRole:
         if pending is None or (pending.round, pending.attempt) != (request.round, request.attempt):
             raise ProtocolError(f"client {state.client} was told the outcome of a vote in which it has no part")
         context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
-        self._check_voters(state.client, context, listed(request.voters))
+        self._check_voters(state.client, context, request.voters.tolist())
         if not len(pending.contribution):
             raise ProtocolError(f"client {state.client} was asked for a second upload of round {request.round + 1}")
         winners = self._outcome(state, request, context)
         state = self._charged(_answering(state, context.stage(_UPLOAD)), context)
-        story = told_outcome(self._keeper.held(state).story, request) if self._uplink.masks else b""
-        return self._upload(state, context, replace(pending, winners=winners), story)
+        transcript = told_outcome(self._keeper.held(state).transcript, request) if self._uplink.masks else b""
+        return self._upload(state, context, replace(pending, winners=winners), transcript)
 
     def _check_voters(self, client: int, context: RoundContext, voters: list[int]) -> None:
         """Whoever has not voted will not upload: those who have must still be enough."""
@@ -274,7 +285,7 @@ class HolderRole:
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
         uplink, size = self._uplink, self._blueprint.size
-        told = (state.membership().fingerprint(), state.seat)
+        told = (state.membership().fingerprint(), state.cohort)
         if self._elected is not None and self._elected[0] is request and self._elected[1] == told:
             return self._elected[2]
         if uplink.ballots is None:
@@ -287,7 +298,7 @@ class HolderRole:
             if request.counts is None:
                 raise ProtocolError("the outcome of a vote holds no sum of ballots")
             try:
-                winners = uplink.counted(request.counts, state.membership(), context, listed(request.voters), size)
+                winners = uplink.counted(request.counts, state.membership(), context, request.voters.tolist(), size)
             except ProtocolError as reason:
                 raise UnreadableError(str(reason)) from reason
         self._elected = (request, told, winners)
@@ -304,6 +315,149 @@ def _answering(state: ClientState, stage: RoundContext) -> ClientState:
         )
     assert stage.directory is not None
     return state.answering(stage.round, stage.attempt, run=run, epoch=stage.directory.epoch.number)
+
+
+class Keeper:
+    """A client's way with the model; `start` is what every client of the run begins with.
+
+    `first`, where given, makes that from a secret of the group instead: then the server does not know it either.
+    """
+
+    def __init__(
+        self, uplink: Parallel, terms: Terms, *, start: Held, optimiser: Optimiser, first: First | None = None
+    ) -> None:
+        self._uplink = uplink
+        self._terms = terms
+        self._start = start
+        self._first = first
+        self._begun: tuple[bytes, Held] | None = None
+        self._mover = Mover(terms.blueprint, optimiser)
+        self._moved: tuple[Aggregate, Held, Held] | None = None
+
+    def held(self, state: ClientState) -> Held:
+        """What a client holds."""
+        if state.held is not None:
+            return state.held
+        if self._first is None:
+            return self._start
+        seed = state.membership().seed(round=0, attempt=0, purpose="first model")
+        if self._begun is None or self._begun[0] != seed:
+            self._begun = (seed, self._first(seed))
+        return self._begun[1]
+
+    def brought_up(
+        self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None
+    ) -> ClientState:
+        """The state with the model of `version`: held already, one aggregate behind, or borrowed."""
+        if version < 0:
+            raise ProtocolError(f"client {state.client} was asked for version {version} of the model, which cannot be")
+        held = self.held(state)
+        if version < held.version and state.ran == state.ring().run:
+            raise ProtocolError(
+                f"client {state.client} holds version {held.version} of the model and was asked to go back to {version}"
+            )
+        if held.version == version:
+            return replace(state, held=held)
+        if isinstance(private, Borrowed):
+            return replace(state, held=self._borrowed(state, private, version), pending=None)
+        if held.version + 1 == version and latest is not None and latest.version == version:
+            return replace(state, held=self.moved(replace(state, held=held), latest), pending=None)
+        raise ProtocolError(
+            f"client {state.client} holds version {held.version} of the model, was asked to work on {version}, and was "
+            "not sent what it lacks"
+        )
+
+    def lend(self, state: ClientState) -> Lent:
+        """The held model, sealed under the group key."""
+        from fedveil.crypto.keys import seal
+
+        held = self.held(state)
+        key = state.membership().seed(round=0, attempt=0, purpose="model")
+        sealed = seal(as_bytes(held.facts(), held.tensors()), key=key, purpose=_model_purpose(held.version))
+        return Lent(state.client, held.version, from_bytes(sealed))
+
+    def _borrowed(self, state: ClientState, lent: Borrowed, version: int) -> Held:
+        from fedveil.crypto.keys import unseal
+
+        key = state.membership().seed(round=0, attempt=0, purpose="model")
+        facts, tensors = from_stored(unseal(to_bytes(lent.sealed), key=key, purpose=_model_purpose(version)))
+        if facts.get("version") != version or _shapes(tensors) != _shapes(self._start.tensors()):
+            raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
+        device = self._terms.blueprint.trainable.device
+        return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
+
+    def moved(self, state: ClientState, latest: Aggregate) -> Held:
+        """The model one aggregate further; simulated clients that hold the same one share the result."""
+        held, pending = self.held(state), state.pending
+        if self._moved is not None and self._moved[0] is latest and self._moved[1] is held:
+            return self._moved[2]
+        which = (latest.round, latest.attempt)
+        if pending is None or pending.winners is None or (pending.round, pending.attempt) != which:
+            raise ProtocolError(f"client {state.client} does not know which coordinates round {latest.round + 1} hid")
+        try:
+            recovered = self._recovered(state, latest, pending.winners)
+        except (ProtocolError, ConfigError) as reason:
+            raise UnreadableError(str(reason)) from reason
+        weights, velocity = held.weights.clone(), held.velocity.clone()
+        self._mover.move(weights, velocity, recovered, round=latest.round)
+        transcript = told_sums(held.transcript, latest) if self._uplink.masks else b""
+        after = Held(weights, velocity, latest.version, recovered.loss, transcript)
+        self._moved = (latest, held, after)
+        return after
+
+    def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
+        asked, contributors = tuple(latest.asked.tolist()), latest.contributors.tolist()
+        if not contributors or not set(contributors) <= set(asked):
+            raise ProtocolError("a round's sums name contributors that were not asked, or none")
+        self._uplink.fits(len(contributors))
+        context = RoundContext(latest.round, latest.attempt, asked, state.ring().known(), state.ring().beacon)
+        mean = self._uplink.mean(
+            state.membership(),
+            rest=latest.rest,
+            hidden=latest.hidden,
+            winners=winners,
+            context=context,
+            contributors=contributors,
+            terms=self._terms,
+        )
+        sums = self._terms.layout.split(torch.cat([mean, mean.new_ones(1)]))
+        values = sums["values"]
+        return Recovered(sums["gradients"][0], float(values[0]) if values.numel() else None, sums["statistics"], None)
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (one.dtype, one.shape) for name, one in tensors.items()}
+
+
+def _model_purpose(version: int) -> str:
+    return f"model of version {version}"
+
+
+_NOTHING = b"-"
+
+
+def told_sums(before: bytes, sums: Aggregate) -> bytes:
+    """The transcript up to and including a round's sums."""
+    facts = f"{sums.version} {sums.round} {sums.attempt}".encode()
+    return _digest(b"sums", before, facts, sums.asked, sums.contributors, sums.rest, sums.hidden)
+
+
+def told_outcome(before: bytes, outcome: Divide) -> bytes:
+    """The transcript up to and including the outcome of a vote."""
+    facts = f"{outcome.round} {outcome.attempt}".encode()
+    return _digest(b"outcome", before, facts, outcome.cohort, outcome.winners, outcome.counts, outcome.voters)
+
+
+def _digest(what: bytes, *parts: bytes | Tensor | None) -> bytes:
+    digest = hashlib.sha256(b"fedveil story 1 " + what)
+    for part in parts:
+        if isinstance(part, Tensor):
+            digest.update(f"{part.dtype} {part.numel()}".encode())
+            digest.update(raw(part).data)
+        else:
+            content = _NOTHING if part is None else part
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
 
 
 class _NoKeys:

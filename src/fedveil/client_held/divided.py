@@ -316,7 +316,7 @@ class Parallel(Channel):
     # --- the upload, client side
 
     def protect(
-        self, state: ClientState, context: RoundContext, terms: Terms, *, secrets: SecretSource, story: bytes = b""
+        self, state: ClientState, context: RoundContext, terms: Terms, *, secrets: SecretSource, transcript: bytes = b""
     ) -> tuple[ClientState, Divided]:
         """Divide this round's contribution, cover both parts."""
         pending = state.pending
@@ -332,7 +332,7 @@ class Parallel(Channel):
         part = None
         if self.cipher is not None:
             values = hidden.to(torch.float64).cpu() * (unit / sum(context.samples()))
-            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, story=story)
+            state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, transcript=transcript)
         # Without noise everything is hidden, and the rest is empty.
         return state, Divided(state.client, context.round, context.attempt, rest.to(torch.int64), part)
 

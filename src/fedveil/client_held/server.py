@@ -1,9 +1,32 @@
-"""Where a relaying server folds what arrives: votes, divided uploads, lent models, farewells."""
+"""The server of a run whose model lives with its clients: it relays sums that it cannot read, and holds no model.
+
+The run is `roles/server.py`'s (epochs, cohorts, the privacy target); what is asked in a round differs:
+
+    Found → Founded      once: a client founds the group and seals its secrets for everybody; later, a member lets
+    Join → Joined        latecomers in the same way
+    Lend → Lent          where somebody has missed rounds: a member seals its model, the server hands it on unopened
+    RoundBegins
+    Begin → Vote         who is asked moves its model by the last sums, trains, and votes for the coordinates that
+                         matter most, by tags or under masks; without a vote it uploads at once
+    Divide → Divided     the outcome of the vote; the winners' coordinates come back hidden (ciphertexts or masks), the
+                         rest under noise
+    Unmask → …           where masks hide: whatever opens the sum for clients
+    RoundDone            with the Aggregate, which travels with the next Begin
+    Finish → Finished    after the last round: the last sums
+
+What the server keeps: how far the run has come (`RelayState`); the latest Aggregate and the version of the model that
+it leads to; which version each client holds, as far as it has said; who was sent the latest sums; and who lent a model
+that nobody could use, so that it is asked last.
+
+What is taken back: sums that clients refuse with `Code.UNREADABLE` and that nobody has moved by are given up, and the
+run goes on from the version before. A client that refuses for any other reason has no quarrel with the sums.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,14 +37,10 @@ from fedveil.client_held.group import Gathering
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.downlink.architecture import Blueprint
 from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
-from fedveil.ledger.accountant import Account
-from fedveil.ledger.releases import UndeclaredError
-from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.messages import Aggregate, Request
 from fedveil.protocol.parts import RoundContext, Scheme
 from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
-from fedveil.roles.server import Conductor, too_few
-from fedveil.secrets import SecretSource
+from fedveil.roles.server import Conductor, RunTerms, too_few
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import Tally
 
@@ -124,31 +143,16 @@ class RelayRole(Conductor):
         blueprint: Blueprint,
         state: RelayState,
         *,
-        secrets: SecretSource,
-        cohort: Cohort,
-        rounds: int,
-        account: Account | None = None,
-        name: str = "",
-        announced: Mapping[int, int] | None = None,
         behind: Collection[int] = (),
+        **run: Unpack[RunTerms],
     ) -> None:
         """`behind` are clients that do not hold the model with which the run begins: others lend it to them."""
-        super().__init__(
-            scheme,
-            blueprint,
-            state,
-            secrets=secrets,
-            cohort=cohort,
-            rounds=rounds,
-            account=account,
-            name=name,
-            announced=announced,
-        )
+        super().__init__(scheme, blueprint, state, **run)
         self.state = state
         self._uplink = parallel(scheme)
         self._size = blueprint.size
         self._length = self._terms.layout.length - 1
-        self._group = Gathering(clients=cohort.size, keys=opening_keys(self._uplink))
+        self._group = Gathering(clients=self._cohort.size, keys=opening_keys(self._uplink))
         self._version = 0
         self._latest: Aggregate | None = None
         self._holding: dict[int, int] = dict.fromkeys(behind, _BEHIND)
@@ -165,13 +169,9 @@ class RelayRole(Conductor):
         return self._version, self._latest
 
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
-        asking, answer = self._group.steps(clients), None
-        while True:
-            try:
-                ask = asking.send(answer)
-            except StopIteration:
-                return tuple(one for one in clients if one in self._group.members)
-            answer = yield self._declared_only(ask)
+        if not set(clients) <= set(self._group.members):
+            yield from self._group.steps(clients)
+        return tuple(one for one in clients if one in self._group.members)
 
     def _refusal(self) -> str:
         return too_few("have joined the group", self._group.refused) or super()._refusal()
@@ -188,7 +188,7 @@ class RelayRole(Conductor):
         # Whoever lent a model that nobody could use comes last.
         for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
             loan = Loan(self._version, lender, most=self._largest_loan)
-            yield self._declared_only(Ask((lender,), Lend(self._version, self._latest), loan))
+            yield Ask((lender,), Lend(self._version, self._latest), loan)
             if loan.sealed is not None:
                 self._holding[lender] = self._version
                 self._lender = lender
@@ -207,8 +207,6 @@ class RelayRole(Conductor):
         failed, latest = "", None
         try:
             latest = yield from self._sums(context, able, loans, heard)
-        except UndeclaredError:
-            raise
         except (ProtocolError, ConfigError) as reason:
             failed = str(reason).rstrip(".")
         self.state.round += 1
@@ -242,7 +240,7 @@ class RelayRole(Conductor):
             length = count + self._length - self._size
             hidden = uplink.cipher.accumulator(length, context.stage(1), public=self._group.public)
         total = DividedSum(context, rest=self._size - count, hidden=hidden)
-        gathered = yield self._declared_only(Ask(able, request, total, each=loans if request is begin else {}))
+        gathered = yield Ask(able, request, total, each=loans if request is begin else {})
         self._heard(heard, gathered, began=request is begin)
         if not heard.arrived:
             raise ProtocolError("no upload arrived")
@@ -266,13 +264,13 @@ class RelayRole(Conductor):
         winners, counts = None, None
         if self._uplink.ballots is None:
             votes = Votes(context, most=self._uplink.count(context.round, self._size))
-            gathered = yield self._declared_only(Ask(able, begin, votes, each=loans))
+            gathered = yield Ask(able, begin, votes, each=loans)
             self._heard(heard, gathered, began=True)
             if heard.arrived:
                 winners = votes.winners()
         else:
             ballots = self._uplink.ballots.accumulator(self._size, context.stage(0), public=b"")
-            gathered = yield self._declared_only(Ask(able, begin, ballots.masked, each=loans))
+            gathered = yield Ask(able, begin, ballots.masked, each=loans)
             self._heard(heard, gathered, began=True)
             if heard.arrived:
                 yield from self._opened(ballots, heard)
@@ -287,7 +285,7 @@ class RelayRole(Conductor):
         """Whatever phases it takes before clients can read a sum."""
         phase = total.open(heard.last)
         while phase is not None:
-            answer = yield self._declared_only(phase)
+            answer = yield phase
             assert answer is not None
             heard.also(answer)
             phase = total.open(answer)
@@ -305,7 +303,7 @@ class RelayRole(Conductor):
         able = tuple(one for one in members if one in loans or self._up_to_date(one))
         if able:
             farewell = Finish(self._version, self._latest)
-            yield self._declared_only(Ask(able, farewell, Farewells(self._version, able), each=loans))
+            yield Ask(able, farewell, Farewells(self._version, able), each=loans)
 
 
 class _Heard:

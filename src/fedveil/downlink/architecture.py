@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.downlink.norms import VectorBatchNorm, VectorNorm, batch_norms, with_vector_norms
+from fedveil.downlink.norms import VectorBatchNorm, VectorNorm, with_vector_norms
 from fedveil.downlink.table import ScaleTable, trace
 from fedveil.secrets import SecretStream
 from fedveil.tensors import Layout, flatten
@@ -232,3 +232,8 @@ def draw_secret_epsilon(weights: Weights, stream: SecretStream) -> None:
     """Give every normalisation group its own ε, log-uniform on [1e-6, 1e-4]; once per model."""
     logs = math.log(LOWEST) + stream.uniform(weights.epsilon.numel()) * math.log(HIGHEST / LOWEST)
     weights.epsilon.copy_(torch.exp(logs))
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, VectorBatchNorm]]:
+    """Every batch normalisation that tracks statistics, by path."""
+    return [(p, m) for p, m in model.named_modules() if isinstance(m, VectorBatchNorm) and m.track]

@@ -197,8 +197,3 @@ def with_vector_norms(model: nn.Module) -> nn.Module:
             return made[id(module)]
         setattr(twin.get_submodule(parent), attribute, made[id(module)])
     return twin
-
-
-def batch_norms(model: nn.Module) -> list[tuple[str, VectorBatchNorm]]:
-    """Every batch normalisation that tracks statistics, by path."""
-    return [(p, m) for p, m in model.named_modules() if isinstance(m, VectorBatchNorm) and m.track]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,16 +10,16 @@ import torch
 from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
-from fedveil.engine.driver import Engine, folded
-from fedveil.errors import ConfigError, DataError, FedVeilError, Refusal
+from fedveil.errors import Code, ConfigError, DataError, FedVeilError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Ask, Gathered, Heard
+from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
 from fedveil.work.messages import ClientData
 
 _AT_ONCE = 512
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +66,26 @@ class ClientPool:
         return len(self.clients) or self.elsewhere
 
 
+def folded(into: Accumulator, reply: Reply, sender: int) -> Refusal | None:
+    """Fold a client's reply in, or say why it is refused. Whatever a client sends costs that reply, no more."""
+    if reply.client != sender:
+        return Refusal(Code.PROTOCOL, "its answer names another client")
+    try:
+        into.add(reply)
+    except FedVeilError as reason:
+        return Refusal.of(reason)
+    except Exception as reason:
+        _LOG.exception("a %s could not be folded in", type(reply).__name__)
+        return Refusal(Code.PROTOCOL, f"its answer is malformed ({type(reason).__name__})")
+    return None
+
+
 Absent = Callable[[Request, int], bool]
 Listen = Callable[[Heard], None]
 
 
-class LocalEngine(Engine):
-    """Drives a server's run against clients in this process.
+class LocalEngine:
+    """Clients in this process, as an engine.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
     `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes.

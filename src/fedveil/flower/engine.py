@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.crypto.keys import Roster
-from fedveil.engine.driver import Engine, folded
+from fedveil.engine.local import folded
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.flower.events import Events
 from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array
@@ -112,8 +112,8 @@ class _Phase:
     up: int = 0
 
 
-class FlowerEngine(Engine):
-    """Drives a server's run against clients behind Flower nodes.
+class FlowerEngine:
+    """Clients behind Flower nodes, as an engine.
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.

@@ -26,7 +26,7 @@ from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request
-from fedveil.roles.client import ClientRole
+from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
 from fedveil.runs.model_file import save_model
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -80,14 +80,14 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
 
     blueprint, template = beginning(seed, SeededSecrets(seed))
     source: SecretSource = SeededSecrets(seed).branch("clients") if config.simulated_secrets else OsSecrets()
-    own = {
+    own: ClientTerms = {
         "secrets": source,
         "policy": home.policy,
         "roster": home.roster,
         "identities": None if home.identity is None else {home.client: home.identity},
     }
     if common.scheme.holder == "server":
-        role = ClientRole(common.scheme, blueprint, **own)  # type: ignore[arg-type]
+        role = ClientRole(common.scheme, blueprint, **own)
         return Side(config, facts, role, blueprint, data, None)
     # The server knows the seed. A run that is no simulation begins with a model that it cannot make from it.
     hidden = start is None and setup.start == 0 and not config.simulated_secrets
@@ -98,7 +98,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         start=begin,
         optimiser=common.optimiser,
         first=agreed_upon if hidden else None,
-        **own,  # type: ignore[arg-type]
+        **own,
     )
     return Side(config, facts, holder, blueprint, data, begin, hidden)
 
@@ -276,7 +276,17 @@ class Desk:
         self._memory.keep_start(setup.lineage, None if side.hidden else side.start)
         before = ClientState(self._home.client) if known is None else known.state
         # Keys belong to one attempt and its settings; what was answered and spent is never forgotten.
-        state = replace(before, keys=None, group=None, held=held, pending=None, seat=(), listed="", graph="", story="")
+        state = replace(
+            before,
+            keys=None,
+            group=None,
+            held=held,
+            pending=None,
+            cohort=(),
+            survivor_digest="",
+            graph="",
+            transcript="",
+        )
         entered = Remembered(state, setup.attempt, setup.digest(), base=setup.start)
         self._keep(setup, entered)
         return self._counted(entered)

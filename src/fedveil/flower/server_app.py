@@ -237,7 +237,7 @@ def train_on_flower(
         on_round(row, now)
         tell("round", **row)
 
-    outcome = conduct(job, engine, role.run(), books, state=state, on_round=boundary, say=say)
+    outcome = conduct(job, engine, role, books, state=state, on_round=boundary, say=say)
     for client, why in role.left_out.items():
         say(f"Client {client} took no part: it {why}.")
     books.pinned = engine.pinned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,34 +21,36 @@ if TYPE_CHECKING:
 
 _PURPOSE = "client state"
 _NEVER = (-1, 0)
+_STORED = {"cohort": "seat", "survivor_digest": "listed", "transcript": "story"}
+"""Under which name a field is stored, where it is another one: states sealed by earlier versions are read."""
 
 
 @dataclass(frozen=True)
 class ClientState:
     """What a client remembers between messages.
 
-    `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `seat`
-    names the cohort of the round it answered and `graph` the seed of its graph (the directory may have
-    grown since); `listed` is the digest of the survivor list it signed last; `spent` is the μ² its
+    `answered` and `revealed` are the last (round, attempt) it uploaded and opened masks for; `cohort`
+    is that of the round it answered and `graph` the seed of its graph (the directory may have
+    grown since); `survivor_digest` is of the survivor list it signed last; `spent` is the μ² its
     uploads have cost so far by its own account. `ran` and `epoch` are the run and the epoch in which it answered
     last, and `unexplained` counts rounds of that run in which it has revealed shares and was never shown what its
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
-    what the round it works on has brought so far, `story` what its last masks were bound to besides their graph,
+    what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
     and `misread` how many sums of that run it has refused.
     """
 
     client: int
     answered: tuple[int, int] = _NEVER
     revealed: tuple[int, int] = _NEVER
-    seat: tuple[int, ...] = ()
-    listed: str = ""
+    cohort: tuple[int, ...] = ()
+    survivor_digest: str = ""
     spent: float = 0.0
     keys: Keyring | None = None
     graph: str = ""
     group: Group | None = None
     held: Held | None = None
     pending: Pending | None = None
-    story: str = ""
+    transcript: str = ""
     ran: str = ""
     misread: int = 0
     epoch: int = -1
@@ -108,25 +110,14 @@ class ClientState:
         """Encrypted and authenticated bytes, for storage outside the process."""
         from fedveil.crypto.keys import seal
 
-        fields = {
-            "client": self.client,
-            "answered": self.answered,
-            "revealed": self.revealed,
-            "seat": self.seat,
-            "listed": self.listed,
-            "spent": self.spent,
+        facts = {_STORED.get(one.name, one.name): getattr(self, one.name) for one in fields(self)}
+        facts |= {
             "keys": None if self.keys is None else self.keys.stored(),
-            "graph": self.graph,
             "group": None if self.group is None else self.group.stored(),
             "held": None if self.held is None else self.held.facts(),
             "pending": None if self.pending is None else self.pending.facts(),
-            "story": self.story,
-            "ran": self.ran,
-            "misread": self.misread,
-            "epoch": self.epoch,
-            "unexplained": self.unexplained,
         }
-        return seal(as_bytes(fields, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
+        return seal(as_bytes(facts, tensors_of(self.held, self.pending)), key=key, purpose=_PURPOSE)
 
     @staticmethod
     def unseal(sealed: bytes, key: bytes) -> ClientState:
@@ -134,28 +125,18 @@ class ClientState:
         from fedveil.crypto.keys import unseal
         from fedveil.protocol.key_agreement import Keyring
 
-        fields, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
+        facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
         try:
-            client, keys, group = fields["client"], fields["keys"], fields["group"]
-            held, pending = fields["held"], fields["pending"]
-            return ClientState(
-                client,
-                tuple(fields["answered"]),
-                tuple(fields["revealed"]),
-                tuple(fields["seat"]),
-                fields["listed"],
-                fields["spent"],
-                None if keys is None else Keyring.restored(client, keys),
-                fields["graph"],
-                None if group is None else Group.restored(group),
-                None if held is None else Held.restored(held, tensors),
-                None if pending is None else Pending.restored(pending, tensors),
-                fields["story"],
-                fields["ran"],
-                fields["misread"],
-                fields["epoch"],
-                fields["unexplained"],
-            )
+            known = {one.name: facts[_STORED.get(one.name, one.name)] for one in fields(ClientState)}
+            keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
+            known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort")}
+            known |= {
+                "keys": None if keys is None else Keyring.restored(known["client"], keys),
+                "group": None if group is None else Group.restored(group),
+                "held": None if held is None else Held.restored(held, tensors),
+                "pending": None if pending is None else Pending.restored(pending, tensors),
+            }
+            return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:
             raise ProtocolError("a client's stored state is damaged") from reason
 
@@ -167,14 +148,14 @@ _BUFFER = "held.buffer."
 class Held:
     """The model after `version` aggregates of this run's group; `loss` is the last one's mean training loss.
 
-    `story` is the digest of all those aggregates, where masks are bound to it.
+    `transcript` is the digest of all those aggregates, where masks are bound to it.
     """
 
     weights: Weights = field(repr=False)
     velocity: Tensor = field(repr=False)
     version: int = 0
     loss: float | None = None
-    story: bytes = b""
+    transcript: bytes = b""
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> Held:
@@ -184,7 +165,7 @@ class Held:
 
     def facts(self) -> dict[str, Any]:
         """Everything but tensors."""
-        return {"version": self.version, "loss": self.loss, "story": self.story.hex()}
+        return {"version": self.version, "loss": self.loss, "story": self.transcript.hex()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything else."""
@@ -207,13 +188,13 @@ class Held:
             {name.removeprefix(_BUFFER): one for name, one in tensors.items() if name.startswith(_BUFFER)},
         )
         try:
-            story = bytes.fromhex(str(facts.get("story", "")))
+            transcript = bytes.fromhex(str(facts.get("story", "")))
         except ValueError as reason:
-            raise ProtocolError("a stored model's story is malformed") from reason
+            raise ProtocolError("a stored model's transcript is malformed") from reason
         loss = facts.get("loss")
         if type(facts["version"]) is not int or not isinstance(loss, (float, type(None))):
             raise ProtocolError("a stored model's version or loss is malformed")
-        return Held(weights, tensors["held.velocity"], facts["version"], loss, story)
+        return Held(weights, tensors["held.velocity"], facts["version"], loss, transcript)
 
 
 @dataclass(frozen=True, eq=False)

@@ -320,6 +320,13 @@ def beacon(directory: Directory, told: Nonces) -> bytes:
     return hashlib.sha256(b"fedveil beacon 1" + directory.digest + to_bytes(told.nonces)).digest()
 
 
+def graph_seed(*, beacon: bytes, round: int, members: Sequence[int]) -> bytes:
+    """SHA-256 of beacon, round and the sorted members; not of the attempt: repeating a round draws nothing anew."""
+    ordered = sorted(members)
+    head = struct.pack("<QQQ", round, len(beacon), len(ordered))
+    return hashlib.sha256(b"fedveil graph 2" + head + beacon + struct.pack(f"<{len(ordered)}Q", *ordered)).digest()
+
+
 def check_nonce(directory: Directory, client: int, nonce: bytes) -> None:
     """Refuse a nonce that is not what a client committed to."""
     made = committed(nonce, run=directory.run, epoch=directory.epoch.number, client=client)

@@ -1,4 +1,37 @@
-"""How an epoch begins: clients introduce themselves, everybody learns who takes part, and graphs are drawn."""
+"""How an epoch begins: clients introduce themselves, everybody learns who takes part, and graphs are drawn.
+
+Why there are nonces and commitments at all is told in `protocol/directory.py`. The states, side by side:
+
+    server (`Introductions`)                           client (`introduce`, `Keyring`)
+
+    stale                                              no keys of this run
+      │  Hello(run, epoch)  ─────────────────────────►   │  makes its run key, once; draws a nonce for the epoch
+      │  ◄──────────  Announce(samples, keys, commitment)  │  and commits to it
+    announced                                          entered
+      │  Directory(everybody's)  ────────────────────►   │  checks its own entry, the roster, and that nothing it
+      │  ◄────────────────────────────────  Nonce(mine)  │  was told before in this run has changed; shows its nonce
+    shown                                              taken
+      │  Nonces(everybody's)  ───────────────────────►   │  holds each to its commitment; the beacon follows
+      │  ◄───────────────────────────────────────  Ready   │
+    ready, for up to 64 rounds                         ready: it answers rounds of this epoch
+
+Where clients need each other's sizes and no keys, the directory alone is confirmed with a Ready, its digest is the
+beacon, and there are no nonces.
+
+What ends an epoch: its rounds are over; somebody answers whom its schedule asks and who is not of it (while epochs are
+to spare); a client has no privacy left to spend (`leave_out`); the uplink owes a client what cannot be had (`renew`).
+
+What makes an epoch void: a nonce that stays away. It begins anew without whoever kept it back, since leaving out one
+nonce would be a choice between two graphs; and who has voided three is asked no more.
+
+What the server keeps: everybody's announcement of the run, to which each is held (sizes, keys); the number of the next
+epoch; the present directory, its nonces and beacon; who has confirmed it. What a client keeps, in its `Keyring`: its
+signing and agreement keys, the directory it has taken last, the epoch it has entered, its nonce, the beacon.
+
+What a client refuses: an epoch that is not later than its last, or on another schedule; one too many in a run; a second
+directory of one epoch, once it has shown its nonce; a directory that contradicts an earlier one, or shows it a key, a
+size or a commitment that is not its own; a nonce that nobody committed to; cohorts by a seed the server has picked.
+"""
 
 from __future__ import annotations
 

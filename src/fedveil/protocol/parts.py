@@ -17,15 +17,13 @@ from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release, Remarks
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.directory import Directory
+from fedveil.protocol.directory import Directory, graph_seed
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Inbox, RoundBegins
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
-from fedveil.tensors import Layout
-from fedveil.uplink.exact_sum import ExactSum
-from fedveil.uplink.graph import graph_seed
+from fedveil.tensors import ExactSum, Layout
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
 
@@ -164,9 +162,9 @@ def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Coverin
 
 def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
     """The noise of the round a client answered last, by what it remembers."""
-    samples = state.ring().known().samples_of(state.seat)
+    samples = state.ring().known().samples_of(state.cohort)
     reach = [bounded(work).sensitivity(count) for count in samples]
-    return plan.covering(state.seat, samples, reach, seed=bytes.fromhex(state.graph))
+    return plan.covering(state.cohort, samples, reach, seed=bytes.fromhex(state.graph))
 
 
 class Central(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -154,6 +154,32 @@ class RunStopped:
 
 Step = Ask | RoundBegins | RoundDone | RunStopped
 Steps = Generator[Step, "Gathered | None", None]
+
+
+class Engine(Protocol):
+    """Carries a server's requests to its clients, wherever they are, and the answers back."""
+
+    def gather(self, ask: Ask) -> Gathered:
+        """One phase: ask, fold the replies, and say what came of it."""
+        ...
+
+
+def asked(steps: Steps, engine: Engine) -> Iterator[RoundBegins | RoundDone | RunStopped]:
+    """A server's steps, every `Ask` of them answered by an engine; the others are for whoever keeps the run's record.
+
+    The next one is not asked for before the last has been dealt with.
+    """
+    answer: Gathered | None = None
+    while True:
+        try:
+            step = steps.send(answer)
+        except StopIteration:
+            return
+        answer = None
+        if isinstance(step, Ask):
+            answer = engine.gather(step)
+        else:
+            yield step
 
 
 Kind = Literal["request", "private", "reply"]

@@ -1,11 +1,42 @@
-"""Where a client's requests are checked: every field of each, before a role looks at one."""
+"""A client, as a reducer: `handle(state, request, data) -> (state, reply)`, or an error that says why not.
+
+It knows no clock, thread, socket or file, keeps nothing between messages but the `ClientState` it is handed, and never
+holds a secret of the server: the model arrives veiled, and what a client can reach is walked by a test.
+
+What it is asked, in this order
+
+    Hello → Announce     an epoch begins (`protocol/key_agreement.py`): who it is, how many samples it has, and a
+    Directory → Nonce    commitment; then everybody's, and the nonce; then everybody's nonces. Schemes whose clients
+    Nonces → Ready       need not know each other leave this out
+    Train → Upload       a round: train on the veiled model, protect the contribution, send it
+    …                    phases of the uplink's own (`uplink.answer`): unmasking, repair
+
+A Train is taken in four steps
+
+    gate       every field has the size and the type that scheme, architecture and directory call for (`Gate`)
+    begin      is the round of the epoch, with the cohort its beacon draws, and this client in it? Are sizes in
+               proportion? What does it cost, and do the client's own limits allow that?
+    promise    the round is written into the state as answered, and its price as spent, before anything is computed:
+               whatever happens to the computation, it is never answered again (`promised`)
+    answer     local work on the broadcast; the uplink covers the contribution
+
+What it remembers (`protocol/client_state.py`): the last round answered and opened, and the run and epoch of both; the
+cohort and graph of that round; what it has spent by its own account; its keys and the directory it has taken.
+
+What it refuses
+
+    a round again, an earlier one, or one of another epoch        two sums of one round that differ by a client show it
+    a cohort that is not the schedule's, or a size out of line    somebody would choose who hides with whom
+    what its own policy does not allow                            the refusal's code is ENDED where that is for good
+    anything malformed, or not for the present step               no message ends a client: it costs its own answer only
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -106,38 +137,57 @@ def own_target(scheme: Scheme) -> Policy:
     return Policy(max_epsilon=plan.target.epsilon, delta=plan.target.delta)
 
 
-class ClientRole:
-    """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server.
+class ClientTerms(TypedDict, total=False):
+    """What is a client's own: `policy`, which no message to it can widen; `roster`, which pins everybody's signing key;
+    `identities`, this machine's own private ones."""
 
-    `policy` is the client's own: no message to it can widen it. `roster` pins everybody's signing key, and
-    `identities` holds this machine's own private ones.
-    """
+    secrets: SecretSource | None
+    policy: Policy | None
+    roster: Roster | None
+    identities: Mapping[int, bytes] | None
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        blueprint: Blueprint,
-        *,
-        secrets: SecretSource | None = None,
-        policy: Policy | None = None,
-        roster: Roster | None = None,
-        identities: Mapping[int, bytes] | None = None,
-    ) -> None:
+
+class Participant:
+    """What every client has, wherever the model lives: terms, a gate, limits of its own, and an identity."""
+
+    def __init__(self, scheme: Scheme, blueprint: Blueprint, **own: Unpack[ClientTerms]) -> None:
         self._scheme = scheme
-        self._uplink = scheme.summing
+        self._blueprint = blueprint
         self._terms = scheme.terms(blueprint)
-        self._secrets = OsSecrets() if secrets is None else secrets
+        self._secrets = own.get("secrets") or OsSecrets()
         self._gate = Gate(scheme, blueprint)
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
+        policy = own.get("policy")
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
         # price of repairs to the server's books.
         self._policy = own_target(scheme) if policy is None else policy
         self._books_repairs = policy is not None
-        self._roster = roster
-        self._identities = {} if identities is None else identities
+        self._roster = own.get("roster")
+        self._identities = own.get("identities") or {}
+
+    def _introduced(
+        self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
+    ) -> tuple[ClientState, Reply]:
+        return introduce(
+            state,
+            request,
+            samples=len(data),
+            how=self._scheme.uplink.introduction,
+            secrets=self._secrets,
+            roster=self._roster,
+            identity=self._identities.get(state.client),
+        )
+
+
+class ClientRole(Participant):
+    """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server."""
+
+    def __init__(self, scheme: Scheme, blueprint: Blueprint, **own: Unpack[ClientTerms]) -> None:
+        super().__init__(scheme, blueprint, **own)
+        self._uplink = scheme.summing
         self._latest: tuple[Train, RoundContext] | None = None
-        if policy is not None:
-            policy.check_scheme(
+        if self._books_repairs:
+            self._policy.check_scheme(
                 noised=scheme.uplink.plan is not None,
                 clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
@@ -215,8 +265,9 @@ class ClientRole:
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
         state = self._uplink.admit(state, context, private)
-        self._policy.check_cohort(state.client, len(context.cohort))
-        context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
+        if context.directory is not None:
+            self._policy.check_cohort(state.client, len(context.cohort))
+            context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         spent = state.spent
         plan = self._uplink.plan
         if plan is not None:
@@ -246,18 +297,9 @@ class ClientRole:
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
     ) -> tuple[ClientState, Reply]:
         if isinstance(request, (Hello, Directory, Nonces)):
-            how = self._uplink.introduction
-            if how == "none":
+            if self._uplink.introduction == "none":
                 raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")
-            return introduce(
-                state,
-                request,
-                samples=len(data),
-                how=how,
-                secrets=self._secrets,
-                roster=self._roster,
-                identity=self._identities.get(state.client),
-            )
+            return self._introduced(state, request, data)
         advanced, reply = self._uplink.answer(state, request, private)
         plan, given = self._uplink.plan, self._uplink.gives_away(state, request)
         if plan is None or not given or not self._books_repairs:

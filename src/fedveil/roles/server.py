@@ -1,27 +1,68 @@
-"""What every server's run has: introductions, the cohort of a round, and the end of the privacy target."""
+"""The server of a run, as a generator: it yields what it wants done and is sent what came of it.
+
+It knows no clock, thread, socket or file. Whoever drives it (`runs/loop.py`) carries out each step:
+
+    Ask          send a request, fold the replies into an accumulator    → is sent a Gathered: who answered, who refused
+    RoundBegins  a round is about to be asked for                        → the privacy journal is written first
+    RoundDone    a round is over                                         → metrics, checkpoint
+    RunStopped   the run ends before its last round                      → somebody is told why
+
+The run (`Conductor.run`)
+
+    epoch ──► round ──► round ──► … ──► finish
+      ▲          │
+      └──────────┘   where clients know each other, an epoch lasts up to 64 rounds; every tenth round latecomers are let
+                     in, and a client without privacy left to spend is left out of the next one
+
+    Before a round is asked for: its cohort is drawn (from a seed, or from the epoch's beacon where masks or noise are
+    shared: there it is nobody's choice); clients that the round would bring over the privacy target are left out; and
+    the uplink is asked whether so few still hide each other. If not, the run stops, with what it has.
+
+A round (`ServerRole._round`)
+
+    RoundBegins
+    Ask(Train)      the model under this round's veil; uploads fold into the uplink's sum as they come
+    Ask(…) *        phases of the uplink's own, as long as `uplink.open` names one: unmasking, repair of noise
+    RoundDone       the sum is recovered under the veil, averaged, and the model has moved one step
+
+    What goes wrong in a round costs the round and never the run: nobody uploads, too few to open the sum, a sum that
+    would cost more privacy than is left. `RoundDone.failed` then says why, and the model stays as it was.
+
+Who keeps what
+
+    ServerState     model, velocity, round, attempt: all that a checkpoint holds, changed at round boundaries alone
+    the veil        drawn anew for every round from the server's secrets, and forgotten with it
+    introductions   who has announced what in this run, the epoch's directory and beacon (`protocol/key_agreement.py`)
+    owed            what a client must be told in private with the next model, until it has answered
+
+    Nothing leaves that is not declared: every request is held to the scheme's releases (`Conductor.run`), so the
+    ledger, which is computed from them, speaks of all there is.
+
+Where clients hold the model, `client_held/server.py` has another round and the same run.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Blueprint, Weights, batch_norms
 from fedveil.downlink.messages import Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Account
-from fedveil.ledger.releases import UndeclaredError, check_declared
+from fedveil.ledger.releases import check_declared
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.key_agreement import Introductions, Phases
+from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import Request, Train, released_fields
-from fedveil.protocol.optimiser import Mover, Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
 from fedveil.protocol.phases import Ask, Gathered, RoundDone, RunStopped, Step, Steps
 from fedveil.secrets import SecretSource
+from fedveil.work.batches import Schedule
 
 _LATECOMERS_EVERY = 10
 
@@ -33,53 +74,61 @@ class Progress(Protocol):
     attempt: int
 
 
-class Conductor(ABC):
-    """A server's run up to the question what a round is."""
+class RunTerms(TypedDict, total=False):
+    """What every server is told of its run.
 
-    def __init__(
-        self,
-        scheme: Scheme,
-        blueprint: Blueprint,
-        state: Progress,
-        *,
-        secrets: SecretSource,
-        cohort: Cohort,
-        rounds: int,
-        account: Account | None,
-        name: str = "",
-        announced: Mapping[int, int] | None = None,
-    ) -> None:
-        """`name` is how the run's name begins, where clients on other machines hold the server to it; `announced` are
-        the sizes that clients have announced in it before."""
+    `name` is how the run's name begins, where clients on other machines hold the server to it; `announced` are the
+    sizes that clients have announced in it before.
+    """
+
+    secrets: Required[SecretSource]
+    cohort: Required[Cohort]
+    rounds: Required[int]
+    account: Account | None
+    name: str
+    announced: Mapping[int, int] | None
+
+
+class Conductor(ABC):
+    """A server's run, up to the question what a round is."""
+
+    def __init__(self, scheme: Scheme, blueprint: Blueprint, state: Progress, **run: Unpack[RunTerms]) -> None:
         self._scheme = scheme
-        self._secrets = secrets
-        self._cohort = cohort
-        self._rounds = rounds
+        self._secrets, self._cohort, self._rounds = run["secrets"], run["cohort"], run["rounds"]
         self._terms = scheme.terms(blueprint)
-        self._account = account
+        self._account = run.get("account")
         self._progress = state
         self._first = state.round
         self._stopped = False
         self._declared = scheme.releases(blueprint)
-        how = scheme.uplink.introduction
-        drawn = secrets.stream("run", state.attempt).bytes(16).hex()
-        self._introductions = (
-            None
-            if how == "none"
-            else Introductions(
-                how,
-                name + drawn,
-                cohort=cohort,
-                rounds=max(rounds, 1),
+        self._named = frozenset(one.field for one in self._declared)
+        self._introductions: Introductions | None = None
+        drawn = self._secrets.stream("run", state.attempt).bytes(16).hex()
+        if scheme.uplink.introduction != "none":
+            self._introductions = Introductions(
+                scheme.uplink.introduction,
+                run.get("name", "") + drawn,
+                cohort=self._cohort,
+                rounds=max(self._rounds, 1),
                 max_size_ratio=scheme.max_size_ratio,
-                earlier=announced,
+                earlier=run.get("announced"),
             )
-        )
 
     def run(self) -> Steps:
-        """Train until the last round; every boundary yields a `RoundDone`."""
+        """Train until the last round; every boundary yields a `RoundDone`, and no `Ask` carries what is undeclared."""
+        steps, answer = self._steps(), None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration:
+                return
+            if isinstance(step, Ask):
+                self._check_declared(step)
+            answer = yield step
+
+    def _steps(self) -> Steps:
         if self._introductions is not None:
-            yield from self._introduced(self._introductions.steps(self._progress.round))
+            yield from self._introductions.steps(self._progress.round)
         while not self._stopped and self._progress.round < self._rounds:
             try:
                 context, able = yield from self._assembled()
@@ -100,6 +149,40 @@ class Conductor(ABC):
             yield from self._round(context, able)
         yield from self._finish()
 
+    def _assembled(self) -> Generator[Step, Gathered | None, tuple[RoundContext, tuple[int, ...]]]:
+        """This round's clients, with privacy left to spend, and those of them that know everything they must.
+
+        Where clients know each other the cohort is the epoch's schedule and nobody's choice: one that is away stays in
+        it and counts as missing, and one without privacy left to spend leaves with a new epoch.
+        """
+        at, known = self._progress, self._introductions
+        if known is None:
+            cohort = self._cohort.draw(at.round)
+            return RoundContext(at.round, at.attempt, cohort), cohort
+        yield from known.steps(at.round, again=self._asks_again())
+        while True:
+            cohort = known.cohort(at.round)
+            context = RoundContext(at.round, at.attempt, cohort, known.directory, known.beacon)
+            able = known.known(cohort)
+            over = self._over(context) if able else set()
+            if not over:
+                return context, (yield from self._acquainted(able))
+            known.leave_out(over)
+            yield from known.steps(at.round)
+
+    def _asks_again(self) -> bool:
+        return self._progress.round % _LATECOMERS_EVERY == 0
+
+    def _over(self, context: RoundContext) -> set[int]:
+        """Whom this round would bring over the privacy target."""
+        covering = None if self._account is None else self._scheme.covering(context, self._terms)
+        return set() if covering is None or self._account is None else self._account.exceeded_by(covering)
+
+    def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
+        """Those of `clients` that can take part, once everything they share has been dealt out."""
+        yield from ()
+        return tuple(clients)
+
     @abstractmethod
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         """One round, to its boundary; of its cohort, `able` can be asked."""
@@ -108,69 +191,27 @@ class Conductor(ABC):
         """What follows the last round."""
         yield from ()
 
-    @property
-    def _fewest(self) -> int:
-        return 1 if self._account is None or self._account.limit is None else min(2, self._cohort.size)
-
-    def _assembled(self) -> Generator[Step, Gathered | None, tuple[RoundContext, tuple[int, ...]]]:
-        """This round's clients, with privacy left to spend, and those of them that know everything they must.
-
-        Where clients know each other the cohort is the epoch's schedule and nobody's choice: one that is away stays in
-        it and counts as missing, and one without privacy left to spend leaves with a new epoch.
-        """
-        round, known = self._progress.round, self._introductions
-        if known is not None:
-            yield from self._introduced(known.steps(round, again=self._asks_again()))
-        while True:
-            cohort = self._cohort.draw(round) if known is None else known.cohort(round)
-            context = self._context(cohort)
-            able = cohort if known is None else known.known(cohort)
-            over = self._over(context) if able else set()
-            if not over:
-                return context, (yield from self._acquainted(able))
-            assert known is not None
-            known.leave_out(over)
-            yield from self._introduced(known.steps(round))
-
-    def _asks_again(self) -> bool:
-        return self._progress.round % _LATECOMERS_EVERY == 0
-
-    def _context(self, cohort: tuple[int, ...]) -> RoundContext:
-        known = self._introductions
-        at = self._progress
-        if known is None:
-            return RoundContext(at.round, at.attempt, cohort)
-        return RoundContext(at.round, at.attempt, cohort, known.directory, known.beacon)
-
-    def _over(self, context: RoundContext) -> set[int]:
-        """Whom this round would bring over the privacy target."""
-        covering = None if self._account is None else self._scheme.covering(context, self._terms)
-        return set() if covering is None or self._account is None else self._account.exceeded_by(covering)
-
-    def _introduced(self, phases: Phases) -> Generator[Step, Gathered | None, None]:
-        """Introductions, with nothing in them that is not declared."""
-        answer = None
-        while True:
-            try:
-                ask = phases.send(answer)
-            except StopIteration:
-                return
-            answer = yield self._declared_only(ask)
-
-    def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
-        """Those of `clients` that can take part, once everything they share has been dealt out."""
-        yield from ()
-        return tuple(clients)
-
-    def _refusal(self) -> str:
-        """Why somebody could not be made acquainted with the others; empty where nobody refused."""
-        refused = {} if self._introductions is None else self._introductions.refused
-        return too_few("have agreed on keys", refused) or too_few("have a size that compares", self.left_out)
+    def _check_declared(self, ask: Ask) -> None:
+        """Refuse a request with a field that no release names."""
+        kinds = {type(one): one for one in ask.each.values()}
+        for sent in (ask.common, *kinds.values()):
+            fields = released_fields(sent)
+            if not self._named.issuperset(fields):
+                check_declared(fields, self._declared)
 
     @property
     def left_out(self) -> dict[int, str]:
         """Who takes no part because of the size it claims, and why."""
         return {} if self._introductions is None else self._introductions.left_out
+
+    @property
+    def _fewest(self) -> int:
+        return 1 if self._account is None or self._account.limit is None else min(2, self._cohort.size)
+
+    def _refusal(self) -> str:
+        """Why somebody could not be made acquainted with the others; empty where nobody refused."""
+        refused = {} if self._introductions is None else self._introductions.refused
+        return too_few("have agreed on keys", refused) or too_few("have a size that compares", self.left_out)
 
     def _why_stopped(self, context: RoundContext, able: tuple[int, ...]) -> str:
         refusal = self._refusal()
@@ -182,13 +223,6 @@ class Conductor(ABC):
                 "left that it would not"
             )
         return "no client has introduced itself"
-
-    def _declared_only(self, ask: Ask) -> Ask:
-        check_declared(released_fields(ask.common), self._declared)
-        for kind in {type(one) for one in ask.each.values()}:
-            example = next(one for one in ask.each.values() if type(one) is kind)
-            check_declared(released_fields(example), self._declared)
-        return ask
 
 
 def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:
@@ -223,29 +257,14 @@ class ServerRole(Conductor):
         blueprint: Blueprint,
         state: ServerState,
         *,
-        secrets: SecretSource,
-        cohort: Cohort,
         optimiser: Optimiser,
-        rounds: int,
-        account: Account | None = None,
-        name: str = "",
-        announced: Mapping[int, int] | None = None,
+        **run: Unpack[RunTerms],
     ) -> None:
-        super().__init__(
-            scheme,
-            blueprint,
-            state,
-            secrets=secrets,
-            cohort=cohort,
-            rounds=rounds,
-            account=account,
-            name=name,
-            announced=announced,
-        )
+        super().__init__(scheme, blueprint, state, **run)
         self._blueprint = blueprint
         self._uplink = scheme.summing
         self._mover = Mover(blueprint, optimiser)
-        self._private: dict[int, Request] = {}
+        self._owed: dict[int, Request] = {}
         self.state: ServerState = state
         check_declared((f"upload.{name}" for name in self._terms.layout.names), self._declared)
 
@@ -260,14 +279,13 @@ class ServerRole(Conductor):
         total = uplink.accumulator(context, self._terms, device=state.weights.parameters.device)
         named = None if self._introductions is None else torch.tensor(context.cohort, dtype=torch.int64)
         request = Train(context.round, context.attempt, veil.broadcast(), named)
-        each = {client: self._private[client] for client in able if client in self._private}
-        ask = Ask(able, request, total, each=each)
+        owed = {client: self._owed[client] for client in able if client in self._owed}
         begins = context.begins()
         yield begins
-        gathered = yield self._declared_only(ask)
+        gathered = yield Ask(able, request, total, each=owed)
         assert gathered is not None
         for client in gathered.arrived:  # whoever is missing may not have been told, and is told again
-            self._private.pop(client, None)
+            self._owed.pop(client, None)
         failed, traffic = "", gathered
         revealed: tuple[tuple[int, int], ...] = ()
         try:
@@ -279,13 +297,11 @@ class ServerRole(Conductor):
                 revealed = uplink.revealed(total)
                 if len(traffic.arrived) < len(context.cohort):
                     yield replace(begins, arrived=traffic.arrived, revealed=revealed)
-                answer = yield self._declared_only(phase)
+                answer = yield phase
                 assert answer is not None
                 gathered, traffic = answer, traffic.and_then(answer)
                 phase = uplink.open(total, gathered, context)
             recovered = self._recovered(veil, total, context, arrived=traffic.arrived)
-        except UndeclaredError:
-            raise
         except ProtocolError as reason:
             failed = str(reason)
         self._owe(uplink.parting(total))
@@ -293,17 +309,9 @@ class ServerRole(Conductor):
         if failed:
             yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed)
             return
-        self._move(recovered, round=context.round)
+        self._mover.move(state.weights, state.velocity, recovered, round=context.round)
+        state.head_level = recovered.head_level
         yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed)
-
-    def _owe(self, told: Mapping[int, Request | None]) -> None:
-        """Tell clients with the next round what they are owed; where that cannot be had, they wait for a new epoch."""
-        for client, owed in told.items():
-            if owed is not None:
-                self._private[client] = owed
-            elif self._introductions is not None:
-                self._private.pop(client, None)
-                self._introductions.renew()
 
     def _check_affordable(
         self, context: RoundContext, gathered: Gathered, revealed: tuple[tuple[int, int], ...]
@@ -329,8 +337,8 @@ class ServerRole(Conductor):
 
     def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
         found, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
-        stream = self._secrets.stream("central noise", context.round, context.attempt)
         if central is not None:
+            stream = self._secrets.stream("central noise", context.round, context.attempt)
             found = central.on_sum(found, context, self._terms, stream=stream)
         sums = dict(self._terms.layout.split(found))
         if context.directory is not None:
@@ -343,12 +351,61 @@ class ServerRole(Conductor):
             central.on_gradient(recovered.gradient, context, stream=stream)
         return recovered
 
-    def _move(self, recovered: Recovered, *, round: int) -> None:
-        state = self.state
-        self._mover.move(state.weights, state.velocity, recovered, round=round)
-        state.head_level = recovered.head_level
+    def _owe(self, told: Mapping[int, Request | None]) -> None:
+        """Tell clients with the next round what they are owed; where that cannot be had, they wait for a new epoch."""
+        for client, owed in told.items():
+            if owed is not None:
+                self._owed[client] = owed
+            elif self._introductions is not None:
+                self._owed.pop(client, None)
+                self._introductions.renew()
 
 
 def _mean(sums: Mapping[str, Tensor]) -> Mean:
     weight = sums["weight"]
     return Mean(sums["gradients"] / weight, sums["values"] / weight, sums["statistics"] / weight)
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """The server's step, SGD in float64:  v ← μ·v + g + λ·w;  w ← w − lr_t·v."""
+
+    schedule: Schedule
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+    def step(self, parameters: Tensor, gradient: Tensor, velocity: Tensor, *, round: int) -> Tensor:
+        """The moved parameters; `velocity` is updated in place."""
+        velocity *= self.momentum
+        velocity += gradient
+        if self.weight_decay:
+            velocity.add_(parameters, alpha=self.weight_decay)
+        return parameters - self.schedule.at(round) * velocity
+
+
+class Mover:
+    """Steps parameters by the optimiser and running statistics by their momenta."""
+
+    def __init__(self, blueprint: Blueprint, optimiser: Optimiser) -> None:
+        self._blueprint = blueprint
+        self._optimiser = optimiser
+        self._momenta = _statistics_momenta(blueprint)
+
+    def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
+        """Change `weights` and `velocity` in place; frozen parameters stay."""
+        before = weights.parameters.to(torch.float64)
+        moved = self._optimiser.step(before, recovered.gradient * self._blueprint.trainable, velocity, round=round)
+        weights.parameters.copy_(torch.where(self._blueprint.trainable, moved, before))
+        if recovered.statistics.numel():
+            running = weights.statistics.to(torch.float64)
+            running += self._momenta * (recovered.statistics - running)
+            weights.statistics.copy_(running)
+
+
+def _statistics_momenta(blueprint: Blueprint) -> Tensor:
+    parts = [
+        torch.full((2 * len(norm.running_mean),), norm.momentum if norm.training else 0.0, dtype=torch.float64)
+        for _, norm in batch_norms(blueprint.skeleton)
+    ]
+    device = blueprint.trainable.device
+    return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.float64, device=device)

@@ -26,8 +26,8 @@ from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.optimiser import Optimiser
 from fedveil.protocol.parts import Scheme
+from fedveil.roles.server import Optimiser
 from fedveil.runs.attendance import attended
 from fedveil.schemes import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets

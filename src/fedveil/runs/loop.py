@@ -1,4 +1,4 @@
-"""The two roles of a job: who holds the model decides which they are."""
+"""The loop of a run: the two roles of a job, the steps of its server, and the record that is kept of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.engine import LocalEngine
-from fedveil.engine.driver import Engine
 from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.accountant import Account
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
-from fedveil.protocol.phases import RoundDone, Steps
-from fedveil.roles.client import ClientRole
-from fedveil.roles.server import ServerRole, ServerState
+from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
+from fedveil.roles.client import ClientRole, ClientTerms
+from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.evaluation import ClientView, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy_journal import Books
@@ -46,31 +46,18 @@ def server_role(
     Where the model lives with the clients, `state` is the run's record and not the server's: the server is given the
     number of the round and nothing else.
     """
+    run: RunTerms = {
+        "secrets": job.secrets,
+        "cohort": job.cohort,
+        "rounds": job.config.rounds,
+        "account": account,
+        "name": name,
+        "announced": announced,
+    }
     if job.scheme.holder == "server":
-        return ServerRole(
-            job.scheme,
-            job.blueprint,
-            state,
-            secrets=job.secrets,
-            cohort=job.cohort,
-            optimiser=job.optimiser,
-            rounds=job.config.rounds,
-            account=account,
-            name=name,
-            announced=announced,
-        )
-    return RelayRole(
-        job.scheme,
-        job.blueprint,
-        RelayState(state.round, state.attempt),
-        secrets=job.secrets,
-        cohort=job.cohort,
-        rounds=job.config.rounds,
-        account=account,
-        name=name,
-        behind=behind,
-        announced=announced,
-    )
+        return ServerRole(job.scheme, job.blueprint, state, optimiser=job.optimiser, **run)
+    relayed = RelayState(state.round, state.attempt)
+    return RelayRole(job.scheme, job.blueprint, relayed, behind=behind, **run)
 
 
 def client_role(job: Job, state: ServerState | None = None) -> ClientRole | HolderRole:
@@ -80,44 +67,22 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
     """
     source = job.secrets.branch("clients") if isinstance(job.secrets, SeededSecrets) else job.secrets
     guard = job.guard
+    own: ClientTerms = {
+        "secrets": source,
+        "policy": guard.policy,
+        "roster": guard.roster,
+        "identities": guard.identities,
+    }
     if job.scheme.holder == "server":
-        return ClientRole(
-            job.scheme,
-            job.blueprint,
-            secrets=source,
-            policy=guard.policy,
-            roster=guard.roster,
-            identities=guard.identities,
-        )
+        return ClientRole(job.scheme, job.blueprint, **own)
     start = (
         Held.fresh(job.weights.clone()) if state is None else Held.fresh(state.weights.clone(), state.velocity.clone())
     )
-    return HolderRole(
-        job.scheme,
-        job.blueprint,
-        start=start,
-        optimiser=job.optimiser,
-        secrets=source,
-        policy=guard.policy,
-        roster=guard.roster,
-        identities=guard.identities,
-    )
-
-
-def taken_from_a_client(role: HolderRole, engine: LocalEngine, done: RoundDone, state: ServerState) -> RoundDone:
-    """Write the model that a client puts together into the run's record; only clients know the training loss."""
-    assert done.aggregate is not None
-    held = role.moved(engine.state_of(int(done.aggregate.contributors[0])), done.aggregate)
-    for own, theirs in (
-        (state.weights.parameters, held.weights.parameters),
-        (state.weights.statistics, held.weights.statistics),
-        (state.velocity, held.velocity),
-    ):
-        own.copy_(theirs)
-    return replace(done, loss=held.loss)
+    return HolderRole(job.scheme, job.blueprint, start=start, optimiser=job.optimiser, **own)
 
 
 Row = dict[str, Any]
+OnRound = Callable[[Row, ServerState], None]
 
 _DROPOUT = 0xD0D0
 _MOST_FAILURES = 10
@@ -134,6 +99,14 @@ class Outcome:
     scores: Scores | None = None
     client_view: ClientView | None = None
     stopped: str = ""
+
+    def stop(self, reason: str, say: Callable[[str], None]) -> None:
+        """The run ends here, with what it has; one without a round has nothing."""
+        done = self.state.round
+        if done == 0:
+            raise ProtocolError(f"The run cannot start: {reason}.")
+        self.stopped = reason
+        say(f"The run ends after {done} round{'s' * (done != 1)}: {reason}.")
 
     @property
     def bytes_down(self) -> float:
@@ -155,15 +128,20 @@ def train_job(
     job: Job,
     *,
     state: ServerState,
-    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    on_round: OnRound | None = None,
     journal: Path | None = None,
     record: Path | Recording | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Train from `state` to the last round; `on_round` sees every boundary's metrics and state.
+    """Train from `state` to the last round, with every client in this process.
 
-    `journal` is the file in which spent privacy is written down as it is spent, `record` the folder in which
-    messages are kept for an audit, and the server's secrets with them.
+    Args:
+        job: What is trained, with which scheme, on whose data.
+        state: Where to begin; it is moved on in place.
+        on_round: Told every boundary's metrics and state.
+        journal: The file in which spent privacy is written down as it is spent.
+        record: The folder in which messages are kept for an audit, and the server's secrets with them.
+        say: Told what a person should know.
     """
     if job.config.record and record is None:
         raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
@@ -177,14 +155,10 @@ def train_job(
         spent=books.remembered(),
         listen=None if recorder is None else recorder.hear,
     )
-
-    def written(done: RoundDone) -> RoundDone:
-        return taken_from_a_client(role, engine, done, state) if isinstance(role, HolderRole) else done
-
-    served = job if recorder is None else replace(job, scheme=recorder.scheme)
-    server = server_role(served, state, books.account)
+    server = server_role(job if recorder is None else replace(job, scheme=recorder.scheme), state, books.account)
+    written = partial(taken_from_a_client, role, engine, state) if isinstance(role, HolderRole) else None
     try:
-        return conduct(job, engine, server.run(), books, state=state, written=written, on_round=on_round, say=say)
+        return conduct(job, engine, server, books, state=state, written=written, on_round=on_round, say=say)
     finally:
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
@@ -206,52 +180,49 @@ def books_of(job: Job, journal: Path | None, state: ServerState) -> Books:
 def conduct(
     job: Job,
     engine: Engine,
-    steps: Steps,
+    server: ServerRole | RelayRole,
     books: Books,
     *,
     state: ServerState,
-    written: Callable[[RoundDone], RoundDone] = lambda done: done,
-    on_round: Callable[[Row, ServerState], None] = lambda row, state: None,
+    written: Callable[[RoundDone], RoundDone] | None = None,
+    on_round: OnRound | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Drive a server's steps with an engine; `written` puts a round's sums where the model is kept."""
+    """The loop of a run, whatever the engine: the server's steps one after the other, and the run's record with them.
+
+    `written`, where clients hold the model, puts a round's sums where the record keeps it.
+    """
     outcome = Outcome(state, books)
-    started = time.perf_counter()
-    last = [started]
-    failures = [0]
-
-    def boundary(done: RoundDone) -> None:
-        state.round = done.round + 1
-        books.end(done, void=_by_policy(done) and not done.gathered.missing)
-        failures[0] = failures[0] + 1 if done.failed else 0
-        if done.failed and done.round > 0 and _by_policy(done):
-            raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
-        # Everybody gone for one round is what networks do; everybody refusing is not.
-        over = not done.gathered.arrived and bool(done.gathered.refused) and not _only(Code.UNREADABLE, done)
-        if done.failed and (over or failures[0] >= _MOST_FAILURES):
-            raise _failure(done)
-        if done.aggregate is not None:
-            try:
-                done = written(done)
-            except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
-                done = replace(done, failed=str(reason), aggregate=None)
-        now = time.perf_counter()
-        row = _row(job, done, state, seconds=now - last[0])
-        last[0] = time.perf_counter()
-        outcome.rows.append(row)
-        on_round(row, state)
-
-    def stopped(reason: str) -> None:
-        if state.round == 0:
-            raise ProtocolError(f"The run cannot start: {reason}.")
-        outcome.stopped = reason
-        say(f"The run ends after {state.round} round{'s' * (state.round != 1)}: {reason}.")
-
-    try:
-        engine.drive(steps, on_round=boundary, on_begin=books.begin, on_stop=stopped)
-    except _EndedError as reason:
-        state.round -= 1  # the round nobody took part in
-        stopped(str(reason))
+    started = last = time.perf_counter()
+    failures = 0
+    for step in asked(server.run(), engine):
+        if isinstance(step, RoundBegins):
+            if books.account is not None:
+                books.begin(step)
+        elif isinstance(step, RunStopped):
+            outcome.stop(step.reason, say)
+        else:
+            done = step
+            declined = done.failed and not done.gathered.arrived and _all_refused(Code.ENDED, done)
+            if books.account is not None:
+                books.end(done, void=bool(declined) and not done.gathered.missing)
+            failures = failures + 1 if done.failed else 0
+            if declined and done.round > 0:  # nobody takes part any more; what was trained so far is the result
+                outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
+                break
+            state.round = done.round + 1
+            if done.failed and (_all_lost(done) or failures >= _MOST_FAILURES):
+                raise _failure(done)
+            if done.aggregate is not None and written is not None:
+                try:
+                    done = written(done)
+                except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
+                    done = replace(done, failed=str(reason), aggregate=None)
+            row = _row(job, done, state, seconds=time.perf_counter() - last)
+            last = time.perf_counter()
+            outcome.rows.append(row)
+            if on_round is not None:
+                on_round(row, state)
     outcome.seconds = time.perf_counter() - started
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
@@ -259,6 +230,19 @@ def conduct(
         outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
     return outcome
+
+
+def taken_from_a_client(role: HolderRole, engine: LocalEngine, state: ServerState, done: RoundDone) -> RoundDone:
+    """Write the model that a client puts together into the run's record; only clients know the training loss."""
+    assert done.aggregate is not None
+    held = role.moved(engine.state_of(int(done.aggregate.contributors[0])), done.aggregate)
+    for own, theirs in (
+        (state.weights.parameters, held.weights.parameters),
+        (state.weights.statistics, held.weights.statistics),
+        (state.velocity, held.velocity),
+    ):
+        own.copy_(theirs)
+    return replace(done, loss=held.loss)
 
 
 def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
@@ -277,18 +261,17 @@ def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
     return absent
 
 
-class _EndedError(Exception):
-    """Nobody takes part any more; what was trained so far is the result."""
-
-
-def _only(code: Code, done: RoundDone) -> bool:
+def _all_refused(code: Code, done: RoundDone) -> bool:
     """Whether somebody refused, and everybody who did for this reason."""
     refused = done.gathered.refused
     return bool(refused) and all(one.code is code for one in refused.values())
 
 
-def _by_policy(done: RoundDone) -> bool:
-    return not done.gathered.arrived and _only(Code.ENDED, done)
+def _all_lost(done: RoundDone) -> bool:
+    """Everybody gone for one round is what networks do; everybody refusing is not, unless the last sums alone, which
+    the server then takes back."""
+    refuses = not done.gathered.arrived and bool(done.gathered.refused)
+    return refuses and not _all_refused(Code.UNREADABLE, done)
 
 
 def _failure(done: RoundDone) -> FedVeilError:

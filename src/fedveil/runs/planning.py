@@ -19,6 +19,7 @@ from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
 from fedveil.ledger.correlated import DENSE_UP_TO, Covering, NoiseGraph, by_peer, worst, worst_candidate
 from fedveil.ledger.statement import Ledger
 from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import BoundedWork, Scheme, bounded
 from fedveil.runs.attendance import attended
 from fedveil.runs.privacy_journal import account_for, composed, floors, ledger_of
@@ -26,7 +27,6 @@ from fedveil.schemes import Setting
 from fedveil.schemes.noised import DELTA
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets
-from fedveil.uplink.graph import graph_seed
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work import Batches, Schedule, make_loss
 

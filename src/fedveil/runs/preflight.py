@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import DENSE_UP_TO
+from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
 from fedveil.runs.loop import client_role
-from fedveil.uplink.graph import graph_seed, n_out
+from fedveil.uplink.graph import n_out
 
 if TYPE_CHECKING:
     from fedveil.protocol.cohort import Cohort

@@ -115,7 +115,7 @@ class AssumedNoise(Uplink):
         if self._paired:
             for peer in self.graph(context).neighbours(state.client):
                 self.add_pair(noised, state, peer, context, terms)
-        return replace(state, seat=context.cohort), Upload(state.client, context.round, context.attempt, payload)
+        return replace(state, cohort=context.cohort), Upload(state.client, context.round, context.attempt, payload)
 
     def add_pair(self, target: Tensor, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> None:
         """Add what a client shares with `peer` to its own first tensor, in place; −1 × that is in the peer's."""

@@ -93,14 +93,6 @@ class Graph:
         return int(connected_components(matrix, directed=False, return_labels=False)) == 1
 
 
-def graph_seed(*, beacon: bytes, round: int, members: Sequence[int]) -> bytes:
-    """SHA-256 of beacon, round and the sorted members; not of the attempt: repeating a round draws nothing anew."""
-    ordered = sorted(members)
-    head = struct.pack("<QQQ", round, len(beacon), len(ordered))
-    numbers = np.asarray(ordered, dtype="<u8").tobytes()
-    return hashlib.sha256(b"fedveil graph 2" + head + beacon + numbers).digest()
-
-
 def default_degree(clients: int) -> int:
     """What dropouts call for: everybody up to 32 clients, else the smallest even number ≥ 4·log₂(clients)."""
     _at_least_two(clients)

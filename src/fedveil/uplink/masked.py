@@ -1,4 +1,27 @@
-"""What clients and server tell each other under masks, field by field."""
+"""Contributions under masks: the server learns their sum, modulo 2⁶⁴, and nothing of any one of them.
+
+A round under masks, after `Train` (`roles/server.py` asks, `MaskedSum.open` says for what)
+
+    Train → MaskedUpload     a client adds whole numbers: its contribution on a grid; one mask with each neighbour in
+                             the round's graph, + on one side and − on the other; and a mask of its own. With it go
+                             sealed shares of the seeds of all these, one bundle for each neighbour
+    Unmask → Revealed        everybody is told who has arrived (the survivors) and handed its neighbours' bundles. It
+                             signs the list, and reveals its share, for each neighbour, of that one's own mask if it
+                             has arrived, of the pair's if not; never of both
+    the next Train           with it, in private, comes what its neighbours signed: all must have been told the same
+
+What a client remembers (`ClientState`): `cohort` and `graph` of the round it answered, the only ones it reveals for;
+`revealed`, since it reveals once for a round; `survivor_digest`, of the list it signed; `unexplained`, how many rounds
+passed in which it revealed and was never shown its neighbours' signatures; `transcript`, to which masks are bound
+besides the graph where clients hold the model.
+
+What it refuses: a graph that is not the beacon's; too few neighbours for the collusion that is counted on; a second
+list of survivors; a list without itself, or with so few that a sum would show somebody; its neighbours' signatures
+under another list than its own. With `unmask = "on-dropout"` there is no mask of one's own and, while nobody is
+missing, no second phase: pair masks cancel by themselves.
+
+`uplink/unmasking.py` has the shares, the locks and the server's sum, and says why lying about survivors gains nothing.
+"""
 
 from __future__ import annotations
 
@@ -146,8 +169,8 @@ def _signed(context: RoundContext, client: int, signature: bytes, survivors: Seq
 
 def _label(state: ClientState, round: int, attempt: int) -> Label:
     """What ties a client's masks and shares to those of others: round, graph, and what it was told besides."""
-    graph, story = bytes.fromhex(state.graph), bytes.fromhex(state.story)
-    bound = hashlib.sha256(b"fedveil told 1" + graph + story).digest() if story else graph
+    graph, transcript = bytes.fromhex(state.graph), bytes.fromhex(state.transcript)
+    bound = hashlib.sha256(b"fedveil told 1" + graph + transcript).digest() if transcript else graph
     return Label(round, attempt, bound)
 
 
@@ -247,7 +270,7 @@ class Masked(Uplink):
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.
-        return self._graph_of(state.seat, bytes.fromhex(state.graph), state.ring().known().epoch)
+        return self._graph_of(state.cohort, bytes.fromhex(state.graph), state.ring().known().epoch)
 
     def codec(self, context: RoundContext, terms: Terms) -> FixedPoint:
         """Fixed point for this cohort: by the range, or by what noise asks for."""
@@ -272,7 +295,7 @@ class Masked(Uplink):
         if self.noise is not None:  # its size rests on everybody's sample count
             state.ring().vouch_for(context.cohort)
         keys = state.ring()
-        revealed_last = bool(state.listed) and state.revealed == state.answered
+        revealed_last = bool(state.survivor_digest) and state.revealed == state.answered
         if self.unmask != "always" or not revealed_last or state.ran != keys.run:
             return state
         if isinstance(private, Evidence):
@@ -296,7 +319,7 @@ class Masked(Uplink):
         keys = state.ring()
         graph = self._answered_graph(state)
         near = set(graph.neighbours(state.client))
-        digest = bytes.fromhex(state.listed)
+        digest = bytes.fromhex(state.survivor_digest)
         signers = listed(evidence.signers)
         agreed = 0
         for signer, signature in zip(signers, evidence.signatures, strict=True):
@@ -327,15 +350,15 @@ class Masked(Uplink):
         context: RoundContext,
         *,
         secrets: SecretSource,
-        story: bytes = b"",
+        transcript: bytes = b"",
     ) -> tuple[ClientState, MaskedUpload]:
         """Mask integers modulo 2⁶⁴, in place, and deal shares of this round's secrets.
 
-        Masks cancel only between clients that saw the same graph and were told the same `story`.
+        Masks cancel only between clients that saw the same graph and were told the same `transcript`.
         """
         from fedveil.crypto.streams import add_mask
 
-        state = replace(state, seat=context.cohort, graph=context.graph_seed().hex(), story=story.hex())
+        state = replace(state, cohort=context.cohort, graph=context.graph_seed().hex(), transcript=transcript.hex())
         client, label = state.client, _label(state, context.round, context.attempt)
         keys, graph = state.ring(), self.graph(context)
         dealt = {LOCK: keys.own(round=context.round, attempt=context.attempt, purpose=_REVELATION)}
@@ -362,7 +385,7 @@ class Masked(Uplink):
         signature = keys.sign(digest, purpose="survivors")
         held = self._held(keys, graph, label, set(survivors), private)
         revealed = self._reveal(keys, graph, label, set(survivors), held, signature)
-        return replace(advanced, listed=digest.hex()), revealed
+        return replace(advanced, survivor_digest=digest.hex()), revealed
 
     def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask) -> list[int]:
         survivors = listed(request.survivors)

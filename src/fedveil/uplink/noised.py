@@ -123,7 +123,7 @@ class Noised(Uplink):
                 add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=codec.step)
         payload = torch.from_numpy(words.view(np.int64))
         upload = Upload(client, context.round, context.attempt, payload)
-        return replace(state, seat=context.cohort, graph=context.graph_seed().hex()), upload
+        return replace(state, cohort=context.cohort, graph=context.graph_seed().hex()), upload
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Reveal this round's seeds shared with missing clients, once, and for a limited share of the cohort."""
@@ -131,13 +131,13 @@ class Noised(Uplink):
             raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
         advanced = state.revealing(request.round, request.attempt)
         missing = request.missing.tolist()
-        most = math.floor(self.repair_limit * len(state.seat))
-        if state.client in missing or not set(missing) <= set(state.seat):
+        most = math.floor(self.repair_limit * len(state.cohort))
+        if state.client in missing or not set(missing) <= set(state.cohort):
             raise ProtocolError(f"client {state.client} was asked to repair for itself, or for strangers")
         if len(missing) > most:
             raise ProtocolError(
                 f"client {state.client} does not reveal noise shared with {len(missing)} clients: at most {most} of "
-                f"{len(state.seat)} a round"
+                f"{len(state.cohort)} a round"
             )
         keys = state.ring()
         purpose = pair_purpose(state.graph)
@@ -156,7 +156,7 @@ class Noised(Uplink):
         if not isinstance(request, Repair):
             return ()
         gone = set(request.missing.tolist())
-        return tuple((one, other) for one in state.seat if one not in gone for other in sorted(gone))
+        return tuple((one, other) for one in state.cohort if one not in gone for other in sorted(gone))
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import (
     Blueprint,
     TappedLinear,
+    batch_norms,
     load_epsilon,
     load_parameters,
     load_statistics,
 )
 from fedveil.downlink.decomposed import has_multipliers, load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.downlink.norms import batch_norms
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
@@ -43,7 +43,8 @@ def prepare(blueprint: Blueprint, module: nn.Module, broadcast: Broadcast) -> No
     """Fill a skeleton with a broadcast."""
     load_parameters(module, broadcast.parameters)
     load_epsilon(blueprint, module, broadcast.epsilon)
-    load_multipliers(blueprint, module, broadcast.multipliers)
+    if blueprint.table is not None:  # only traced networks can have transitional layers
+        load_multipliers(blueprint, module, broadcast.multipliers)
     if broadcast.statistics.numel():
         load_statistics(module, broadcast.statistics)
     for _, norm in batch_norms(module):

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Blueprint, batch_norms
 from fedveil.downlink.messages import Broadcast
-from fedveil.downlink.norms import batch_norms
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, Schedule, has_random_layers, seeded_dropout

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from driving import drive
 from federation import server_of
 from fedveil.downlink import Broadcast, assemble
 from fedveil.engine import LocalEngine
@@ -95,7 +96,7 @@ def listen(one: Job) -> Heard:
     heard = Heard(one, server.state)
     engine = LocalEngine(_Wire(client_role(one), heard), one.pool)  # type: ignore[arg-type]
     failures: list[str] = []
-    engine.drive(server.run(), on_round=lambda done: failures.extend([done.failed] if done.failed else []))
+    drive(engine, server.run(), on_round=lambda done: failures.extend([done.failed] if done.failed else []))
     assert not failures
     heard.state = server.state
     return heard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedveil.protocol.optimiser import Optimiser
+from fedveil.roles.server import Optimiser
 from fedveil.work import Schedule
 
 
