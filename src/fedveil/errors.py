@@ -1,45 +1,103 @@
-"""Every error FedVeil raises on purpose: what was wrong, where, and what to do about it."""
+"""Every error FedVeil raises on purpose: what was wrong, where, and what to do about it.
+
+People read an error's text; programs go by its class and its `code`, and never by the words of the text.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Why a client did not answer, or why its answer was not taken: what programs go by."""
+
+    PROTOCOL = "protocol"
+    """Something the protocol does not allow at this point."""
+    UNREADABLE = "unreadable"
+    """Sums do not open to numbers that clients could have sent: the server takes them back."""
+    ENDED = "ended"
+    """A client's own limits end the run for it."""
+    NUMBERS = "numbers"
+    """Numbers that are not finite, or have run away."""
+    SETTINGS = "settings"
+    REQUIRED = "required"
+    DATA = "data"
+    EXTRA = "extra"
+    STATE = "state"
+    INTERNAL = "internal"
+    LOST = "lost"
+    SILENT = "silent"
+    UNSTARTABLE = "unstartable"
+    FAILED = "failed"
+    HOMELESS = "homeless"
+    UNKNOWN = "unknown"
+    """A code that another version sent."""
 
 
 class FedVeilError(Exception):
-    """Base of all errors a user can cause and mend."""
+    """Base of all errors a user can cause and mend. Its `code` is its class's, unless it is given one of its own."""
 
     exit_code = 1
+    code = Code.INTERNAL
+
+    def __init__(self, text: str = "", *, code: Code | None = None) -> None:
+        super().__init__(text)
+        if code is not None:
+            self.code = code
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a client did not answer, or why its answer was not taken: programs go by the code, people read the text."""
+
+    code: Code
+    text: str
+
+    @staticmethod
+    def of(error: FedVeilError) -> Refusal:
+        """An error as a refusal."""
+        return Refusal(error.code, str(error))
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class ConfigError(FedVeilError):
     """A setting is unknown, out of range, or contradicts another one."""
 
     exit_code = 2
+    code = Code.SETTINGS
 
 
 class DataError(FedVeilError):
     """A data set cannot be read, or does not fit the task."""
 
     exit_code = 3
+    code = Code.DATA
 
 
 class TraceError(FedVeilError):
     """A network cannot be veiled safely."""
 
     exit_code = 4
+    code = Code.SETTINGS
 
 
 class NumericError(FedVeilError):
     """Training produced NaN or infinity; the message names the client and the batch."""
 
     exit_code = 5
+    code = Code.NUMBERS
 
 
 class ProtocolError(FedVeilError):
     """A message does not belong to the protocol's present step."""
 
     exit_code = 6
+    code = Code.PROTOCOL
 
 
 class CheckpointError(FedVeilError):
@@ -52,6 +110,7 @@ class MissingExtraError(FedVeilError):
     """An optional dependency is needed; the message names the command that installs it."""
 
     exit_code = 8
+    code = Code.EXTRA
 
 
 class NotApplicableError(ConfigError):

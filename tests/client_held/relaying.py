@@ -15,7 +15,7 @@ from fedveil.client_held.divided import Parallel
 from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.client_held.model import UnreadableError
-from fedveil.errors import FedVeilError
+from fedveil.errors import Code, FedVeilError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.messages import Aggregate, Request
@@ -86,7 +86,8 @@ class Hall:
             self.ask.into.add(reply)
         arrived = tuple(reply.client for reply in replies)
         missing = tuple(one for one in self.ask.to if one not in arrived)
-        self.ask = self._next(Gathered(arrived, {} if refused is None else refused, missing, 0, 0))
+        said = {client: Refusal(Code.PROTOCOL, why) for client, why in (refused or {}).items()}
+        self.ask = self._next(Gathered(arrived, said, missing, 0, 0))
         return self.ask
 
     def until(self, kind: type[Request], *, round: int = 0) -> Ask:

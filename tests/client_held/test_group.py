@@ -280,7 +280,7 @@ def test_a_member_that_has_lost_its_group_cannot_found_a_second_one_in_its_place
     one.go_on([one.answer(0)])
     assert not isinstance(one.ask.common, Join)
     assert members(one) == [0, 1, 2]
-    assert one.relay._group.refused[0] == "a member answered for another group than this run's"
+    assert one.relay._group.refused[0].text == "a member answered for another group than this run's"
 
 
 # ---- kept secret, and kept

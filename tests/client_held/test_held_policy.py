@@ -84,7 +84,7 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(name: str) -> 
         able = max(n for n in range(7) if epsilon_of(math.sqrt(n * price), policy.delta) <= 2.5)
         assert 0 < able < 6
         assert [done.round for done in run.rounds if client in done.gathered.arrived] == list(range(able))
-        said = [done.gathered.refused[client] for done in run.rounds if client in done.gathered.refused]
+        said = [done.gathered.refused[client].text for done in run.rounds if client in done.gathered.refused]
         assert len(said) == 6 - able
         assert all(f"client {client} takes no further part" in why and "policy allows 2.5" in why for why in said)
         spent = run.engine.state_of(client).spent
@@ -128,7 +128,7 @@ def test_without_a_policy_a_client_holds_the_run_to_its_target(name: str) -> Non
     engine.drive(relay_of(longer).run(), on_round=boundaries.append)
     assert [bool(done.failed) for done in boundaries] == [False, False, False, True, True]
     for done in boundaries[3:]:
-        assert all("takes no further part" in done.gathered.refused[client] for client in range(4))
+        assert all("takes no further part" in done.gathered.refused[client].text for client in range(4))
     for client, price in enumerate(prices(one)):
         assert engine.state_of(client).spent == pytest.approx(3 * price, rel=1e-9)
 

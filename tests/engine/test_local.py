@@ -111,7 +111,7 @@ def test_a_refused_client_is_named_and_the_round_goes_on(spoil: Any, who: int, w
     assert [done.failed for done in boundaries] == ["", "", ""]
     assert [dict(done.gathered.refused) for done in (boundaries[0], boundaries[2])] == [{}, {}]
     assert list(boundaries[1].gathered.refused) == [who]
-    assert why in boundaries[1].gathered.refused[who]
+    assert why in boundaries[1].gathered.refused[who].text
     assert set(boundaries[1].gathered.arrived) == {0, 1, 3, 4}
     assert boundaries[1].gathered.missing == (() if who == 2 else (2,))
     assert state.round == 3
@@ -129,7 +129,7 @@ def test_the_model_moves_as_if_the_refused_client_were_absent() -> None:
 def test_a_repeated_upload_counts_once_and_its_sender_is_named() -> None:
     one, honest = (job(rounds=2) for _ in range(2))
     ours, boundaries = trained(one, role=Spoiling(ClientRole(one.scheme, one.blueprint), lambda r: [r, r, r]))
-    assert "a second one" in boundaries[1].gathered.refused[2]
+    assert "a second one" in boundaries[1].gathered.refused[2].text
     assert 2 in boundaries[1].gathered.arrived
     assert equal(ours, trained(honest)[0])
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.config import RunConfig
-from fedveil.errors import FedVeilError
+from fedveil.errors import Code, FedVeilError
 from fedveil.flower import refusals
 from fedveil.flower.framing import Kind, pack, receive, unpack
 from fedveil.flower.message_handler import Desk
@@ -58,7 +58,7 @@ def test_a_desk_answers_whatever_it_is_handed(tmp_path: Path, times: int) -> Non
         with within(LONGEST), little_memory():
             codes.add(str(unpack(desk.handle(parcel))[0]["code"]))
     assert codes <= {"", *refusals.TEXTS}
-    assert refusals.PROTOCOL in codes
+    assert Code.PROTOCOL in codes
 
 
 def test_a_frame_takes_no_memory_for_what_it_only_claims() -> None:

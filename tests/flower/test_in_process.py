@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
-from fedveil.errors import CheckpointError, ConfigError, NumericError, ProtocolError
-from fedveil.flower import refusals
+from fedveil.errors import CheckpointError, Code, ConfigError, NumericError, ProtocolError
 from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
 from fedveil.flower.message_handler import Desk
 from fedveil.flower.server_app import serve
@@ -428,7 +427,7 @@ def test_a_client_that_is_behind_trains_on_nothing(tmp_path: Path) -> None:
     for version in (-1, 0):
         request = Begin(0, 1, torch.tensor([0, 1, 2]), version, None)
         parcel = pack({"setup": setup.to_text(), "message": f"m{version}"}, {"common": encode(request)})
-        assert unpack(desk.handle(parcel))[0]["code"] == refusals.PROTOCOL
+        assert unpack(desk.handle(parcel))[0]["code"] == Code.PROTOCOL
 
 
 def test_the_run_folder_is_its_owners_alone(tmp_path: Path) -> None:

@@ -17,27 +17,28 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedveil import models
-from fedveil.client_held.model import UNREADABLE, UnreadableError
+from fedveil.client_held.model import UnreadableError
 from fedveil.config import RunConfig
 from fedveil.errors import (
+    Code,
     ConfigError,
     DataError,
     FedVeilError,
     MissingExtraError,
     NumericError,
     ProtocolError,
+    Refusal,
     TraceError,
 )
 from fedveil.flower import refusals
 from fedveil.flower.client_memory import DamagedError, Memory
 from fedveil.flower.framing import PARTS, out_of_array, pack, unpack
 from fedveil.flower.home import Home
-from fedveil.flower.message_handler import Desk, code_of
+from fedveil.flower.message_handler import Desk
 from fedveil.flower.rollcall import RollCall
 from fedveil.flower.server_app import serve
 from fedveil.flower.settings import Setup
 from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.policy import ENDED
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Epoch, Hello
 from fedveil.runs.terms import RequiredError, create_identities
@@ -83,10 +84,10 @@ def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: P
     desk, setup = Desk(home), a_setup(secrets="os")
     other = a_setup(secrets="os", neighbours=2)
     assert setup.name != other.name
-    assert code(desk.handle(parcel(setup, Hello("run", EPOCH), "m1"))) == refusals.PROTOCOL
-    assert code(desk.handle(parcel(setup, Hello(other.name + "run", EPOCH), "m2"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello("run", EPOCH), "m1"))) == Code.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(other.name + "run", EPOCH), "m2"))) == Code.PROTOCOL
     assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == ""
-    assert code(desk.handle(parcel(setup, Hello(setup.name + "another", EPOCH), "m4"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "another", EPOCH), "m4"))) == Code.PROTOCOL
 
 
 def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
@@ -99,20 +100,20 @@ def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
     assert again.state.keys is not None
     assert again.state.keys.run == later.name + "run"
     # Neither does it answer what belongs to the old keys.
-    assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == Code.PROTOCOL
 
 
 def test_settings_do_not_change_in_the_middle_of_an_attempt(home: Path) -> None:
     desk = Desk(home)
     desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
-    assert code(desk.handle(parcel(a_setup(scheme="fedavg"), Hello("run", EPOCH), "m2"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(a_setup(scheme="fedavg"), Hello("run", EPOCH), "m2"))) == Code.PROTOCOL
 
 
 def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
     desk = Desk(home)
     later = Setup.parse(a_setup().to_text().replace('"attempt":0', '"attempt":1'))
     assert not code(desk.handle(parcel(later, Hello("run", EPOCH), "m1")))
-    assert code(desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == refusals.PROTOCOL
+    assert code(desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == Code.PROTOCOL
 
 
 @pytest.mark.parametrize(
@@ -138,29 +139,29 @@ def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_a_code(content: bytes, home: Path) -> None:
-    assert code(Desk(home).handle(content)) == refusals.PROTOCOL
+    assert code(Desk(home).handle(content)) == Code.PROTOCOL
     assert not [one.name for one in (home / "state").iterdir() if one.name != "state.key"]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9, 40, 200, -1])
 def test_a_truncated_parcel_is_refused(cut: int, home: Path) -> None:
     whole = parcel(a_setup(), Hello("run", EPOCH))
-    assert code(Desk(home).handle(whole[:cut])) == refusals.PROTOCOL
+    assert code(Desk(home).handle(whole[:cut])) == Code.PROTOCOL
 
 
 @pytest.mark.parametrize(
     ("text", "settings", "expected"),
     [
-        pytest.param('[require]\nscheme = "veil-dp"', {}, refusals.REQUIRED, id="another scheme"),
+        pytest.param('[require]\nscheme = "veil-dp"', {}, Code.REQUIRED, id="another scheme"),
         pytest.param('[require]\nscheme = ["veil-dp", "veil-secagg"]', {}, "", id="one of two schemes"),
         pytest.param('[require]\nunmask = "always"', {}, "", id="the scheme's own default"),
-        pytest.param('[require]\nunmask = "always"', {"unmask": "on-dropout"}, refusals.REQUIRED, id="not the default"),
-        pytest.param("", {"model": "os:system"}, refusals.REQUIRED, id="a function by name"),
-        pytest.param("", {"model": "net.py:make"}, refusals.REQUIRED, id="a file that is not listed"),
+        pytest.param('[require]\nunmask = "always"', {"unmask": "on-dropout"}, Code.REQUIRED, id="not the default"),
+        pytest.param("", {"model": "os:system"}, Code.REQUIRED, id="a function by name"),
+        pytest.param("", {"model": "net.py:make"}, Code.REQUIRED, id="a file that is not listed"),
         pytest.param('models = ["net.py:make"]', {"model": "net.py:make"}, "", id="a file that is listed"),
-        pytest.param("", {"clients": 2}, refusals.SETTINGS, id="two clients, too few to hide in"),
-        pytest.param("", {"dataset": "/etc/passwd"}, refusals.DATA, id="a path on this machine"),
-        pytest.param("", {"model_options": {"depth": -1}}, refusals.SETTINGS, id="an impossible model"),
+        pytest.param("", {"clients": 2}, Code.SETTINGS, id="two clients, too few to hide in"),
+        pytest.param("", {"dataset": "/etc/passwd"}, Code.DATA, id="a path on this machine"),
+        pytest.param("", {"model_options": {"depth": -1}}, Code.SETTINGS, id="an impossible model"),
     ],
 )
 def test_a_client_takes_part_in_what_its_owner_agrees_to(
@@ -178,30 +179,30 @@ def test_a_client_takes_part_in_what_its_owner_agrees_to(
 def test_a_simulation_is_refused_unless_the_owner_allows_it(tmp_path: Path) -> None:
     home = make_homes(tmp_path, 1)[0]
     (home / "client.toml").write_text("client = 0\n")
-    assert code(Desk(home).handle(parcel(a_setup(), RollCall("n")))) == refusals.REQUIRED
+    assert code(Desk(home).handle(parcel(a_setup(), RollCall("n")))) == Code.REQUIRED
     assert code(Desk(home).handle(parcel(a_setup(secrets="os"), RollCall("n")))) == ""
 
 
 @pytest.mark.parametrize(
     ("loader", "expected"),
     [
-        pytest.param("raise ValueError('PLANTED 4711')", refusals.DATA, id="raises"),
-        pytest.param("", refusals.DATA, id="no function"),
-        pytest.param("def client(n):\n    return [[1.0]], [0]", refusals.DATA, id="another shape"),
+        pytest.param("raise ValueError('PLANTED 4711')", Code.DATA, id="raises"),
+        pytest.param("", Code.DATA, id="no function"),
+        pytest.param("def client(n):\n    return [[1.0]], [0]", Code.DATA, id="another shape"),
         pytest.param(
             "import torch\ndef client(n):\n    return torch.full((4, 1, 8, 8), float('nan')), torch.zeros(4).long()",
-            refusals.DATA,
+            Code.DATA,
             id="NaN",
         ),
         pytest.param(
             "import torch\ndef client(n):\n    return torch.ones(4, 1, 8, 8), torch.full((4,), 99)",
-            refusals.DATA,
+            Code.DATA,
             id="a class too many",
         ),
         pytest.param(
             "import torch\ndef client(n):\n    return torch.ones(4, 1, 8, 8), torch.zeros(4).long()", "", id="fine"
         ),
-        pytest.param("def client(n):\n    raise KeyError('PLANTED 4711')", refusals.DATA, id="fails inside"),
+        pytest.param("def client(n):\n    raise KeyError('PLANTED 4711')", Code.DATA, id="fails inside"),
     ],
 )  # fmt: skip
 def test_a_loader_that_fails_tells_its_own_machine_and_nobody_else(
@@ -222,23 +223,23 @@ def test_a_loader_that_fails_tells_its_own_machine_and_nobody_else(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (UnreadableError("x"), refusals.UNREADABLE),
-        (ProtocolError(f"client 0 {ENDED}: …"), refusals.ENDED),
-        (RequiredError("x"), refusals.REQUIRED),
-        (DamagedError("x"), refusals.STATE),
-        (NumericError("x"), refusals.NUMBERS),
-        (DataError("x"), refusals.DATA),
-        (MissingExtraError("x"), refusals.EXTRA),
-        (ConfigError("x"), refusals.SETTINGS),
-        (TraceError("x"), refusals.SETTINGS),
-        (ProtocolError("x"), refusals.PROTOCOL),
-        (FedVeilError("x"), refusals.INTERNAL),
+        (UnreadableError("x"), Code.UNREADABLE),
+        (ProtocolError("x", code=Code.ENDED), Code.ENDED),
+        (RequiredError("x"), Code.REQUIRED),
+        (DamagedError("x"), Code.STATE),
+        (NumericError("x"), Code.NUMBERS),
+        (DataError("x"), Code.DATA),
+        (MissingExtraError("x"), Code.EXTRA),
+        (ConfigError("x"), Code.SETTINGS),
+        (TraceError("x"), Code.SETTINGS),
+        (ProtocolError("x"), Code.PROTOCOL),
+        (FedVeilError("x"), Code.INTERNAL),
     ],
     ids=lambda one: one if isinstance(one, str) else type(one).__name__,
 )
-def test_every_error_has_a_code_and_every_code_a_text(error: FedVeilError, expected: str) -> None:
-    assert code_of(error) == expected
-    assert refusals.text_of(expected) == refusals.TEXTS[expected]
+def test_every_error_has_a_code_and_every_code_a_text(error: FedVeilError, expected: Code) -> None:
+    assert error.code is expected
+    assert refusals.refusal_of(expected.value) == Refusal(expected, refusals.TEXTS[expected])
 
 
 def test_whether_a_client_refuses_follows_from_its_owners_description_and_not_from_samples(tmp_path: Path) -> None:
@@ -254,7 +255,7 @@ def test_whether_a_client_refuses_follows_from_its_owners_description_and_not_fr
         asked = Setup.of(
             RunConfig(scheme="fedavg", clients=3, seed=1), {**FACTS, "outputs": outputs}, lineage=LINEAGE, attempt=0
         )
-        assert code(desk.handle(parcel(asked, RollCall("n")))) == ("" if outputs == 10 else refusals.DATA)
+        assert code(desk.handle(parcel(asked, RollCall("n")))) == ("" if outputs == 10 else Code.DATA)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_a_server_does_not_vouch_for_itself(settings: dict[str, Any], tmp_path: 
     home = make_homes(tmp_path, 1)[0]
     (home / "client.toml").write_text("client = 0\n")
     asked = parcel(a_setup(secrets="os", **settings), RollCall("n"))
-    assert code(Desk(home).handle(asked)) == refusals.REQUIRED
+    assert code(Desk(home).handle(asked)) == Code.REQUIRED
     name, value = next((name, value) for name, value in settings.items() if name != "scheme")
     allowed = str(value).lower() if isinstance(value, bool) else f'"{value}"'
     (home / "client.toml").write_text(f"client = 0\n[require]\n{name} = {allowed}\n")
@@ -281,7 +282,7 @@ def test_what_the_owner_changes_counts_from_the_next_message(home: Path) -> None
     desk = Desk(home)
     assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == ""
     (home / "client.toml").write_text('client = 0\nsimulation = true\n[require]\nscheme = "veil-dp"\n')
-    assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == refusals.REQUIRED
+    assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == Code.REQUIRED
 
 
 def test_state_restored_from_a_backup_is_refused(home: Path, tmp_path: Path) -> None:
@@ -290,14 +291,14 @@ def test_state_restored_from_a_backup_is_refused(home: Path, tmp_path: Path) -> 
     shutil.copytree(home / "state", tmp_path / "backup")
     desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m2"))
     shutil.copytree(tmp_path / "backup", home / "state", dirs_exist_ok=True)
-    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == refusals.STATE
+    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == Code.STATE
 
 
-def test_the_texts_hold_the_words_that_a_run_goes_by() -> None:
-    assert UNREADABLE in refusals.TEXTS[refusals.UNREADABLE]
-    assert ENDED in refusals.TEXTS[refusals.ENDED]
-    assert "finite" in refusals.TEXTS[refusals.NUMBERS]
-    assert "secret" not in refusals.text_of("secret 4711")
+def test_every_code_has_one_text_and_a_code_nobody_knows_is_not_repeated() -> None:
+    assert list(refusals.TEXTS) == list(Code)
+    assert len(set(refusals.TEXTS.values())) == len(Code)
+    assert refusals.refusal_of("secret 4711") == Refusal(Code.UNKNOWN, refusals.TEXTS[Code.UNKNOWN])
+    assert "secret" not in refusals.TEXTS[Code.UNKNOWN]
 
 
 def test_damaged_state_is_refused_and_left_alone(home: Path) -> None:
@@ -306,7 +307,7 @@ def test_damaged_state_is_refused_and_left_alone(home: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    assert code(Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == refusals.STATE
+    assert code(Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == Code.STATE
     assert file.read_bytes() == bytes(content)
 
 
@@ -335,7 +336,7 @@ def test_what_was_spent_is_remembered_for_all_runs_under_limits_of_ones_own(tmp_
     first, second = (json.loads((tmp_path / one / "summary.json").read_text()) for one in ("first", "second"))
     assert first["rounds"] == 3
     assert second["rounds"] < 3
-    assert ENDED in second["stopped"]
+    assert "takes no further part" in second["stopped"]
     # Without a policy every run is held to its own target.
     (homes[0] / "client.toml").write_text("client = 0\nsimulation = true\n")
     desk = Desk(homes[0])

@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fedveil.errors import FedVeilError
-from fedveil.flower import refusals
+from fedveil.errors import Code, FedVeilError
 from fedveil.flower.client_memory import DamagedError, Memory
 from fedveil.flower.framing import unpack
 from fedveil.flower.message_handler import Desk
@@ -116,7 +115,7 @@ def test_whatever_is_raised_in_the_middle_leaves_the_promise_and_its_price(
         breaking(broken, error)
         desk = Desk(home)
         if isinstance(error, Exception):
-            assert code(desk.handle(parcel)) == refusals.INTERNAL
+            assert code(desk.handle(parcel)) == Code.INTERNAL
         else:
             with pytest.raises(KeyboardInterrupt):
                 desk.handle(parcel)
@@ -125,7 +124,7 @@ def test_whatever_is_raised_in_the_middle_leaves_the_promise_and_its_price(
     assert answered(home) > (-1, 0)
     # Well again, it does not answer what it was charged for and refused, whichever process is asked.
     for one in (desk, Desk(home)):
-        assert code(one.handle(parcel)) == refusals.INTERNAL
+        assert code(one.handle(parcel)) == Code.INTERNAL
     assert Memory(home / "state").spent() == spent
 
 
@@ -165,7 +164,7 @@ def test_a_worker_that_dies_of_a_message_is_not_made_to_die_of_it_for_ever(
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     spent = Memory(home / "state").spent()
-    assert code(Desk(home).handle(parcel)) == refusals.INTERNAL
+    assert code(Desk(home).handle(parcel)) == Code.INTERNAL
     assert Memory(home / "state").spent() == spent
 
 
@@ -180,4 +179,4 @@ def test_a_promise_that_is_deleted_is_missed(tmp_path: Path, monkeypatch: pytest
     promise.unlink()
     with pytest.raises(DamagedError, match="restored"):
         answered(home)
-    assert code(Desk(home).handle(parcel)) == refusals.STATE
+    assert code(Desk(home).handle(parcel)) == Code.STATE

@@ -232,8 +232,8 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
         refused = [done for done in boundaries if client in done.gathered.refused]
         assert len(refused) == 8 - rounds
         for done in refused:
-            assert f"client {client} takes no further part" in done.gathered.refused[client]
-            assert "its policy allows 2.5" in done.gathered.refused[client]
+            assert f"client {client} takes no further part" in done.gathered.refused[client].text
+            assert "its policy allows 2.5" in done.gathered.refused[client].text
         assert states[client].spent == pytest.approx(rounds * own_charges(covering)[client], rel=1e-9)
         assert epsilon_of(math.sqrt(states[client].spent), 1e-5) <= 2.5
 
@@ -346,7 +346,7 @@ def test_a_client_does_not_give_away_noise_beyond_its_policy() -> None:
     assert sorted(done.gathered.arrived) == [0, 1, 2, 3]
     assert done.failed
     for client in range(4):
-        assert "giving away noise shared with others would bring it" in done.gathered.refused[client]
+        assert "giving away noise shared with others would bring it" in done.gathered.refused[client].text
         assert states[client].spent == pytest.approx(before[client], rel=1e-9)
     state = states[0]
     with pytest.raises(ProtocolError, match="giving away noise"):
@@ -375,7 +375,7 @@ def test_without_a_policy_a_client_holds_the_run_to_its_target() -> None:
     assert all(done.failed == "" for done in boundaries)
     again = replace(one, config=one.config.with_changes(rounds=4))
     boundaries, _ = driven(again, role)
-    assert "takes no further part" in boundaries[3].gathered.refused[0]
+    assert "takes no further part" in boundaries[3].gathered.refused[0].text
 
 
 def test_a_client_counts_colluders_and_other_clients_too() -> None:

@@ -13,7 +13,7 @@ import pytest
 from federation import job, next_ask, server_of
 from fedveil.engine import LocalEngine
 from fedveil.engine.driver import folded
-from fedveil.errors import FedVeilError, ProtocolError
+from fedveil.errors import Code, FedVeilError, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode
 from fedveil.protocol.messages import Reply, Train
@@ -98,8 +98,9 @@ def test_an_error_that_is_not_ours_costs_the_reply_and_the_request_alone(
         def add(self, reply: Reply) -> None:
             raise error
 
-    assert folded(Failing(), Reply(3), 3) == f"its answer is malformed ({error.__name__})"
-    assert folded(Failing(), Reply(3), 2) == "its answer names another client"
+    malformed = Refusal(Code.PROTOCOL, f"its answer is malformed ({error.__name__})")
+    assert folded(Failing(), Reply(3), 3) == malformed
+    assert folded(Failing(), Reply(3), 2) == Refusal(Code.PROTOCOL, "its answer names another client")
 
     def fail(*_: Any, **__: Any) -> None:
         raise error

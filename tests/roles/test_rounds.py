@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from federation import distance, job, next_ask, same_bits, server_of, trained
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Reply, Request, Train, Upload
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundBegins, RoundDone
@@ -188,7 +188,7 @@ def test_a_round_without_any_upload_fails_and_leaves_the_model_as_it_was() -> No
     server = server_of(one)
     steps = server.run()
     ask = next_ask(steps)
-    refused = dict.fromkeys(ask.to, "no")
+    refused = dict.fromkeys(ask.to, Refusal(Code.PROTOCOL, "no"))
     done = steps.send(Gathered((), refused, (), 0, 0))
     assert isinstance(done, RoundDone)
     assert done.failed == "no upload arrived"

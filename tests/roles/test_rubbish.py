@@ -15,9 +15,8 @@ from federation import held_run, job, relay_of, same_bits
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.group import Founded
 from fedveil.client_held.messages import Begin, Divided, Lent
-from fedveil.client_held.model import UNREADABLE
 from fedveil.engine import LocalEngine
-from fedveil.errors import FedVeilError
+from fedveil.errors import Code, FedVeilError
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import RoundDone
 from fedveil.runs import loop as training
@@ -52,7 +51,7 @@ def test_one_rubbish_upload_costs_its_round_and_the_run_goes_on(make: Callable[.
     engine, rounds = LocalEngine(Spoiling(client_role(one), rubbish), one.pool), list[RoundDone]()  # type: ignore[arg-type]
     engine.drive(relay_of(one).run(), on_round=rounds.append)
     assert [bool(done.failed) for done in rounds] == [False, False, True, False, False, False]
-    assert all(UNREADABLE in rounds[2].gathered.refused[client] for client in range(5))
+    assert all(rounds[2].gathered.refused[client].code is Code.UNREADABLE for client in range(5))
     held = [engine.state_of(client).held for client in range(5)]
     assert [one and one.version for one in held] == [4] * 5
     first = held[0]
@@ -70,7 +69,7 @@ def test_a_recorded_run_survives_a_rubbish_upload(monkeypatch: pytest.MonkeyPatc
     one = parted()
     outcome = train_job(one, state=fresh_state(one))
     assert [row["round"] for row in outcome.rows if "failed" in row] == [2, 3]
-    assert UNREADABLE in outcome.rows[1]["failed"]
+    assert "a sum cannot be read" in outcome.rows[1]["failed"]
     assert len(outcome.rows) == 6
     assert outcome.rows[-1]["loss"] < outcome.rows[0]["loss"]
     assert not torch.equal(outcome.state.weights.parameters, one.weights.parameters)

@@ -50,7 +50,7 @@ def test_a_client_answers_no_more_rounds_than_its_noise_is_made_for() -> None:
     engine = LocalEngine(client_role(one), one.pool)
     engine.drive(server_of(longer).run(), on_round=boundaries.append)
     assert [len(done.gathered.arrived) for done in boundaries] == [3, 3, 0, 0, 0]
-    assert "its noise is made for 2 rounds" in boundaries[2].gathered.refused[0]
+    assert "its noise is made for 2 rounds" in boundaries[2].gathered.refused[0].text
 
 
 def test_batches_follow_from_the_clients_secrets_and_not_from_the_runs_seed() -> None:

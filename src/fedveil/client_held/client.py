@@ -15,7 +15,7 @@ from fedveil.client_held.messages import Begin, Divide, Finish, Finished, Lend, 
 from fedveil.client_held.model import First, Keeper, UnreadableError, told_outcome
 from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import FedVeilError, ProtocolError
+from fedveil.errors import Code, FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState, Held, Pending
 from fedveil.protocol.directory import Directory, Hello, Nonces
@@ -124,7 +124,8 @@ class HolderRole:
         here = state.keys is not None and state.ran == state.keys.run
         if here and state.misread >= MOST_MISREAD and isinstance(request, (Begin, Divide, Lend, Finish)):
             raise ProtocolError(
-                f"client {state.client} has refused {MOST_MISREAD} sums of this run and takes no further part"
+                f"client {state.client} has refused {MOST_MISREAD} sums of this run and takes no further part",
+                code=Code.ENDED,
             )
 
     def moved(self, state: ClientState, latest: Aggregate) -> Held:

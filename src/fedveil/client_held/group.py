@@ -14,7 +14,7 @@ from typing import Annotated, Protocol
 import torch
 from torch import Tensor
 
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.client_state import _KEY_BYTES, FINGERPRINT_BYTES, ClientState, Group
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -183,7 +183,7 @@ class Gathering:
         self.members: list[int] = []
         self.public = b""
         self._fingerprint = b""
-        self.refused: dict[int, str] = {}
+        self.refused: dict[int, Refusal] = {}
 
     def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, None]:
         """Have everybody of `clients` who is not yet a member let in, by whoever answers first."""
@@ -202,7 +202,7 @@ class Gathering:
         """Whether anybody joined whom the founder invited; a founder whom nobody follows founds nothing."""
         founder, fingerprint = reply.client, to_bytes(reply.fingerprint)
         if self.members and fingerprint != self._fingerprint:
-            self.refused[founder] = "a member answered for another group than this run's"
+            self.refused[founder] = Refusal(Code.PROTOCOL, "a member answered for another group than this run's")
             return False
         each = {client: Invitation(from_bytes(sealed)) for client, sealed in invited.items()}
         joined: tuple[int, ...] = ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedveil.client_held.divided import Parallel
 from fedveil.client_held.messages import Borrowed, Divide, Lent
 from fedveil.downlink.messages import Recovered
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -24,15 +24,14 @@ from fedveil.uplink.unmasking import listed
 
 First = Callable[[bytes], Held]
 
-UNREADABLE = "a sum cannot be read"
-"""How such refusals begin; the server and the run's record tell them from others by it."""
-
 
 class UnreadableError(ProtocolError):
     """Sums that cannot be what clients sent. Whether they are depends on what is hidden, so a client says it rarely."""
 
+    code = Code.UNREADABLE
+
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{UNREADABLE}: {reason}")
+        super().__init__(f"a sum cannot be read: {reason}")
 
 
 class Keeper:

@@ -12,9 +12,8 @@ from fedveil.client_held.ciphers import HiddenSum, PaddedSum
 from fedveil.client_held.client import opening_keys, parallel
 from fedveil.client_held.group import Gathering
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
-from fedveil.client_held.model import UNREADABLE
 from fedveil.downlink.architecture import Blueprint
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Account
 from fedveil.ledger.releases import UndeclaredError
 from fedveil.protocol.cohort import Cohort
@@ -315,7 +314,7 @@ class _Heard:
     def __init__(self, cohort: tuple[int, ...]) -> None:
         self._cohort = cohort
         self.last = Gathered((), {}, cohort, 0, 0)
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, Refusal] = {}
         self._down = self._up = 0
 
     @property
@@ -326,7 +325,7 @@ class _Heard:
     @property
     def unreadable(self) -> bool:
         """Whether somebody refused because of sums; whoever refuses for another reason has no quarrel with them."""
-        return any(UNREADABLE in reason for reason in self._refused.values())
+        return any(one.code is Code.UNREADABLE for one in self._refused.values())
 
     def take(self, gathered: Gathered) -> None:
         """A phase in which clients send something of their own."""

@@ -6,25 +6,25 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from fedveil.errors import FedVeilError
+from fedveil.errors import Code, FedVeilError, Refusal
 from fedveil.protocol.messages import Reply
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundBegins, RoundDone, RunStopped, Steps
 
 _LOG = logging.getLogger(__name__)
 
 
-def folded(into: Accumulator, reply: Reply, sender: int) -> str:
-    """Fold a client's reply in; returns why it was refused, or nothing. Whatever it sends costs that reply, no more."""
+def folded(into: Accumulator, reply: Reply, sender: int) -> Refusal | None:
+    """Fold a client's reply in, or say why it is refused. Whatever a client sends costs that reply, no more."""
     if reply.client != sender:
-        return "its answer names another client"
+        return Refusal(Code.PROTOCOL, "its answer names another client")
     try:
         into.add(reply)
     except FedVeilError as reason:
-        return str(reason)
+        return Refusal.of(reason)
     except Exception as reason:
         _LOG.exception("a %s could not be folded in", type(reply).__name__)
-        return f"its answer is malformed ({type(reason).__name__})"
-    return ""
+        return Refusal(Code.PROTOCOL, f"its answer is malformed ({type(reason).__name__})")
+    return None
 
 
 class Engine(ABC):

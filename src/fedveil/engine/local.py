@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
 from fedveil.engine.driver import Engine, folded
-from fedveil.errors import ConfigError, DataError, FedVeilError
+from fedveil.errors import ConfigError, DataError, FedVeilError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
@@ -103,7 +103,7 @@ class LocalEngine(Engine):
     def gather(self, ask: Ask) -> Gathered:
         """One phase with the clients that are present."""
         arrived: list[int] = []
-        refused: dict[int, str] = {}
+        refused: dict[int, Refusal] = {}
         up = 0
         down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
         if self._listen is not None:
@@ -115,7 +115,7 @@ class LocalEngine(Engine):
             for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
                 self._states[state.client] = state
                 if isinstance(reply, FedVeilError):
-                    refused[state.client] = str(reply)
+                    refused[state.client] = Refusal.of(reply)
                     continue
                 up += size(reply)
                 if self._listen is not None:

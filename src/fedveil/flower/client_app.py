@@ -9,7 +9,7 @@ from typing import Protocol
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
-from fedveil.flower import refusals
+from fedveil.errors import Code
 from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
 from fedveil.flower.worker_client import CourierError, hand_over
 
@@ -35,14 +35,14 @@ def answer(message: Message, context: Context, *, deliver: Deliver = hand_over) 
     except Exception:
         # Flower would send the exception's text to the server: it ends here, and its type alone is logged.
         _LOG.error("a message could not be handed over (%s)", _kind_of_failure())
-        content = _refused(refusals.INTERNAL)
+        content = _refused(Code.INTERNAL)
     return Message(content, reply_to=message)
 
 
 def _answered(message: Message, context: Context, deliver: Deliver) -> RecordDict:
     home = context.node_config.get(HOME)
     if not isinstance(home, str) or not home:
-        return _refused(refusals.HOMELESS)
+        return _refused(Code.HOMELESS)
     header = message.content.config_records[HEADER]
     parts = {name: out_of_array(one) for name, one in message.content.array_records[PARTS].items()}
     facts = {"setup": header["setup"], "message": message.metadata.message_id}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fedveil.crypto.keys import seal, unseal
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError
 from fedveil.flower.framing import pack, unpack
 from fedveil.protocol.client_state import ClientState, Held, Pending
 from fedveil.protocol.codec import as_bytes, from_stored
@@ -34,6 +34,8 @@ _REMEDIES = {
 
 class DamagedError(ProtocolError):
     """Stored state that cannot be read."""
+
+    code = Code.STATE
 
 
 class _Stored(NamedTuple):

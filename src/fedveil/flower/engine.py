@@ -16,10 +16,10 @@ from flwr.serverapp import Grid
 
 from fedveil.crypto.keys import Roster
 from fedveil.engine.driver import Engine, folded
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.flower.events import Events
 from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array
-from fedveil.flower.refusals import text_of
+from fedveil.flower.refusals import refusal_of
 from fedveil.flower.rollcall import Present, RollCall, check_present
 from fedveil.flower.settings import Setup
 from fedveil.protocol.codec import decode, encode
@@ -108,7 +108,7 @@ class _Phase:
     """What came of sending one request to several nodes."""
 
     replies: dict[int, Reply] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, Refusal] = field(default_factory=dict)
     up: int = 0
 
 
@@ -225,7 +225,7 @@ class FlowerEngine(Engine):
         for node in new:
             try:
                 if node not in phase.replies:
-                    raise ProtocolError(phase.refused.get(node, "it did not answer"))
+                    raise ProtocolError(str(phase.refused.get(node, "it did not answer")))
                 answer = check_present(
                     phase.replies[node],
                     call,
@@ -317,13 +317,13 @@ class FlowerEngine(Engine):
             return
         if reply.has_error():
             if reply.error.code not in _GONE:
-                phase.refused[one.client] = text_of("failed")
+                phase.refused[one.client] = refusal_of(Code.FAILED)
             self._note_of(one, "error", f"Flower reports error {reply.error.code} for client {one.client}")
             return
         try:
             answer, size = _opened(reply.content)
         except _RefusedError as refusal:
-            phase.refused[one.client] = str(refusal)
+            phase.refused[one.client] = refusal.why
             self._note_of(one, "refused", f"client {one.client} refused a {one.what}: {refusal}")
             return
         phase.up += size
@@ -352,20 +352,24 @@ class FlowerEngine(Engine):
 class _RefusedError(Exception):
     """A client's refusal, or an answer that cannot be read; the text is ours."""
 
+    def __init__(self, why: Refusal) -> None:
+        super().__init__(why.text)
+        self.why = why
+
 
 def _opened(content: RecordDict) -> tuple[Reply, int]:
     try:
         code = content.config_records[HEADER]["code"]
         if code:
-            raise _RefusedError(text_of(str(code)))
+            raise _RefusedError(refusal_of(str(code)))
         data = out_of_array(content.array_records[PARTS]["reply"])
         answer = decode(data)
     except _RefusedError:
         raise
     except ProtocolError as reason:
-        raise _RefusedError(f"its answer cannot be read: {reason}") from reason
+        raise _RefusedError(Refusal(reason.code, f"its answer cannot be read: {reason}")) from reason
     except Exception as reason:  # Flower's records are the client's too, and read when they are first used
-        raise _RefusedError("its answer is not a FedVeil message") from reason
+        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a FedVeil message")) from reason
     if not isinstance(answer, Reply):
-        raise _RefusedError("its answer is not a reply")
+        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a reply"))
     return answer, len(data)

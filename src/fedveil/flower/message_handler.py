@@ -12,27 +12,16 @@ import torch
 
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Finish, Finished
-from fedveil.client_held.model import UNREADABLE
 from fedveil.config import RunConfig
 from fedveil.downlink import Blueprint, assemble
 from fedveil.downlink.architecture import draw_secret_epsilon
-from fedveil.errors import (
-    ConfigError,
-    DataError,
-    FedVeilError,
-    MissingExtraError,
-    NumericError,
-    ProtocolError,
-    TraceError,
-)
-from fedveil.flower import refusals
-from fedveil.flower.client_memory import DamagedError, Memory, Promise, Remembered
+from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
+from fedveil.flower.client_memory import Memory, Promise, Remembered
 from fedveil.flower.framing import pack, unpack
 from fedveil.flower.home import Home
 from fedveil.flower.rollcall import RollCall, present
 from fedveil.flower.settings import Setup
 from fedveil.flower.sources import own_data
-from fedveil.ledger.policy import ENDED
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello
@@ -40,7 +29,6 @@ from fedveil.protocol.messages import Reply, Request
 from fedveil.roles.client import ClientRole
 from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
 from fedveil.runs.model_file import save_model
-from fedveil.runs.terms import RequiredError
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work.messages import ClientData
 
@@ -130,25 +118,6 @@ _BEHIND = -1
 _MOST_TRIES = 2
 
 
-def code_of(error: FedVeilError) -> str:
-    """The code under which an error may leave this machine."""
-    text = str(error)
-    if UNREADABLE in text:
-        return refusals.UNREADABLE
-    if ENDED in text:
-        return refusals.ENDED
-    kinds = (
-        (RequiredError, refusals.REQUIRED),
-        (DamagedError, refusals.STATE),
-        (NumericError, refusals.NUMBERS),
-        (DataError, refusals.DATA),
-        (MissingExtraError, refusals.EXTRA),
-        ((ConfigError, TraceError), refusals.SETTINGS),
-        (ProtocolError, refusals.PROTOCOL),
-    )
-    return next((code for kind, code in kinds if isinstance(error, kind)), refusals.INTERNAL)
-
-
 class Desk:
     """One client. What it does for a message is decided by its role; here is only what outlives a process."""
 
@@ -169,7 +138,7 @@ class Desk:
             private = _request(parts["private"]) if "private" in parts else None
         except (ProtocolError, KeyError) as reason:
             _LOG.warning("a message cannot be read: %s", reason)
-            return self._refused(refusals.PROTOCOL)
+            return self._refused(Code.PROTOCOL)
         try:
             self._look_at_home()
             if isinstance(request, RollCall):
@@ -177,7 +146,7 @@ class Desk:
             return self._answered(setup, message, request, private)
         except FedVeilError as reason:
             _LOG.warning("refused a %s: %s", type(request).__name__, reason)
-            return self._refused(code_of(reason))
+            return self._refused(reason.code)
 
     def _look_at_home(self) -> None:
         """What the owner has changed since counts from the next message on."""
@@ -188,8 +157,8 @@ class Desk:
     def _device(self) -> torch.device:
         return torch.device(self._home.device)
 
-    def _refused(self, code: str) -> bytes:
-        return pack({"client": self._home.client, "code": code}, {})
+    def _refused(self, code: Code) -> bytes:
+        return pack({"client": self._home.client, "code": code.value}, {})
 
     def _present(self, setup: Setup, call: RollCall) -> bytes:
         self._built(setup, self._recalled(setup))
@@ -247,7 +216,7 @@ class Desk:
             return reply
         if isinstance(answer, FedVeilError):
             _LOG.warning("refused a %s: %s", type(request).__name__, answer)
-            reply = self._refused(code_of(answer))
+            reply = self._refused(answer.code)
         else:
             reply = self._packed(answer)
         self._memory.spend(state.spent - now.state.spent)
@@ -258,7 +227,7 @@ class Desk:
 
     def _broken_off(self, setup: Setup, one: Remembered) -> bytes:
         """Remember, and give, the reply to a message that this client cannot deal with."""
-        reply = self._refused(refusals.INTERNAL)
+        reply = self._refused(Code.INTERNAL)
         self._keep(setup, replace(one, reply=reply))
         return reply
 

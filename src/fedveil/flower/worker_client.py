@@ -26,9 +26,9 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from fedveil.errors import ConfigError, FedVeilError, ProtocolError
+from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.framing import BrokenOffError, Kind, receive, send
 
 SETTINGS = "client.toml"
@@ -43,8 +43,6 @@ _OTHERS_START = 30.0
 _MOST_BREAKS = 3
 _TASK_TOKEN = re.compile(r"[0-9a-f]{256}")
 
-Code = Literal["lost", "silent", "unstartable", "failed"]
-
 
 class CourierError(FedVeilError):
     """A parcel got no reply. The code is all its text, for this error may travel to the server."""
@@ -52,8 +50,7 @@ class CourierError(FedVeilError):
     exit_code = 6
 
     def __init__(self, code: Code) -> None:
-        super().__init__(code)
-        self.code: Code = code
+        super().__init__(code.value, code=code)
 
 
 class Peer(NamedTuple):
@@ -81,14 +78,14 @@ def hand_over(home: Path, parcel: bytes, *, timeout: float, options: Sequence[st
                     broken.append(peer_of(sock).pid)
             # A dying worker may still accept a connection: only another one's death is a second death.
             if len(set(broken)) > 1 or len(broken) > _MOST_BREAKS:
-                raise CourierError("lost")
+                raise CourierError(Code.LOST)
             time.sleep(0.1)
     except TimeoutError:
-        raise CourierError("silent") from None
+        raise CourierError(Code.SILENT) from None
     except (ConfigError, OSError):
-        raise CourierError("unstartable") from None
+        raise CourierError(Code.UNSTARTABLE) from None
     except ProtocolError:
-        raise CourierError("failed") from None
+        raise CourierError(Code.FAILED) from None
 
 
 def ping(home: Path, *, timeout: float = 5.0) -> dict[str, Any] | None:
@@ -104,9 +101,9 @@ def ping(home: Path, *, timeout: float = 5.0) -> dict[str, Any] | None:
     except BrokenOffError:
         return None
     except TimeoutError:
-        raise CourierError("silent") from None
+        raise CourierError(Code.SILENT) from None
     if kind is not Kind.PONG:
-        raise CourierError("failed")
+        raise CourierError(Code.FAILED)
     said: dict[str, Any] = json.loads(body)
     return said
 
@@ -122,7 +119,7 @@ def stop(home: Path, *, patience: float = GRACE + 2.0) -> bool:
         _signal_worker(home, number)
         if _lock_came_free(home, seconds):
             return True
-    raise CourierError("silent")
+    raise CourierError(Code.SILENT)
 
 
 def settings_of(home: Path) -> dict[str, Any]:

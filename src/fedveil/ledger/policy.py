@@ -11,12 +11,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.errors import Code, ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
-
-ENDED = "takes no further part"
-"""How a client says that its policy ends the run for it."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +153,9 @@ class Policy:
             reached = epsilon_of(math.sqrt(total), self.delta)
             if reached > self.max_epsilon:
                 raise ProtocolError(
-                    f"client {client} {ENDED}: {what} would bring it to ε = {reached:.3g}, its "
-                    f"policy allows {self.max_epsilon:g} (δ = {self.delta:g})"
+                    f"client {client} takes no further part: {what} would bring it to ε = {reached:.3g}, its "
+                    f"policy allows {self.max_epsilon:g} (δ = {self.delta:g})",
+                    code=Code.ENDED,
                 )
         return total
 
@@ -175,7 +173,9 @@ class SampledRounds(Policy):
         total = super().charged(covering, client=client, spent=spent, colluders=colluders, asked=asked)
         if round(total / (total - spent)) > self.rounds:
             raise ProtocolError(
-                f"client {client} {ENDED}: its noise is made for {self.rounds} rounds, and it has answered as many"
+                f"client {client} takes no further part: its noise is made for {self.rounds} rounds, and it has "
+                "answered as many",
+                code=Code.ENDED,
             )
         return total
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from fedveil.errors import ProtocolError
+from fedveil.errors import ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.cohort import Cohort
@@ -192,7 +192,7 @@ class Introductions:
         self._ready: set[int] = set()
         self.directory: Directory | None = None
         self.beacon = b""
-        self.refused: dict[int, str] = {}
+        self.refused: dict[int, Refusal] = {}
 
     def steps(self, round: int, *, again: bool = True) -> Phases:
         """Have an epoch that this round belongs to.

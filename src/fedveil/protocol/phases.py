@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from fedveil.errors import ProtocolError
+from fedveil.errors import ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Reply, Request
 from fedveil.shapes import Sizes, Types, check, named
@@ -94,7 +94,7 @@ class Gathered:
     """What came of a phase."""
 
     arrived: tuple[int, ...]
-    refused: Mapping[int, str]
+    refused: Mapping[int, Refusal]
     missing: tuple[int, ...]
     bytes_down: int
     bytes_up: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Mean, Recovered, Veil
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Account
 from fedveil.ledger.releases import UndeclaredError, check_declared
 from fedveil.protocol.cohort import Cohort
@@ -191,7 +191,7 @@ class Conductor(ABC):
         return ask
 
 
-def too_few(have: str, refused: Mapping[int, str]) -> str:
+def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:
     """Who of those that refused was the first, and why; empty where nobody did."""
     for client, reason in refused.items():
         return f"too few clients {have}; client {client}: {reason}"

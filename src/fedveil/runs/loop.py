@@ -13,13 +13,11 @@ import torch
 
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
-from fedveil.client_held.model import UNREADABLE
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.engine import LocalEngine
 from fedveil.engine.driver import Engine
-from fedveil.errors import CheckpointError, ConfigError, FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.accountant import Account
-from fedveil.ledger.policy import ENDED
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import RoundDone, Steps
@@ -123,7 +121,6 @@ Row = dict[str, Any]
 
 _DROPOUT = 0xD0D0
 _MOST_FAILURES = 10
-_NUMERIC = ("finite", "NaN", "2^36", "diverged", "value_range")
 
 
 @dataclass(eq=False)
@@ -230,7 +227,7 @@ def conduct(
         if done.failed and done.round > 0 and _by_policy(done):
             raise _EndedError(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}")
         # Everybody gone for one round is what networks do; everybody refusing is not.
-        over = not done.gathered.arrived and bool(done.gathered.refused) and not _unreadable(done)
+        over = not done.gathered.arrived and bool(done.gathered.refused) and not _only(Code.UNREADABLE, done)
         if done.failed and (over or failures[0] >= _MOST_FAILURES):
             raise _failure(done)
         if done.aggregate is not None:
@@ -284,23 +281,22 @@ class _EndedError(Exception):
     """Nobody takes part any more; what was trained so far is the result."""
 
 
+def _only(code: Code, done: RoundDone) -> bool:
+    """Whether somebody refused, and everybody who did for this reason."""
+    refused = done.gathered.refused
+    return bool(refused) and all(one.code is code for one in refused.values())
+
+
 def _by_policy(done: RoundDone) -> bool:
-    refused = done.gathered.refused
-    return not done.gathered.arrived and bool(refused) and all(ENDED in reason for reason in refused.values())
-
-
-def _unreadable(done: RoundDone) -> bool:
-    """Whether clients only refused the sums of the round before, which the server then takes back."""
-    refused = done.gathered.refused
-    return bool(refused) and all(UNREADABLE in reason for reason in refused.values())
+    return not done.gathered.arrived and _only(Code.ENDED, done)
 
 
 def _failure(done: RoundDone) -> FedVeilError:
     """Why a run cannot go on: numbers that have run away, or clients that refuse or are gone."""
     refused = done.gathered.refused
-    numeric = {client: reason for client, reason in refused.items() if any(word in reason for word in _NUMERIC)}
-    client, reason = next(iter([*numeric.items(), *refused.items()]), (None, ""))
-    said = f" Client {client}: {reason.rstrip('.')}." if client is not None else ""
+    numeric = {client: one for client, one in refused.items() if one.code is Code.NUMBERS}
+    client, refusal = next(iter([*numeric.items(), *refused.items()]), (None, None))
+    said = "" if refusal is None else f" Client {client}: {refusal.text.rstrip('.')}."
     hint = " Training has probably diverged: lower the learning rate." if numeric and not done.gathered.arrived else ""
     text = f"Round {done.round + 1} failed: {done.failed}.{said}{hint} The model of the last checkpoint is untouched."
     return NumericError(text) if numeric else ProtocolError(text)
@@ -319,7 +315,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     if done.failed:
         row["failed"] = done.failed
     if gathered.refused:
-        row["refused"] = {str(client): reason for client, reason in gathered.refused.items()}
+        row["refused"] = {str(client): one.text for client, one in gathered.refused.items()}
     every = job.config.evaluate_every
     if job.test is not None and every and (done.round + 1) % every == 0:
         row |= score_weights(job.blueprint, state.weights, job.test, job.loss).as_data()

@@ -15,7 +15,7 @@ from typing import Any
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.crypto.keys import Identity, Roster
-from fedveil.errors import ConfigError, FedVeilError
+from fedveil.errors import Code, ConfigError, FedVeilError
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import draws_of
 from fedveil.secrets import OsSecrets, StoredSecret
@@ -25,6 +25,8 @@ from fedveil.uplink.unmasking import Quorum
 
 class RequiredError(FedVeilError):
     """A run's settings are not those that the client's owner requires."""
+
+    code = Code.REQUIRED
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedveil.errors import ProtocolError
+from fedveil.errors import Code, ProtocolError
 from fedveil.tensors import LARGEST
 
 _LIMBS = 3
@@ -45,7 +45,7 @@ class ExactSum:
             raise ProtocolError(f"more than {_MOST_ADDENDS} uploads in one round")
         low, high = vector.aminmax() if self.length else (vector.new_zeros(()), vector.new_zeros(()))
         if not bool((low > -_RANGE) & (high < _RANGE)):  # also catches NaN
-            raise ProtocolError("an upload holds NaN, infinity or a number beyond 2^36")
+            raise ProtocolError("an upload holds NaN, infinity or a number beyond 2^36", code=Code.NUMBERS)
 
     def add(self, vector: Tensor) -> None:
         """Add one vector, or refuse it and stay unchanged."""
