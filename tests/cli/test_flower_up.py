@@ -22,7 +22,7 @@ from fedveil.flower import worker_client as courier
 from fedveil.flower.cluster import CONNECTION, Places
 from fedveil.flower.commands import flwr
 from fedveil.flower.network import entering
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from flower_echo import create_echo
 
 FEDVEIL = [sys.executable, "-P", "-m", "fedveil", "flower"]
@@ -69,7 +69,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     rest = process.stdout.read()
     process.stdout.close()
     assert (process.wait(60), rest) == (0, "ended; the folder is kept for the next time\n")
-    assert len(below) >= 9, "four leashes, what they hold, and the janitor"
+    assert len(below) >= 9, "four supervisors, what they hold, and the janitor"
     assert len(workers) == 2, "a real run has started them"
     deadline = time.monotonic() + 60  # what has ended is gone once somebody has asked for its status
     while left := [pid for pid in {*below, *workers} if Path(f"/proc/{pid}").exists()]:
@@ -163,7 +163,7 @@ def test_a_node_that_ends_is_started_again(up: Up) -> None:
         pid
         for pid in descendants(up.process.pid)
         if b"flower-supernode" in (line := Path(f"/proc/{pid}/cmdline").read_bytes())
-        and b"fedveil.flower.supervisor" not in line
+        and b"fedveil.processes" not in line
         and b"client-1" in line
     )
     os.kill(node, signal.SIGKILL)

@@ -12,8 +12,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
-from fedveil.flower.app_folder import create_app, prepared
-from fedveil.flower.settings import Extras
+from fedveil.flower.app_folder import Extras, create_app, prepared
 
 CONFIG = RunConfig(
     scheme="veil-dp",

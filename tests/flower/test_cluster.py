@@ -19,11 +19,10 @@ pytest.importorskip("flwr")
 
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
+from fedveil.flower.app_folder import override
 from fedveil.flower.cluster import CONNECTION, Cluster, Places, free_port
-from fedveil.flower.commands import FlowerError
-from fedveil.flower.settings import override
-from fedveil.flower.submission import Submission, parse_event
-from fedveil.flower.supervisor import descendants
+from fedveil.flower.commands import FlowerError, Submission, parse_event
+from fedveil.processes import descendants
 from flower_echo import create_echo
 
 
@@ -142,7 +141,7 @@ def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp
     while courier.ping(home) is None:
         time.sleep(0.1)
     below = descendants(parent.pid)
-    assert len(below) >= 7, "three leashes, what they hold, and the janitor"
+    assert len(below) >= 7, "three supervisors, what they hold, and the janitor"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

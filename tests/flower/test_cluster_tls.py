@@ -14,9 +14,8 @@ pytest.importorskip("flwr")
 
 from fedveil.flower.certificates import create_node_key
 from fedveil.flower.cluster import CONNECTION, Cluster, free_port, healthy
-from fedveil.flower.commands import environment, program, superexec_command, supernode_command
-from fedveil.flower.submission import Submission
-from fedveil.flower.supervisor import descendants
+from fedveil.flower.commands import Submission, environment, program, superexec_command, supernode_command
+from fedveil.processes import descendants
 from flower_echo import create_echo
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 
 from fedveil.flower.cluster import Cluster
 from fedveil.flower.commands import FlowerError
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from flower_runs import (
     Run,
     assert_same,

@@ -21,7 +21,7 @@ from fedveil.cli.tables import aside, console, listed, plainly, table
 
 if TYPE_CHECKING:
     from fedveil.flower.cluster import Cluster
-    from fedveil.flower.submission import Submission
+    from fedveil.flower.commands import Submission
 
 
 _STOPPED, _LEFT = 130, 129
@@ -63,8 +63,7 @@ def run(
     """
     from fedveil.flower.app_folder import prepared
     from fedveil.flower.cluster import CONNECTION, Places
-    from fedveil.flower.commands import environment, require_flower
-    from fedveil.flower.submission import Submission
+    from fedveil.flower.commands import Submission, environment, require_flower
 
     require_flower()
     places = Places.of(folder)
@@ -477,16 +476,16 @@ def worker(
       fedveil flower worker /srv/fedveil --status
     """
     from fedveil.errors import ConfigError
-    from fedveil.flower import worker_client as courier
+    from fedveil.flower import worker_client
 
     home = home.expanduser().resolve()
     if stop and status:
         raise ConfigError("--stop and --status are two questions: ask one.")
-    courier.settings_of(home)
+    worker_client.settings_of(home)
     if stop:
-        plainly("the worker has ended" if courier.stop(home) else "no worker was running")
+        plainly("the worker has ended" if worker_client.stop(home) else "no worker was running")
     elif status:
-        found = courier.ping(home)
+        found = worker_client.ping(home)
         if found is None:
             plainly("no worker is running")
             raise typer.Exit(1)

@@ -38,6 +38,8 @@ from fedveil.flower.commands import (
 )
 from fedveil.flower.home import CLIENT_FILE, create_home
 from fedveil.flower.network import Network, entering
+from fedveil.flower.worker_client import WORKER
+from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
 CONNECTION = "fedveil"
@@ -189,19 +191,17 @@ if __name__ == "__main__":
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
 _SETTLED_AFTER = 60.0
-_TAIL_LINES, _TAIL_BYTES = 15, 20_000
 _MOST_PATIENCE = 30.0
 
 
-class Leashed:
-    """A command of Flower's that ends when this process ends, and takes everything it started along."""
+class Service:
+    """A command of Flower's that ends when this process ends, and takes everything it started along (workers apart)."""
 
     def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int) -> None:
-        """`held` is the end of a pipe that the leash keeps open as long as it lives."""
+        """`held` is the end of a pipe that its supervisor keeps open as long as it lives."""
         self.name, self.log, self._env, self._held = name, log, dict(env), held
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._wanted = False
-        self._log_start = 0
         self._started = self._next_start = 0.0
         self._delay = 0.0
 
@@ -209,29 +209,21 @@ class Leashed:
         """Start it, once what ran before is gone; its output is appended to the log."""
         self.wait()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
-            leash = [sys.executable, "-P", "-m", "fedveil.flower.supervisor"]
-            self._process = subprocess.Popen(
-                [*entering(self._env), *leash, program(command[0]), *command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,
-                pass_fds=(self._held,),
-            )
+        # A client's worker belongs to the client's home, and its parcels survive a node.
+        whole = [*entering(self._env), *supervised([program(command[0]), *command[1:]], spare=WORKER)]
+        with self.log.open("ab+") as log:
+            self._child = ChildProcess(whole, name=self.name, env=self._env, log=log, answers=False, held=(self._held,))
         self._started, self._wanted = time.monotonic(), True
 
     @property
     def pid(self) -> int | None:
-        """The leash's process id, if it runs."""
-        return self._process.pid if self._process is not None and self.alive else None
+        """Its supervisor's process id, if it runs."""
+        return self._child.pid if self._child is not None and self.alive else None
 
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.alive
 
     @property
     def due(self) -> bool:
@@ -247,18 +239,12 @@ class Leashed:
 
     def said(self) -> str:
         """What it has written since it was last started."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
-        return ""
-
-    def tail(self) -> str:
-        """The last lines of that, for an error message."""
-        return "\n".join(self.said()[-_TAIL_BYTES:].strip().splitlines()[-_TAIL_LINES:])
+        return "" if self._child is None else self._child.said()
 
     def failed(self, what: str) -> FlowerError:
         """An error that shows what it said last."""
-        return FlowerError(f"{self.name} {what}. The end of {self.log}:\n{self.tail() or '(nothing)'}")
+        tail = "" if self._child is None else self._child.tail()
+        return FlowerError(f"{self.name} {what}. The end of {self.log}:\n{tail or '(nothing)'}")
 
     def ask_to_end(self) -> None:
         """SIGTERM, without waiting."""
@@ -271,45 +257,30 @@ class Leashed:
 
     def wait(self) -> None:
         """Until it and all it started are gone."""
-        if self._process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_MOST_PATIENCE)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._child is not None:
+            self._child.end(patience=_MOST_PATIENCE)
 
     def _signal(self, number: signal.Signals) -> None:
         self._wanted = False
-        if self._process is not None and self.alive:
-            self._process.send_signal(number)
+        if self._child is not None:
+            self._child.signal(number)
 
 
 class Janitor:
     """Ends the workers of these homes when the cluster is gone, however that came about."""
 
     def __init__(self, homes: Sequence[Path], *, log: Path) -> None:
-        self.log = log
+        self._log, self._patience = log, _MOST_PATIENCE * len(homes)
         log.parent.mkdir(parents=True, exist_ok=True)
-        waiting, self.held = os.pipe()
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fedveil.flower.janitor", *map(str, homes)],
-                stdin=waiting,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        os.close(waiting)
+        command = [sys.executable, "-P", "-m", "fedveil.flower.worker_client", *map(str, homes)]
+        with log.open("ab+") as output:
+            self._child = ChildProcess(command, name="janitor", log=output, answers=False)
+        self.held = self._child.input.fileno()
 
     def finish(self) -> None:
         """Let it end the workers now, and wait until it has."""
-        with contextlib.suppress(OSError):
-            os.close(self.held)
-        if self._process.wait() != 0:
-            raise FlowerError(f"A client's worker would not end: see {self.log}.")
+        if self._child.end(patience=self._patience) != 0:
+            raise FlowerError(f"A client's worker would not end: see {self._log}.")
 
 
 def free_port() -> int:
@@ -368,7 +339,7 @@ class Cluster:
         self._port, self._data, self._keys = port, data, keys
         self._deadline, self._say = deadline, say
         self._open = contextlib.ExitStack()
-        self._processes: dict[str, Leashed] = {}
+        self._processes: dict[str, Service] = {}
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -385,7 +356,7 @@ class Cluster:
         return f"{HOST}:{self._remembered.port}"
 
     @property
-    def processes(self) -> Sequence[Leashed]:
+    def processes(self) -> Sequence[Service]:
         """Every process, in the order of their start."""
         return list(self._processes.values())
 
@@ -404,7 +375,7 @@ class Cluster:
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
                 env = environment(self.places.flwr_home / name, network=self._remembered.network)
-                self._processes[name] = Leashed(name, log=self.places.log(name), env=env, held=janitor.held)
+                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held)
             self._say("starting the SuperLink")
             self._start("superlink")
             self._await_superlink()
