@@ -20,10 +20,11 @@ pytest.importorskip("flwr")
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import override
-from fedveil.flower.cluster import CONNECTION, Cluster, Places, free_port
+from fedveil.flower.cluster import CONNECTION, Places, free_port
 from fedveil.flower.commands import FlowerError, Submission, parse_event
 from fedveil.processes import descendants
 from flower_echo import create_echo
+from harmed_cluster import Cluster
 
 
 @pytest.fixture(scope="module")

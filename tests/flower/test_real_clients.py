@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower import worker_client as courier
-from fedveil.flower.cluster import Cluster
 from fedveil.flower.messages import TEXTS
 from fedveil.processes import descendants
 from flower_desks import RUBBISH
@@ -31,6 +30,7 @@ from flower_runs import (
     process_of,
     rows,
 )
+from harmed_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

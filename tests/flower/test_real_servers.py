@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.flower.cluster import Cluster
 from fedveil.flower.commands import FlowerError
 from fedveil.processes import descendants
 from flower_runs import (
@@ -28,6 +27,7 @@ from flower_runs import (
     process_of,
     rows,
 )
+from harmed_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -296,8 +296,9 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
     """The run that an app folder and these changes (settings and extras) describe, checked before anybody sees it."""
     project = Path(folder) / "pyproject.toml"
     try:
-        config = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        stored = flattened(config)
+        app = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        stored = flattened(app["config"])
+        parts = dict(app.get("components", {}))
     except OSError as reason:
         raise ConfigError(
             f"{folder} is no app folder: {project} cannot be read ({reason.strerror}). Make one with "
@@ -308,6 +309,12 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
             f"{project} is no Flower app's: it has no valid [tool.flwr.app.config] ({reason}). Make a folder with "
             "`fedveil flower init`."
         ) from reason
+    if any(str(one).startswith("fedveil.engines.") for one in parts.values()):
+        raise ConfigError(
+            f"{project} was made by an earlier version, and names a module that has moved. Make the folder anew with "
+            '`fedveil flower init`, or write serverapp = "fedveil.flower:server_app" and clientapp = '
+            '"fedveil.flower:client_app" there.'
+        )
     if changes and FURTHER not in stored:
         raise ConfigError(
             f'{project} has no key {FURTHER} = "" in [tool.flwr.app.config], which carries changes: add it.'

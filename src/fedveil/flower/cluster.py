@@ -304,7 +304,6 @@ def is_free(port: int) -> bool:
 Say = Callable[[str], None]
 
 _BETWEEN_LOOKS = 0.25
-_BEFORE_ANOTHER_TRY = 3.0
 _SECRET_BYTES = 32
 # In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
 _OWN_PORT, _OWN_NODE_PORTS = 8000, 20_000
@@ -393,26 +392,6 @@ class Cluster:
     def stop(self) -> None:
         """End everything, the clients' workers included; what the folder holds stays."""
         self._open.close()
-
-    def restart_superlink(self) -> None:
-        """Kill the SuperLink as a power cut would, start it again, and wait until it answers."""
-        self._processes["superlink"].kill()
-        self._start("superlink")
-        self._await_superlink()
-
-    def kill_node(self, node: int) -> None:
-        """Kill a SuperNode as a power cut would; its client's worker lives on."""
-        self._processes[_node(node)].kill()
-
-    def start_node(self, node: int) -> None:
-        """Start a SuperNode again and wait until it is online.
-
-        One that was killed under TLS is refused until the SuperLink has missed two of its heartbeats, about a minute:
-        it is started again until it is let in.
-        """
-        if not self._processes[_node(node)].alive:
-            self._start(_node(node))
-        self._await_nodes([node], patiently=True)
 
     def watch(self, until: threading.Event) -> None:
         """Start again whatever ends by itself, with longer and longer waits, until the event is set."""
@@ -514,7 +493,7 @@ class Cluster:
             self._remembered.registered.append(node)
             self.places.remember(self._remembered)
 
-    def _await_nodes(self, nodes: Sequence[int], *, patiently: bool = False) -> None:
+    def _await_nodes(self, nodes: Sequence[int]) -> None:
         """Until the SuperLink lists these nodes as online, under the ids that they were given at this start."""
         deadline = time.monotonic() + self._deadline
         waiting = [self._processes[_node(node)] for node in nodes]
@@ -523,11 +502,8 @@ class Cluster:
             if None not in ids and set(ids) <= self._online():
                 return
             for one in waiting:
-                if not one.alive and not patiently:
-                    raise one.failed("ended before it was online")
                 if not one.alive:
-                    time.sleep(_BEFORE_ANOTHER_TRY)
-                    self._start(one.name)
+                    raise one.failed("ended before it was online")
                 if time.monotonic() > deadline:
                     raise one.failed(f"was not online within {self._deadline:g} seconds")
             time.sleep(_BETWEEN_LOOKS)
