@@ -137,7 +137,7 @@ def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp
     parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     address = parent.stdout.readline().strip()
-    home = Places.of(tmp_path).home(0)
+    home = Places(tmp_path).home(0)
     worker = subprocess.Popen([sys.executable, "-P", "-m", "fedveil.flower.worker", home])
     while courier.ping(home) is None:
         time.sleep(0.1)

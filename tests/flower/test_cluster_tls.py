@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower.certificates import create_node_key
-from fedveil.flower.cluster import CONNECTION, free_port, healthy
-from fedveil.flower.commands import Submission, environment, program, superexec_command, supernode_command
+from fedveil.flower.cluster import CONNECTION, free_port
+from fedveil.flower.commands import Submission, environment, healthy, program, superexec_command, supernode_command
 from fedveil.processes import descendants
 from flower_echo import create_echo
 from harmed_cluster import Cluster

@@ -66,7 +66,7 @@ def run(
     from fedveil.flower.commands import Submission, environment, require_flower
 
     require_flower()
-    places = Places.of(folder)
+    places = Places(folder)
     if superlink is None:
         settings, out = located_here(settings), str(Path(out).expanduser().resolve()) if out else ""
     extras = {"out": out or None, "resume": resume or None, "deadline": deadline}

@@ -1,4 +1,8 @@
-"""A cluster's folder: where everything of it lies, and what is remembered from one start to the next."""
+"""A cluster on one machine: a SuperLink, its SuperExec and SuperNodes, with everything of theirs in one folder.
+
+`Places` says where what lies, and what is remembered from one start to the next; a `Service` is one of its processes,
+started again when it ends by itself; `Cluster` starts all of them in order, watches them and ends them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,11 @@ import re
 import secrets
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,10 +27,12 @@ from types import TracebackType
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.flower.certificates import Certificates, create_certificates, create_node_key, write_new
 from fedveil.flower.commands import (
+    COMMANDS,
     FlowerError,
     connection,
     environment,
     flwr,
+    healthy,
     program,
     require_flower,
     superexec_command,
@@ -58,36 +61,15 @@ class Remembered:
     """The process that holds the cluster's own network; None: it is in the machine's."""
 
 
-@dataclass(frozen=True)
 class Places:
-    """The files of the cluster in `folder`, an absolute path."""
+    """Where everything of the cluster in `folder` lies; the folder need not exist."""
 
-    folder: Path
-
-    @staticmethod
-    def of(folder: str | Path) -> Places:
-        """The places in this folder, which need not exist."""
-        return Places(Path(folder).expanduser().resolve())
-
-    @property
-    def flwr_home(self) -> Path:
-        """Flower's configuration, for whoever submits runs."""
-        return self.folder / "flwr"
-
-    @property
-    def database(self) -> Path:
-        """The SuperLink's state."""
-        return self.folder / "superlink.db"
-
-    @property
-    def secret(self) -> Path:
-        """What the SuperExec proves itself with."""
-        return self.folder / "superexec.secret"
-
-    @property
-    def certificates(self) -> Certificates:
-        """The SuperLink's certificates, under TLS."""
-        return Certificates(self.folder / "certificates")
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().resolve()
+        self.flwr_home = self.folder / "flwr"  # Flower's configuration, for whoever submits runs
+        self.database = self.folder / "superlink.db"
+        self.secret = self.folder / "superexec.secret"  # what the SuperExec proves itself with
+        self.certificates = Certificates(self.folder / "certificates")  # the SuperLink's, under TLS
 
     def key(self, node: int) -> Path:
         """A node's private key, under TLS."""
@@ -144,7 +126,7 @@ class Places:
             return healthy(address, ca=ca)
         # Asked by a process of its own, as this one is outside and may have threads, which cannot enter.
         env = environment(network=cluster.network)
-        asking = [*entering(env), sys.executable, "-P", "-m", __name__, address, *([] if ca is None else [str(ca)])]
+        asking = [*entering(env), sys.executable, "-P", "-m", COMMANDS, address, *([] if ca is None else [str(ca)])]
         return subprocess.run(asking, env=env, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
     @contextlib.contextmanager
@@ -167,26 +149,6 @@ class Places:
             yield
         finally:
             os.close(handle)
-
-
-def healthy(address: str, *, ca: Path | None) -> bool:
-    """Whether a SuperLink answers at this address."""
-    context = None if ca is None else ssl.create_default_context(cafile=str(ca))
-    # No proxy of the environment's stands between this machine and itself.
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    if context is not None:
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    url = f"{'http' if ca is None else 'https'}://{address}/health"
-    try:
-        with urllib.request.build_opener(*handlers).open(url, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-if __name__ == "__main__":
-    given = sys.argv[1:]
-    sys.exit(0 if healthy(given[0], ca=Path(given[1]) if given[1:] else None) else 1)
 
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
@@ -333,7 +295,7 @@ class Cluster:
         """`data` and `keys` (a folder made by `fedveil keys`) go into client homes that do not exist yet."""
         if nodes < 1:
             raise ConfigError(f"A cluster needs at least one node (got {nodes}).")
-        self.places = Places.of(folder)
+        self.places = Places(folder)
         self.nodes, self.tls, self.shared = nodes, tls, shared
         self._port, self._data, self._keys = port, data, keys
         self._deadline, self._say = deadline, say

@@ -10,11 +10,14 @@ import importlib.util
 import json
 import os
 import re
+import ssl
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -29,6 +32,10 @@ _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # An app folder of ours lists no dependencies; without this the SuperLink would look for some over the network.
 _OWN_PACKAGES = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
 _PROMPT = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+
+
+COMMANDS = "fedveil.flower.commands"
+"""This module, which says as a program whether a SuperLink answers: `python -m … ADDRESS [CA]`."""
 
 
 class FlowerError(FedVeilError):
@@ -130,6 +137,21 @@ def flwr(*arguments: str, env: Mapping[str, str], timeout: float = 60.0) -> Any:
 
 def _trust(certificates: Certificates | None) -> list[str]:
     return ["--insecure"] if certificates is None else ["--root-certificates", str(certificates.ca)]
+
+
+def healthy(address: str, *, ca: Path | None) -> bool:
+    """Whether a SuperLink answers at this address."""
+    context = None if ca is None else ssl.create_default_context(cafile=str(ca))
+    # No proxy of the environment's stands between this machine and itself.
+    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+    if context is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=context))
+    url = f"{'http' if ca is None else 'https'}://{address}/health"
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
 
 
 MARK = "FEDVEIL "
@@ -288,3 +310,8 @@ def parse_event(line: str) -> Event | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    sys.exit(0 if healthy(given[0], ca=Path(given[1]) if given[1:] else None) else 1)
