@@ -39,9 +39,9 @@ from fedveil.flower.commands import (
     superlink_command,
     supernode_command,
 )
-from fedveil.flower.home import CLIENT_FILE, create_home
+from fedveil.flower.home import create_home
 from fedveil.flower.network import Network, entering
-from fedveil.flower.worker_client import WORKER
+from fedveil.flower.worker_client import SETTINGS, WORKER
 from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
@@ -390,7 +390,7 @@ class Cluster:
                     create_node_key(places.key(node))
         keys = None if self._keys is None else Path(self._keys)
         for node in range(self.nodes):
-            if not (places.home(node) / CLIENT_FILE).exists():
+            if not (places.home(node) / SETTINGS).exists():
                 create_home(
                     places.home(node),
                     client=node,

@@ -23,6 +23,7 @@ from fedveil.crypto.keys import Roster
 from fedveil.data import Dataset
 from fedveil.data.sources import EMBEDDED
 from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.models.custom import Factory, load_file
@@ -30,7 +31,6 @@ from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded, read_policy, r
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
 from fedveil.work.messages import ClientData
 
-_FILE = "client.toml"
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "client": int,
     "data": str,
@@ -76,7 +76,7 @@ class Home:
     @staticmethod
     def read(path: Path) -> Home:
         """The folder's client.toml and the files it names; every mistake is named."""
-        where = path / _FILE
+        where = path / SETTINGS
         given = _settings(where)
         client = given.get("client")
         if client is None or client < 0:
@@ -105,7 +105,7 @@ class Home:
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         """When the files were changed that this was read from."""
-        file = self.path / _FILE
+        file = self.path / SETTINGS
         named = _files(self.path, _settings(file)).values()
         found = [(one, one.stat()) for one in (file, *named) if one.exists()]
         return tuple((str(one), at.st_mtime_ns, at.st_size) for one, at in found)
@@ -115,16 +115,16 @@ class Home:
         if config.simulated_secrets and not self.simulation:
             raise RequiredError(
                 "the run is a simulation: its secrets follow from a seed that the server knows, and protect nothing. "
-                f"Leave the seed out, or write simulation = true into {self.path / _FILE}"
+                f"Leave the seed out, or write simulation = true into {self.path / SETTINGS}"
             )
-        check_terms(config, self.require, where=str(self.path / _FILE))
+        check_terms(config, self.require, where=str(self.path / SETTINGS))
         if not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model
         if model not in CATALOGUE:
             # A name from a message would otherwise be imported and called: only what the owner has listed is.
             if model not in self.models:
-                raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / _FILE}")
+                raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / SETTINGS}")
             file, _, factory = model.rpartition(":")
             model = Factory(f"{self.path / file}:{factory}" if file.endswith(".py") else model)
         return config.with_changes(model=model, device=self.device)
@@ -134,9 +134,9 @@ class Home:
         own = ", ".join(self.models) or "none"
         simulated = "yes: the server knows their secrets" if self.simulation else "no"
         lines = [
-            *terms_of(self.require, where=_FILE),
-            Term("model", f"those of `fedveil models`; own architectures: {own}", _FILE),
-            Term("simulations", simulated, _FILE),
+            *terms_of(self.require, where=SETTINGS),
+            Term("model", f"those of `fedveil models`; own architectures: {own}", SETTINGS),
+            Term("simulations", simulated, SETTINGS),
         ]
         if self.policy is None:
             what = "what it aims at, in each run anew"
@@ -155,12 +155,7 @@ def _files(path: Path, given: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def _settings(where: Path) -> dict[str, Any]:
-    try:
-        given = tomllib.loads(where.read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise ConfigError(f"Cannot read {where}: {reason.strerror}. Make it with `fedveil flower client`.") from reason
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
-        raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
+    given = settings_of(where.parent)
     for name, value in given.items():
         if name not in _KINDS:
             raise unknown_name(f"setting in {where}:", name, _KINDS)
@@ -170,7 +165,6 @@ def _settings(where: Path) -> dict[str, Any]:
 
 
 Required = str | int | float | bool | Mapping[str, float]
-CLIENT_FILE = "client.toml"
 
 
 def create_home(
@@ -194,7 +188,7 @@ def create_home(
         raise ConfigError(f"Clients are numbered from 0 (got {client}).")
     if (roster is None) != (identity is None):
         raise ConfigError("A roster and the client's own signing key (identity) belong together: give both or neither.")
-    target = folder / CLIENT_FILE
+    target = folder / SETTINGS
     if target.exists():
         raise ConfigError(f"{target} exists already: change it there, or give another folder.")
     named = {

@@ -143,7 +143,7 @@ def settings_of(home: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
-        raise ConfigError(f"{path} cannot be read: {reason}. It describes this client; see the guide.") from reason
+        raise ConfigError(f"{path} cannot be read: {reason}. Make it with `fedveil flower client`.") from reason
 
 
 def socket_address(home: Path) -> Path:
