@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
-from fedveil.crypto import ckks
-from fedveil.crypto.ckks import processes
+from fedveil.crypto import ciphertexts, ckks
 
 VALUES = 1_000_000
 ADDENDS = 10
@@ -112,7 +111,7 @@ def best(top: Timed, bottom: Timed) -> Ratio:
 def _with(count: int, work: Callable[[], object]) -> Callable[[], object]:
     def run() -> object:
         # Not set_workers: it would end the worker that the next candidate needs warm.
-        with patch.object(processes, "workers", lambda: count):
+        with patch.object(ciphertexts, "workers", lambda: count):
             return work()
 
     return run

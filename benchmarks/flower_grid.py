@@ -15,9 +15,8 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedveil.flower.client_app import answer
-from fedveil.flower.framing import PARTS, out_of_array
-from fedveil.flower.message_handler import Desk
+from fedveil.flower.client_app import PARTS, answer, out_of_array
+from fedveil.flower.message_handler import MessageHandler
 from fedveil.protocol.codec import decode
 
 _RUN = 7
@@ -43,7 +42,7 @@ class TimedGrid(Grid):
     def __init__(self, homes: Iterable[Path]) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = _RUN, 1, 1
         self._homes = {100 + place: home for place, home in enumerate(homes)}
-        self._desks: dict[Path, Desk] = {}
+        self._desks: dict[Path, MessageHandler] = {}
         self._replies: dict[str, Message] = {}
         self._count = 0
         self.phases: list[Phase] = []
@@ -74,7 +73,7 @@ class TimedGrid(Grid):
     def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
         began = time.process_time()
         if home not in self._desks:
-            self._desks[home] = Desk(home)
+            self._desks[home] = MessageHandler(home)
         reply = self._desks[home].handle(parcel)
         phase = self.phases[-1]
         phase.clients += time.process_time() - began

@@ -19,7 +19,7 @@ _KINDS = (
     ("flwr-clientapp", "client app"),
     ("flwr-serverapp", "server app"),
     ("flower-superexec", "SuperExec"),
-    ("fedveil.flower.", "supervisor"),
+    ("fedveil.", "supervisor"),
 )
 
 
@@ -55,7 +55,7 @@ def memory_by_kind(folder: str) -> dict[str, dict[str, int]]:
     mine = _members(folder)
     found: dict[str, dict[str, int]] = defaultdict(lambda: {"processes": 0, "resident": 0, "share": 0})
     for pid, command in mine.items():
-        kind = next((name for mark, name in _KINDS if mark in _unleashed(command)), "other")
+        kind = next((name for mark, name in _KINDS if mark in _supervised(command)), "other")
         with contextlib.suppress(OSError):
             sizes = _sizes(pid)
             one = found[kind]
@@ -87,9 +87,9 @@ def _members(folder: str) -> dict[int, str]:
     return {pid: commands[pid] for pid in mine}
 
 
-def _unleashed(command: str) -> str:
-    # A leash's command names what it holds.
-    return "fedveil.flower.supervisor" if "fedveil.flower.supervisor" in command else command
+def _supervised(command: str) -> str:
+    # A supervisor's command names what it holds.
+    return "fedveil.processes" if "fedveil.processes" in command else command
 
 
 def _processes() -> tuple[dict[int, str], dict[int, int]]:

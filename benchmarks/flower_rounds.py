@@ -18,7 +18,7 @@ from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.flower.app_folder import create_app, prepared
 from fedveil.flower.cluster import CONNECTION, Cluster
-from fedveil.flower.submission import Submission
+from fedveil.flower.commands import Submission
 from fedveil.runs.job import job_from_config
 from fedveil.runs.loop import fresh_state, train_job
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.flower_rounds import APPS, COMMON, dealt, rounds_here
 from benchmarks.flower_store import Measured, Store
-from fedveil.flower.submission import parse_event
+from fedveil.flower.commands import parse_event
 
 SIZES = (10, 100)
 _SCRIPT = """

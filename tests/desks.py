@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-DESK = ("--desk", "desks:Desk")
+DESK = ("--handler", "desks:Desk")
 
 
 class Desk:

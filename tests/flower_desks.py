@@ -13,8 +13,8 @@ import torch
 
 from desks import until
 from fedveil.flower import message_handler as desk
-from fedveil.flower.framing import pack, unpack
-from fedveil.flower.rollcall import Present
+from fedveil.flower.messages import Present
+from fedveil.framing import pack, unpack
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import from_bytes
 from fedveil.protocol.messages import Reply, Upload
@@ -23,7 +23,7 @@ ORDERS = "orders.json"
 _LONGEST_WAIT = 300.0
 
 
-class Ordered(desk.Desk):
+class Ordered(desk.MessageHandler):
     """The real desk, with orders."""
 
     def __init__(self, home: Path) -> None:

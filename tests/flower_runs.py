@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from fedveil.config import RunConfig
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import create_app, prepared
+from fedveil.flower.client_app import PARTS, out_of_array
 from fedveil.flower.cluster import CONNECTION, Cluster
-from fedveil.flower.framing import PARTS, out_of_array
+from fedveil.flower.commands import Submission
 from fedveil.flower.server_app import serve
-from fedveil.flower.submission import Submission
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from fedveil.protocol.codec import decode
 from fedveil.runs import session
 from flower.in_process import InProcessGrid, context_of, make_homes
@@ -205,7 +205,7 @@ def _serving(home: Path) -> subprocess.Popen[bytes] | None:
     here = str(Path(__file__).parent)
     with (home / courier.LOG).open("ab") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", courier.WORKER, str(home), "--desk", "flower_desks:Ordered"],
+            [sys.executable, "-m", courier.WORKER, str(home), "--handler", "flower_desks:Ordered"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])},
             cwd=home,
             stdin=subprocess.DEVNULL,
@@ -234,8 +234,8 @@ def worker_of(home: Path) -> int:
 
 def process_of(cluster: Cluster, name: str, program: str) -> int | None:
     """The id of the process below a cluster's process that runs this program of Flower's."""
-    leash = next(one for one in cluster.processes if one.name == name).pid
-    for pid in descendants(leash) if leash is not None else ():
+    supervisor = next(one for one in cluster.processes if one.name == name).pid
+    for pid in descendants(supervisor) if supervisor is not None else ():
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             if any(Path(os.fsdecode(word)).name == program for word in words[:3]):

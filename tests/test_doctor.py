@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedveil import doctor as checkup
-from fedveil.crypto.ckks.processes import VARIABLE
+from fedveil.crypto.ciphertexts import VARIABLE
 from fedveil.doctor import ADVICE, OK, PROBLEM, Finding, examine
 from papers import stage
 from shell import fedveil

@@ -161,7 +161,7 @@ def test_whoever_listens_may_break_off_and_no_process_is_left() -> None:
 
     def enough(fraction: float) -> None:
         assert process._child is not None
-        processes.append(process._child.process.pid)
+        processes.append(process._child.pid)
         raise KeyboardInterrupt
 
     process = AttackProcess("hangs", attacks=ATTACKS)

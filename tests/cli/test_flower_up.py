@@ -22,7 +22,7 @@ from fedveil.flower import worker_client as courier
 from fedveil.flower.cluster import CONNECTION, Places
 from fedveil.flower.commands import flwr
 from fedveil.flower.network import entering
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from flower_echo import create_echo
 
 FEDVEIL = [sys.executable, "-P", "-m", "fedveil", "flower"]
@@ -63,13 +63,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     yield Up(process, folder, "".join(lines))
 
     below = descendants(process.pid)
-    homes = [Places.of(folder).home(node) for node in range(2)]
+    homes = [Places(folder).home(node) for node in range(2)]
     workers = [said["pid"] for home in homes if (said := courier.ping(home)) is not None]
     process.send_signal(signal.SIGINT)
     rest = process.stdout.read()
     process.stdout.close()
     assert (process.wait(60), rest) == (0, "ended; the folder is kept for the next time\n")
-    assert len(below) >= 9, "four leashes, what they hold, and the janitor"
+    assert len(below) >= 9, "four supervisors, what they hold, and the janitor"
     assert len(workers) == 2, "a real run has started them"
     deadline = time.monotonic() + 60  # what has ended is gone once somebody has asked for its status
     while left := [pid for pid in {*below, *workers} if Path(f"/proc/{pid}").exists()]:
@@ -115,7 +115,7 @@ def test_a_run_that_fails_ends_with_its_words_and_its_exit_code(up: Up, tmp_path
     if named == "folder":
         done = up.run(*arguments)
     else:
-        places = Places.of(up.folder)
+        places = Places(up.folder)
         env = {**ENV, "FLWR_HOME": str(places.flwr_home)}
         inside = entering(places.environment())
         command = [*inside, *FEDVEIL, "run", *map(str, arguments), "--superlink", CONNECTION]
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_watching_and_twice_stops_the_run(up: Up, tmp_path: Path, t
             watching.send_signal(signal.SIGINT)
         said = watching.stderr.read()
         code = watching.wait(60)
-    env = Places.of(up.folder).environment()
+    env = Places(up.folder).environment()
     status = flwr("list", CONNECTION, "--run-id", found[1], env=env)["runs"][0]["status"]
     if times == 1:
         assert (code, status) == (129, "running")
@@ -163,13 +163,13 @@ def test_a_node_that_ends_is_started_again(up: Up) -> None:
         pid
         for pid in descendants(up.process.pid)
         if b"flower-supernode" in (line := Path(f"/proc/{pid}/cmdline").read_bytes())
-        and b"fedveil.flower.supervisor" not in line
+        and b"fedveil.processes" not in line
         and b"client-1" in line
     )
     os.kill(node, signal.SIGKILL)
     assert up.process.stdout is not None
     assert "supernode-1 has ended: starting it again" in up.process.stdout.readline()
     deadline = time.monotonic() + 90
-    while Places.of(up.folder).log("supernode-1").read_text().count("SuperNode ID") < 2:
+    while Places(up.folder).log("supernode-1").read_text().count("SuperNode ID") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -11,7 +11,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedveil.flower.client_app import answer
-from fedveil.flower.message_handler import Desk
+from fedveil.flower.message_handler import MessageHandler
 
 RUN = 7
 Twist = Callable[[Message], "list[Message]"]
@@ -23,7 +23,7 @@ class InProcessGrid(Grid):
     def __init__(self, homes: Iterable[Path], *, twist: Twist | None = None) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
         self.homes = {100 + place: home for place, home in enumerate(homes)}
-        self.desks: dict[Path, Desk] = {}
+        self.desks: dict[Path, MessageHandler] = {}
         self.twist = twist
         self.sent: list[Message] = []
         self.away: set[int] = set()
@@ -56,7 +56,7 @@ class InProcessGrid(Grid):
 
     def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
         if home not in self.desks:
-            self.desks[home] = Desk(home)
+            self.desks[home] = MessageHandler(home)
         return self.desks[home].handle(parcel)
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:

@@ -12,8 +12,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
-from fedveil.flower.app_folder import create_app, prepared
-from fedveil.flower.settings import Extras
+from fedveil.flower.app_folder import Extras, create_app, prepared
 
 CONFIG = RunConfig(
     scheme="veil-dp",
@@ -109,6 +108,11 @@ def test_changes_are_checked_before_anybody_sees_them(tmp_path: Path) -> None:
         pytest.param("[tool.flwr.app]\nconfig = 3\n", "no valid", id="number"),
         pytest.param("= nonsense", "no valid", id="broken"),
         pytest.param("[tool.flwr.app.config]\nlr = 1.0\n", 'no key settings = ""', id="older"),
+        pytest.param(
+            '[tool.flwr.app.components]\nserverapp = "fedveil.engines.flower:server_app"\n[tool.flwr.app.config]\n',
+            "earlier version.*fedveil flower init",
+            id="moved",
+        ),
     ],
 )
 def test_a_folder_that_is_no_app_is_named(tmp_path: Path, text: str | None, said: str) -> None:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("flwr")
 
 from fedveil.errors import Code, FedVeilError
-from fedveil.flower import refusals
+from fedveil.flower import messages
 from fedveil.flower.client_memory import DamagedError, Memory, Promise, Remembered
 from fedveil.flower.server_app import serve
 from fedveil.protocol.client_state import ClientState
@@ -126,5 +126,5 @@ def test_a_client_whose_account_is_gone_takes_part_in_no_run(how: str, tmp_path:
             (home / "state" / "spent.sealed").write_bytes(content)
     with pytest.raises(FedVeilError) as refused:
         serve(InProcessGrid(homes), context_of(out=str(tmp_path / "third"), **NOISY))
-    assert refusals.TEXTS[Code.STATE] in str(refused.value)
+    assert messages.TEXTS[Code.STATE] in str(refused.value)
     assert not (tmp_path / "third" / "metrics.jsonl").exists() or not (tmp_path / "third" / "metrics.jsonl").read_text()

@@ -19,12 +19,12 @@ pytest.importorskip("flwr")
 
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
-from fedveil.flower.cluster import CONNECTION, Cluster, Places, free_port
-from fedveil.flower.commands import FlowerError
-from fedveil.flower.settings import override
-from fedveil.flower.submission import Submission, parse_event
-from fedveil.flower.supervisor import descendants
+from fedveil.flower.app_folder import override
+from fedveil.flower.cluster import CONNECTION, Places, free_port
+from fedveil.flower.commands import FlowerError, Submission, parse_event
+from fedveil.processes import descendants
 from flower_echo import create_echo
+from harmed_cluster import Cluster
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +137,12 @@ def test_a_parent_that_is_killed_leaves_nothing_and_the_folder_is_used_again(tmp
     parent = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     address = parent.stdout.readline().strip()
-    home = Places.of(tmp_path).home(0)
+    home = Places(tmp_path).home(0)
     worker = subprocess.Popen([sys.executable, "-P", "-m", "fedveil.flower.worker", home])
     while courier.ping(home) is None:
         time.sleep(0.1)
     below = descendants(parent.pid)
-    assert len(below) >= 7, "three leashes, what they hold, and the janitor"
+    assert len(below) >= 7, "three supervisors, what they hold, and the janitor"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower.certificates import create_node_key
-from fedveil.flower.cluster import CONNECTION, Cluster, free_port, healthy
-from fedveil.flower.commands import environment, program, superexec_command, supernode_command
-from fedveil.flower.submission import Submission
-from fedveil.flower.supervisor import descendants
+from fedveil.flower.cluster import CONNECTION, free_port
+from fedveil.flower.commands import Submission, environment, healthy, program, superexec_command, supernode_command
+from fedveil.processes import descendants
 from flower_echo import create_echo
+from harmed_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

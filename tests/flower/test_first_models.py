@@ -11,7 +11,7 @@ from fedveil.client_held.client import HolderRole
 from fedveil.config import RunConfig
 from fedveil.flower.home import Home
 from fedveil.flower.message_handler import build_side
-from fedveil.flower.settings import Setup
+from fedveil.flower.messages import Setup
 from flower.in_process import make_homes
 
 FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}

@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower import worker_client as courier
-from fedveil.flower.cluster import free_port, healthy
+from fedveil.flower.cluster import free_port
+from fedveil.flower.commands import healthy
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 DATA = """

@@ -15,10 +15,11 @@ pytest.importorskip("flwr")
 
 from fedveil.config import RunConfig
 from fedveil.errors import Code, FedVeilError
-from fedveil.flower import refusals
-from fedveil.flower.framing import Kind, pack, receive, unpack
-from fedveil.flower.message_handler import Desk
-from fedveil.flower.settings import Setup
+from fedveil.flower import messages
+from fedveil.flower.message_handler import MessageHandler
+from fedveil.flower.messages import Setup
+from fedveil.flower.worker_client import Kind
+from fedveil.framing import pack, receive, unpack
 from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Epoch, Hello
 from flower.in_process import make_homes
@@ -30,7 +31,7 @@ FACTS = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "voc
 @pytest.mark.parametrize("times", [400, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_a_desk_answers_whatever_it_is_handed(tmp_path: Path, times: int) -> None:
     home = make_homes(tmp_path, 1)[0]
-    mutator, desk = Mutator(5), Desk(home)
+    mutator, desk = Mutator(5), MessageHandler(home)
     config = RunConfig(scheme="veil-secagg", clients=3, rounds=2, seed=1, batch_size=16)
     setup = Setup.of(config, FACTS, lineage="0123456789abcdef" * 2, attempt=0)
     hello, told = Hello(setup.name + "run", Epoch(0, 0, 2, 3, 3, 1)), json.loads(setup.to_text())
@@ -57,7 +58,7 @@ def test_a_desk_answers_whatever_it_is_handed(tmp_path: Path, times: int) -> Non
             parcel = parcel[:4] + struct.pack("<I", len(header)) + header + parcel[8 + length :]
         with within(LONGEST), little_memory():
             codes.add(str(unpack(desk.handle(parcel))[0]["code"]))
-    assert codes <= {"", *refusals.TEXTS}
+    assert codes <= {"", *messages.TEXTS}
     assert Code.PROTOCOL in codes
 
 
@@ -67,6 +68,6 @@ def test_a_frame_takes_no_memory_for_what_it_only_claims() -> None:
         for kind in (*Kind, 0, 77):
             ours, theirs = socket.socketpair()
             with ours, theirs, little_memory(), contextlib.suppress(FedVeilError):
-                theirs.sendall(mutator.damaged(struct.pack(">BQ", kind, claimed) + b"abc"))
+                theirs.sendall(mutator.damaged(struct.pack(">BIQ", kind, 1, claimed) + b"abc"))
                 theirs.shutdown(socket.SHUT_WR)
-                receive(ours, deadline=time.monotonic() + LONGEST)
+                receive(ours, Kind, deadline=time.monotonic() + LONGEST)

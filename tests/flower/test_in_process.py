@@ -15,10 +15,11 @@ from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError, NumericError, ProtocolError
-from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
-from fedveil.flower.message_handler import Desk
+from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.message_handler import MessageHandler
+from fedveil.flower.messages import Setup
 from fedveil.flower.server_app import serve
-from fedveil.flower.settings import Setup
+from fedveil.framing import pack, unpack
 from fedveil.protocol import key_agreement as handshake
 from fedveil.protocol import key_agreement as keyring
 from fedveil.protocol.codec import decode, encode
@@ -423,7 +424,7 @@ def test_a_client_that_is_behind_trains_on_nothing(tmp_path: Path) -> None:
     config = RunConfig(scheme="ckks-fedavg", cipher="pads", clients=3, seed=1, rounds=3)
     facts = {"input_shape": [1, 8, 8], "outputs": 10, "task": "classification", "vocabulary": None}
     setup = Setup.of(config, facts, lineage="ab" * 16, attempt=1, start=7)
-    desk = Desk(home)
+    desk = MessageHandler(home)
     for version in (-1, 0):
         request = Begin(0, 1, torch.tensor([0, 1, 2]), version, None)
         parcel = pack({"setup": setup.to_text(), "message": f"m{version}"}, {"common": encode(request)})

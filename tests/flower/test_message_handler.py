@@ -30,14 +30,14 @@ from fedveil.errors import (
     Refusal,
     TraceError,
 )
-from fedveil.flower import refusals
+from fedveil.flower import messages
+from fedveil.flower.client_app import PARTS, out_of_array
 from fedveil.flower.client_memory import DamagedError, Memory
-from fedveil.flower.framing import PARTS, out_of_array, pack, unpack
 from fedveil.flower.home import Home
-from fedveil.flower.message_handler import Desk
-from fedveil.flower.rollcall import RollCall
+from fedveil.flower.message_handler import MessageHandler
+from fedveil.flower.messages import RollCall, Setup
 from fedveil.flower.server_app import serve
-from fedveil.flower.settings import Setup
+from fedveil.framing import pack, unpack
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Epoch, Hello
@@ -72,16 +72,16 @@ def home(tmp_path: Path) -> Path:
 def test_the_same_message_gets_the_same_reply_even_from_another_process(home: Path) -> None:
     setup = a_setup(secrets="os")
     hello = Hello(setup.name + "run", EPOCH)
-    first = Desk(home).handle(parcel(setup, hello, "m1"))
+    first = MessageHandler(home).handle(parcel(setup, hello, "m1"))
     assert not code(first)
-    assert Desk(home).handle(parcel(setup, hello, "m1")) == first
+    assert MessageHandler(home).handle(parcel(setup, hello, "m1")) == first
     # Another message is answered anew, with the keys that are kept.
-    assert unpack(Desk(home).handle(parcel(setup, hello, "m2")))[1] == unpack(first)[1]
+    assert unpack(MessageHandler(home).handle(parcel(setup, hello, "m2")))[1] == unpack(first)[1]
 
 
 def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: Path) -> None:
     """Masks and signatures are bound to the name: clients who were told different settings must share nothing."""
-    desk, setup = Desk(home), a_setup(secrets="os")
+    desk, setup = MessageHandler(home), a_setup(secrets="os")
     other = a_setup(secrets="os", neighbours=2)
     assert setup.name != other.name
     assert code(desk.handle(parcel(setup, Hello("run", EPOCH), "m1"))) == Code.PROTOCOL
@@ -91,7 +91,7 @@ def test_a_run_has_one_name_in_an_attempt_and_the_name_says_the_settings(home: P
 
 
 def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
-    desk, setup = Desk(home), a_setup(secrets="os")
+    desk, setup = MessageHandler(home), a_setup(secrets="os")
     desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m1"))
     later = replace(setup, attempt=1)
     desk.handle(parcel(later, Hello(later.name + "run", EPOCH), "m2"))
@@ -104,13 +104,13 @@ def test_a_new_attempt_begins_without_the_keys_of_the_last(home: Path) -> None:
 
 
 def test_settings_do_not_change_in_the_middle_of_an_attempt(home: Path) -> None:
-    desk = Desk(home)
+    desk = MessageHandler(home)
     desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
     assert code(desk.handle(parcel(a_setup(scheme="fedavg"), Hello("run", EPOCH), "m2"))) == Code.PROTOCOL
 
 
 def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
-    desk = Desk(home)
+    desk = MessageHandler(home)
     later = Setup.parse(a_setup().to_text().replace('"attempt":0', '"attempt":1'))
     assert not code(desk.handle(parcel(later, Hello("run", EPOCH), "m1")))
     assert code(desk.handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == Code.PROTOCOL
@@ -139,14 +139,14 @@ def test_an_attempt_that_is_over_is_not_taken_up_again(home: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_a_code(content: bytes, home: Path) -> None:
-    assert code(Desk(home).handle(content)) == Code.PROTOCOL
+    assert code(MessageHandler(home).handle(content)) == Code.PROTOCOL
     assert not [one.name for one in (home / "state").iterdir() if one.name != "state.key"]
 
 
 @pytest.mark.parametrize("cut", [1, 4, 9, 40, 200, -1])
 def test_a_truncated_parcel_is_refused(cut: int, home: Path) -> None:
     whole = parcel(a_setup(), Hello("run", EPOCH))
-    assert code(Desk(home).handle(whole[:cut])) == Code.PROTOCOL
+    assert code(MessageHandler(home).handle(whole[:cut])) == Code.PROTOCOL
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_a_client_takes_part_in_what_its_owner_agrees_to(
         "from torch import nn\n\ndef make(outputs):\n"
         "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, outputs))\n"
     )
-    assert code(Desk(home).handle(parcel(a_setup(**settings), RollCall("n")))) == expected
+    assert code(MessageHandler(home).handle(parcel(a_setup(**settings), RollCall("n")))) == expected
 
 
 def test_a_simulation_is_refused_unless_the_owner_allows_it(tmp_path: Path) -> None:
     home = make_homes(tmp_path, 1)[0]
     (home / "client.toml").write_text("client = 0\n")
-    assert code(Desk(home).handle(parcel(a_setup(), RollCall("n")))) == Code.REQUIRED
-    assert code(Desk(home).handle(parcel(a_setup(secrets="os"), RollCall("n")))) == ""
+    assert code(MessageHandler(home).handle(parcel(a_setup(), RollCall("n")))) == Code.REQUIRED
+    assert code(MessageHandler(home).handle(parcel(a_setup(secrets="os"), RollCall("n")))) == ""
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_loader_that_fails_tells_its_own_machine_and_nobody_else(
     (home / "data.py").write_text(facts + loader)
     (home / "client.toml").write_text('client = 0\nsimulation = true\ndata = "data.py"\n')
     with caplog.at_level(logging.WARNING):
-        reply = Desk(home).handle(parcel(a_setup(), RollCall("n")))
+        reply = MessageHandler(home).handle(parcel(a_setup(), RollCall("n")))
     assert code(reply) == expected
     assert b"PLANTED" not in reply
     if "PLANTED" in loader:
@@ -239,7 +239,7 @@ def test_a_loader_that_fails_tells_its_own_machine_and_nobody_else(
 )
 def test_every_error_has_a_code_and_every_code_a_text(error: FedVeilError, expected: Code) -> None:
     assert error.code is expected
-    assert refusals.refusal_of(expected.value) == Refusal(expected, refusals.TEXTS[expected])
+    assert messages.refusal_of(expected.value) == Refusal(expected, messages.TEXTS[expected])
 
 
 def test_whether_a_client_refuses_follows_from_its_owners_description_and_not_from_samples(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_whether_a_client_refuses_follows_from_its_owners_description_and_not_fr
         "def client(n):\n    return torch.ones(4, 1, 8, 8), torch.tensor([0, 1, 2, 3])\n"
     )
     (home / "client.toml").write_text('client = 0\nsimulation = true\ndata = "data.py"\n')
-    desk = Desk(home)
+    desk = MessageHandler(home)
     for outputs in range(2, 13):
         asked = Setup.of(
             RunConfig(scheme="fedavg", clients=3, seed=1), {**FACTS, "outputs": outputs}, lineage=LINEAGE, attempt=0
@@ -271,49 +271,49 @@ def test_a_server_does_not_vouch_for_itself(settings: dict[str, Any], tmp_path: 
     home = make_homes(tmp_path, 1)[0]
     (home / "client.toml").write_text("client = 0\n")
     asked = parcel(a_setup(secrets="os", **settings), RollCall("n"))
-    assert code(Desk(home).handle(asked)) == Code.REQUIRED
+    assert code(MessageHandler(home).handle(asked)) == Code.REQUIRED
     name, value = next((name, value) for name, value in settings.items() if name != "scheme")
     allowed = str(value).lower() if isinstance(value, bool) else f'"{value}"'
     (home / "client.toml").write_text(f"client = 0\n[require]\n{name} = {allowed}\n")
-    assert code(Desk(home).handle(asked)) == ""
+    assert code(MessageHandler(home).handle(asked)) == ""
 
 
 def test_what_the_owner_changes_counts_from_the_next_message(home: Path) -> None:
-    desk = Desk(home)
+    desk = MessageHandler(home)
     assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == ""
     (home / "client.toml").write_text('client = 0\nsimulation = true\n[require]\nscheme = "veil-dp"\n')
     assert code(desk.handle(parcel(a_setup(), RollCall("n")))) == Code.REQUIRED
 
 
 def test_state_restored_from_a_backup_is_refused(home: Path, tmp_path: Path) -> None:
-    desk, setup = Desk(home), a_setup(secrets="os")
+    desk, setup = MessageHandler(home), a_setup(secrets="os")
     desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m1"))
     shutil.copytree(home / "state", tmp_path / "backup")
     desk.handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m2"))
     shutil.copytree(tmp_path / "backup", home / "state", dirs_exist_ok=True)
-    assert code(Desk(home).handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == Code.STATE
+    assert code(MessageHandler(home).handle(parcel(setup, Hello(setup.name + "run", EPOCH), "m3"))) == Code.STATE
 
 
 def test_every_code_has_one_text_and_a_code_nobody_knows_is_not_repeated() -> None:
-    assert set(refusals.TEXTS) == set(Code)
-    assert len(set(refusals.TEXTS.values())) == len(Code)
-    assert refusals.refusal_of("secret 4711") == Refusal(Code.UNKNOWN, refusals.TEXTS[Code.UNKNOWN])
-    assert "secret" not in refusals.TEXTS[Code.UNKNOWN]
+    assert set(messages.TEXTS) == set(Code)
+    assert len(set(messages.TEXTS.values())) == len(Code)
+    assert messages.refusal_of("secret 4711") == Refusal(Code.UNKNOWN, messages.TEXTS[Code.UNKNOWN])
+    assert "secret" not in messages.TEXTS[Code.UNKNOWN]
 
 
 def test_damaged_state_is_refused_and_left_alone(home: Path) -> None:
-    Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
+    MessageHandler(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m1"))
     file = home / "state" / f"{LINEAGE}.run.sealed"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(bytes(content))
-    assert code(Desk(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == Code.STATE
+    assert code(MessageHandler(home).handle(parcel(a_setup(), Hello("run", EPOCH), "m2"))) == Code.STATE
     assert file.read_bytes() == bytes(content)
 
 
 def test_state_is_sealed_and_readable_by_its_owner_alone(home: Path) -> None:
     setup = a_setup(secrets="os")
-    Desk(home).handle(parcel(setup, Hello(setup.name + "a name to look for", EPOCH), "m1"))
+    MessageHandler(home).handle(parcel(setup, Hello(setup.name + "a name to look for", EPOCH), "m1"))
     state = Memory(home / "state").recall(LINEAGE, device=CPU)
     assert state is not None
     assert state.state.keys is not None
@@ -339,7 +339,7 @@ def test_what_was_spent_is_remembered_for_all_runs_under_limits_of_ones_own(tmp_
     assert "takes no further part" in second["stopped"]
     # Without a policy every run is held to its own target.
     (homes[0] / "client.toml").write_text("client = 0\nsimulation = true\n")
-    desk = Desk(homes[0])
+    desk = MessageHandler(homes[0])
     desk.handle(parcel(a_setup(), Hello("run", EPOCH)))
     kept = Memory(homes[0] / "state").recall(LINEAGE, device=CPU)
     assert kept is not None
@@ -478,7 +478,7 @@ def test_a_worker_started_anew_goes_on_with_the_model_of_its_group(tmp_path: Pat
 
     class Forgetful(InProcessGrid):
         def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
-            return Desk(home).handle(parcel)
+            return MessageHandler(home).handle(parcel)
 
     settings = {"dataset": "digits", "model": "mlp", "clients": 3, "rounds": 3, "cipher": "pads", "deadline": 5.0}
     out = tmp_path / "run"

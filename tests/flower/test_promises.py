@@ -16,9 +16,9 @@ pytest.importorskip("flwr")
 
 from fedveil.errors import Code, FedVeilError
 from fedveil.flower.client_memory import DamagedError, Memory
-from fedveil.flower.framing import unpack
-from fedveil.flower.message_handler import Desk
+from fedveil.flower.message_handler import MessageHandler
 from fedveil.flower.server_app import serve
+from fedveil.framing import unpack
 from fedveil.protocol.codec import decode
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 from flower.in_process import InProcessGrid, context_of, make_homes
@@ -113,7 +113,7 @@ def test_whatever_is_raised_in_the_middle_leaves_the_promise_and_its_price(
     home, parcel = asked_to_train(tmp_path, scheme)
     with monkeypatch.context() as broken:
         breaking(broken, error)
-        desk = Desk(home)
+        desk = MessageHandler(home)
         if isinstance(error, Exception):
             assert code(desk.handle(parcel)) == Code.INTERNAL
         else:
@@ -123,7 +123,7 @@ def test_whatever_is_raised_in_the_middle_leaves_the_promise_and_its_price(
     assert spent > 0
     assert answered(home) > (-1, 0)
     # Well again, it does not answer what it was charged for and refused, whichever process is asked.
-    for one in (desk, Desk(home)):
+    for one in (desk, MessageHandler(home)):
         assert code(one.handle(parcel)) == Code.INTERNAL
     assert Memory(home / "state").spent() == spent
 
@@ -138,7 +138,7 @@ def test_a_worker_killed_in_the_middle_has_promised_and_paid(
         pid = os.fork()
         if pid == 0:
             breaking(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            Desk(home).handle(parcel)
+            MessageHandler(home).handle(parcel)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
@@ -147,7 +147,7 @@ def test_a_worker_killed_in_the_middle_has_promised_and_paid(
     assert once > 0
     assert answered(home) > (-1, 0)
     # Nothing has left: handed over again, the message is answered, and paid for once more.
-    assert code(Desk(home).handle(parcel)) == ""
+    assert code(MessageHandler(home).handle(parcel)) == ""
     assert math.isclose(Memory(home / "state").spent(), 2 * once)
 
 
@@ -160,11 +160,11 @@ def test_a_worker_that_dies_of_a_message_is_not_made_to_die_of_it_for_ever(
         pid = os.fork()
         if pid == 0:
             breaking(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            Desk(home).handle(parcel)
+            MessageHandler(home).handle(parcel)
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     spent = Memory(home / "state").spent()
-    assert code(Desk(home).handle(parcel)) == Code.INTERNAL
+    assert code(MessageHandler(home).handle(parcel)) == Code.INTERNAL
     assert Memory(home / "state").spent() == spent
 
 
@@ -173,10 +173,10 @@ def test_a_promise_that_is_deleted_is_missed(tmp_path: Path, monkeypatch: pytest
     pid = os.fork()
     if pid == 0:
         breaking(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        Desk(home).handle(parcel)
+        MessageHandler(home).handle(parcel)
     os.waitpid(pid, 0)
     (promise,) = (home / "state").glob("*.promise.sealed")
     promise.unlink()
     with pytest.raises(DamagedError, match="restored"):
         answered(home)
-    assert code(Desk(home).handle(parcel)) == Code.STATE
+    assert code(MessageHandler(home).handle(parcel)) == Code.STATE

@@ -14,9 +14,8 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower import worker_client as courier
-from fedveil.flower.cluster import Cluster
-from fedveil.flower.refusals import TEXTS
-from fedveil.flower.supervisor import descendants
+from fedveil.flower.messages import TEXTS
+from fedveil.processes import descendants
 from flower_desks import RUBBISH
 from flower_runs import (
     Run,
@@ -31,6 +30,7 @@ from flower_runs import (
     process_of,
     rows,
 )
+from harmed_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,9 @@ from fedveil.crypto.keys import Roster
 from fedveil.flower import worker_client as courier
 from fedveil.flower.cluster import Cluster
 from fedveil.flower.home import create_home
-from fedveil.flower.refusals import TEXTS
+from fedveil.flower.messages import TEXTS
 from fedveil.flower.server_app import serve
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from fedveil.runs.terms import create_identities
 from flower.in_process import InProcessGrid, context_of, make_homes
 from flower_proxy import UP, Proxy, proxied

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("flwr")
 
 from fedveil.flower.cluster import Cluster
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from flower_runs import (
     Run,
     assert_same,

@@ -12,9 +12,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedveil.flower.cluster import Cluster
 from fedveil.flower.commands import FlowerError
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from flower_runs import (
     Run,
     assert_same,
@@ -28,6 +27,7 @@ from flower_runs import (
     process_of,
     rows,
 )
+from harmed_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 

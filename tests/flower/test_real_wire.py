@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedveil.flower.certificates import create_node_key
-from fedveil.flower.cluster import Cluster, Janitor, Leashed, free_port
+from fedveil.flower.cluster import Cluster, Janitor, Service, free_port
 from fedveil.flower.commands import environment, supernode_command
-from fedveil.flower.supervisor import descendants
+from fedveil.processes import descendants
 from fedveil.runs.terms import create_identities
 from flower_proxy import DOWN, UP, Proxy, proxied
 from flower_runs import (
@@ -62,7 +62,7 @@ def test_signed_secure_aggregation_gives_the_local_engines_model_and_a_stranger_
     cluster, proxy = wire
     settings = {"scheme": "veil-secagg"}
     janitor = Janitor([], log=tmp_path / "janitor.log")
-    stranger = Leashed("stranger", log=tmp_path / "log", env=environment(tmp_path / "flwr"), held=janitor.held)
+    stranger = Service("stranger", log=tmp_path / "log", env=environment(tmp_path / "flwr"), held=janitor.held)
     if cluster.tls:
         create_node_key(tmp_path / "key")
     try:

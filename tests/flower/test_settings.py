@@ -11,7 +11,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
-from fedveil.flower.settings import Extras, flattened, override, settings_of
+from fedveil.flower.app_folder import Extras, flattened, override, settings_of
 
 
 def test_nothing_given_is_the_default_of_everything() -> None:
@@ -96,6 +96,6 @@ def test_what_does_not_fit_is_refused_by_name(given: dict[str, Any], said: str) 
 
 
 def test_reading_settings_needs_neither_flower_nor_torch() -> None:
-    code = "import sys, fedveil.flower.settings; print({'flwr', 'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, fedveil.flower.app_folder; print({'flwr', 'torch', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -22,8 +22,8 @@ import desks
 from desks import DESK, new_home, notes, until
 from fedveil.errors import ConfigError
 from fedveil.flower import worker
-from fedveil.flower.framing import LIMIT, Kind, receive, send
-from fedveil.flower.worker_client import CourierError, hand_over, ping, socket_address, stop
+from fedveil.flower.worker_client import Kind, WorkerError, hand_over, ping, socket_address, stop
+from fedveil.framing import LIMIT, receive, send
 
 SECONDS = 40.0
 
@@ -120,9 +120,10 @@ def test_a_parcel_whose_courier_went_away_while_it_waited_is_left_undone(home: P
 
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
-    "unknown-kind": struct.pack(">BQ", 99, 0),
-    "oversize": struct.pack(">BQ", Kind.PARCEL, LIMIT + 1),
-    "a-reply": struct.pack(">BQ", Kind.REPLY, 3) + b"abc",
+    "unknown-kind": struct.pack(">BI", 99, 0),
+    "oversize": struct.pack(">BIQ", Kind.PARCEL, 1, LIMIT + 1),
+    "two-parcels-in-one": struct.pack(">BIQQ", Kind.PARCEL, 2, 1, 1) + b"ab",
+    "a-reply": struct.pack(">BIQ", Kind.REPLY, 1, 3) + b"abc",
 }
 
 
@@ -132,7 +133,7 @@ def test_what_is_no_parcel_is_refused_and_the_worker_goes_on(home: Path, garbage
     with connected(home) as courier:
         courier.sendall(garbage)
         with contextlib.suppress(ConnectionResetError):
-            assert courier.recv(100) == struct.pack(">BQ", Kind.FAILED, 0)
+            assert courier.recv(100) == struct.pack(">BI", Kind.FAILED, 0)
             assert courier.recv(100) == b""
     until(lambda: "refused: " in logged(home))
     assert handed(home, b"pid") == pid
@@ -141,7 +142,7 @@ def test_what_is_no_parcel_is_refused_and_the_worker_goes_on(home: Path, garbage
 def test_half_a_frame_and_an_empty_connection_do_no_harm(home: Path) -> None:
     pid = handed(home, b"pid")
     with connected(home) as courier:
-        courier.sendall(struct.pack(">BQ", Kind.PARCEL, 100) + b"half")
+        courier.sendall(struct.pack(">BIQ", Kind.PARCEL, 1, 100) + b"half")
     with connected(home):
         pass
     with connected(home), connected(home) as stalled:
@@ -154,7 +155,7 @@ def test_a_big_parcel_and_its_reply_pass_and_are_not_logged(home: Path) -> None:
     reply = handed(home, b"digest:" + body)
     assert reply[:32] == hashlib.sha256(body).digest()
     assert reply[32:] == body
-    with pytest.raises(CourierError, match="failed"):
+    with pytest.raises(WorkerError, match="failed"):
         handed(home, b"fail:private-bytes-")
     files = [one.read_bytes() for one in home.iterdir() if one.name.startswith("worker.") and one.is_file()]
     assert len(files) == 2
@@ -289,7 +290,7 @@ def test_only_the_workers_own_user_may_stop_it(home: Path) -> None:
             until(lambda: ping(home) is not None)
             with connected(home) as courier:
                 send(courier, Kind.STOP)
-                assert receive(courier, deadline=time.monotonic() + SECONDS)[0] is Kind.FAILED
+                assert receive(courier, Kind, deadline=time.monotonic() + SECONDS)[0] is Kind.FAILED
             assert handed(home, b"echo:still here") == b"still here"
         finally:
             serving.terminate()

@@ -22,7 +22,7 @@ import desks
 from desks import DESK, new_home, notes, until
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
-from fedveil.flower.worker_client import CourierError, accepts, hand_over, ping, socket_address, stop
+from fedveil.flower.worker_client import WorkerError, accepts, hand_over, ping, socket_address, stop
 
 SECONDS = 40.0
 
@@ -42,7 +42,7 @@ def handed(home: Path, parcel: bytes, timeout: float = SECONDS) -> bytes:
 
 
 def code_of(home: Path, parcel: bytes, timeout: float = SECONDS) -> str:
-    with pytest.raises(CourierError) as caught:
+    with pytest.raises(WorkerError) as caught:
         handed(home, parcel, timeout)
     assert str(caught.value) == caught.value.code
     return caught.value.code
@@ -127,7 +127,7 @@ def test_a_frozen_worker_is_silent_and_goes_on_when_it_thaws(home: Path) -> None
     pid = worker_pid(home)
     os.kill(pid, signal.SIGSTOP)
     assert code_of(home, b"echo:anybody there?", timeout=0.5) == "silent"
-    with pytest.raises(CourierError, match=r"\Asilent\Z"):
+    with pytest.raises(WorkerError, match=r"\Asilent\Z"):
         ping(home, timeout=0.2)
     os.kill(pid, signal.SIGCONT)
     assert handed(home, b"echo:back") == b"back"

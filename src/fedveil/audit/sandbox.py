@@ -1,10 +1,10 @@
 """An attack in a process of its own, which gets serialised views and settings, one after the other, and nothing else.
 
 The process starts in an empty folder, with next to no environment, and is told no path but those of code.
-What it is given comes through its standard input; progress and results leave through its standard output:
+What it is given comes through its pipes alone, in frames (`fedveil.framing`), as progress and results leave it:
 
-    in    length (8 bytes, little endian) · settings (JSON) · length · view, until the input ends
-    out   kind (1 byte: p progress, r result, e error, n not applicable) · length (8 bytes) · content
+    in    VIEW settings (JSON), view; until the input ends
+    out   PROGRESS fraction, any number of times; then RESULT, ERROR or NOT_APPLICABLE with its content
 
 A view is sent only after the result of the one before has left: nothing found on one can be changed by another.
 This keeps an attack honest, whoever wrote it by mistake. It is no prison: a process of the same user can
@@ -14,39 +14,33 @@ open any file whose path it guesses.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import time
+from collections.abc import Callable, Mapping
+from enum import IntEnum
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from fedveil import framing
 from fedveil.audit.registry import ATTACKS, attack_at, target_of
 from fedveil.audit.views import from_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError
+from fedveil.processes import ChildDiedError, ChildProcess, channel, python
 from fedveil.protocol.codec import as_bytes, from_stored
 
 TIME_LIMIT = 600.0
-_HEADER = struct.Struct("<cQ")
-_LENGTH = struct.Struct("<Q")
 _SHARE = struct.Struct("<d")
-_PIECE = 1 << 20
-_MOST_WORDS = 2000
-_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE = b"p", b"r", b"e", b"n"
 # What numerical libraries need to find their code and to share a machine's cores.
 _PASSED_ON = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"),
     *("CUBLAS_WORKSPACE_CONFIG", "SYSTEMROOT"),
 )
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from fedveil.audit.sandbox import serve; serve()"
 
 OnProgress = Callable[[float], None]
 
@@ -109,47 +103,38 @@ class AttackProcess:
     def close(self) -> None:
         """End the process; nothing of it is left."""
         if self._child is not None:
-            self._child.end()
+            self._child.close()
             self._child = None
 
     def _started(self) -> _Child:
         if self._child is None:
-            self._child = _Child(self._threads)
+            self._child = _Child(self.name, self._threads)
         return self._child
 
     def _answer(
         self, child: _Child, told: bytes, view: bytes, on_progress: OnProgress, time_limit: float
     ) -> dict[str, Tensor]:
-        answered = False
         try:
-            with _limited(child, time_limit) as late:
-                final = child.conversation(told, view, on_progress)
-            answered = final is not None
-            if final is None:
-                raise self._without_answer(child, late, time_limit)
-        finally:
-            if not answered:  # whatever it would still say belongs to nothing
-                self.close()
-        kind, content = final
-        if kind == _RESULT:
-            try:
-                return from_stored(content)[1]
-            except ProtocolError as reason:
+            kind, content = child.conversation(told, view, on_progress, deadline=time.monotonic() + time_limit)
+            said = "" if kind is _Frame.RESULT else content.decode(errors="replace")
+            found = from_stored(content)[1] if kind is _Frame.RESULT else {}
+        except BaseException as reason:
+            self.close()  # whatever it would still say belongs to nothing
+            if isinstance(reason, TimeoutError):
+                raise AttackError(
+                    f"The attack {self.name!r} was not done after {time_limit:g} seconds and was stopped: give it more "
+                    "time, or less to do."
+                ) from None
+            if isinstance(reason, ChildDiedError):
+                raise AttackError(str(reason)) from reason
+            if isinstance(reason, (ProtocolError, IndexError, struct.error)):
                 raise AttackError(f"The attack {self.name!r} sent what is no result.") from reason
-        said = content.decode(errors="replace")
-        raise (
-            NotApplicableError(said)
-            if kind == _NOT_APPLICABLE
-            else AttackError(f"The attack {self.name!r} failed: {said}")
-        )
-
-    def _without_answer(self, child: _Child, late: threading.Event, time_limit: float) -> AttackError:
-        if late.is_set():
-            return AttackError(
-                f"The attack {self.name!r} was not done after {time_limit:g} seconds and was stopped: give it more "
-                "time, or less to do."
-            )
-        return AttackError(f"The attack {self.name!r} {child.ending()}.{child.last_words()}")
+            raise
+        if kind is _Frame.NOT_APPLICABLE:
+            raise NotApplicableError(said)
+        if kind is not _Frame.RESULT:
+            raise AttackError(f"The attack {self.name!r} failed: {said}")
+        return found
 
 
 def attacked(
@@ -169,142 +154,78 @@ def attacked(
         process.close()
 
 
-class _Child:
-    """The process itself, its empty folder, and a file for what it says beside its results."""
+class _Frame(IntEnum):
+    VIEW = 1
+    PROGRESS = 2
+    RESULT = 3
+    ERROR = 4
+    NOT_APPLICABLE = 5
 
-    def __init__(self, threads: int | None) -> None:
+
+class _Child(ChildProcess):
+    """The process itself, in an empty folder."""
+
+    def __init__(self, name: str, threads: int | None) -> None:
         fewer = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        with contextlib.ExitStack() as held:
-            empty = held.enter_context(tempfile.TemporaryDirectory(prefix="fedveil-attack-"))
-            self._complaints = held.enter_context(tempfile.TemporaryFile())
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, json.dumps(_code_paths())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._complaints,
-                cwd=empty,
-                env={"LC_ALL": "C.UTF-8", **fewer, **{one: os.environ[one] for one in _PASSED_ON if one in os.environ}},
-            )
-            self._held = held.pop_all()
-        self._said = 0
-
-    def conversation(self, told: bytes, view: bytes, on_progress: OnProgress) -> tuple[bytes, bytes] | None:
-        """The last frame of the answer, or None where the process ended without one."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._said = os.fstat(self._complaints.fileno()).st_size
-        with contextlib.suppress(BrokenPipeError):  # if it died before it listened, its end tells
-            self.process.stdin.writelines([_LENGTH.pack(len(told)), told, _LENGTH.pack(len(view)), view])
-            self.process.stdin.flush()
-        for kind, content in _frames(self.process.stdout):
-            if kind != _PROGRESS:
-                return kind, content
-            on_progress(float(_SHARE.unpack(content)[0]))
-        return None
-
-    def end(self) -> None:
-        """Kill it if it lives, and clear up."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        self._held.close()
-
-    def ending(self) -> str:
-        """How it ended; one that closed its output and lives on is ended."""
+        passed_on = {one: os.environ[one] for one in _PASSED_ON if one in os.environ}
+        self._empty = tempfile.TemporaryDirectory(prefix="fedveil-attack-")
         try:
-            code = self.process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            return "sent what is no result"
-        if code < 0:
-            return f"was killed by signal {-code}, perhaps for want of memory"
-        return f"ended without a result (exit code {code})"
+            super().__init__(
+                python(f"{__name__}:serve"),
+                name=f"The attack {name!r}",
+                cwd=self._empty.name,
+                env={"LC_ALL": "C.UTF-8", **fewer, **passed_on},
+            )
+        except BaseException:
+            self._empty.cleanup()
+            raise
 
-    def last_words(self) -> str:
-        """What it said beside its results since it was given the last view."""
-        # Not by seek: the process shares the position in this file, and may write still.
-        size = os.fstat(self._complaints.fileno()).st_size
-        start = max(self._said, size - 4 * _MOST_WORDS)
-        said = os.pread(self._complaints.fileno(), size - start, start).decode(errors="replace").strip()
-        return f" It said: {said[-_MOST_WORDS:]}" if said else ""
+    def conversation(
+        self, told: bytes, view: bytes, on_progress: OnProgress, *, deadline: float
+    ) -> tuple[_Frame, bytes]:
+        """The last frame of the answer."""
+        self.mark()
+        self.send(_Frame.VIEW, told, view, deadline=deadline)
+        while True:
+            kind, parts = self.receive(_Frame, deadline=deadline)
+            if kind is not _Frame.PROGRESS:
+                return kind, parts[0]
+            on_progress(float(_SHARE.unpack(parts[0])[0]))
 
-
-@contextlib.contextmanager
-def _limited(child: _Child, time_limit: float) -> Iterator[threading.Event]:
-    """Kill the process when its time is over; the event tells."""
-    late = threading.Event()
-
-    def expire() -> None:
-        late.set()
-        child.process.kill()
-
-    timer = threading.Timer(time_limit, expire)
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
-        timer.join()  # one that has begun must not end what comes next
-
-
-def _frames(incoming: IO[bytes]) -> Iterator[tuple[bytes, bytes]]:
-    while len(header := incoming.read(_HEADER.size)) == _HEADER.size:
-        kind, length = _HEADER.unpack(header)
-        if kind not in (_PROGRESS, _RESULT, _ERROR, _NOT_APPLICABLE) or (kind == _PROGRESS and length != _SHARE.size):
-            return
-        # Memory grows with what comes, not with the length somebody claims.
-        content = io.BytesIO()
-        while content.tell() < length and (piece := incoming.read(min(length - content.tell(), _PIECE))):
-            content.write(piece)
-        if content.tell() < length:
-            return
-        yield kind, content.getvalue()
-
-
-def _code_paths() -> list[str]:
-    """Where code is imported from; not the working folder, which may be a run's or hold data."""
-    here = Path.cwd()
-    own = str(Path(__file__).parents[2])
-    paths = [own, *(one for one in sys.path if one and Path(one).is_absolute() and Path(one) != here)]
-    return list(dict.fromkeys(paths))
+    def close(self) -> None:
+        """Kill it if it lives, and clear up."""
+        self.end()
+        self._empty.cleanup()
 
 
 def serve() -> None:
     """The other side: view after view, run the attack, send progress and result."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever an attack prints must not run into its result
+    incoming, outgoing = channel()
 
-    def send(kind: bytes, content: bytes) -> None:
-        out.write(_HEADER.pack(kind, len(content)) + content)
-        out.flush()
+    def progress(fraction: float) -> None:
+        framing.send(outgoing, _Frame.PROGRESS, _SHARE.pack(_share(fraction)))
 
-    while (told := _given(sys.stdin.buffer)) is not None and (view := _given(sys.stdin.buffer)) is not None:
-        send(*_tried(json.loads(told), view, lambda fraction: send(_PROGRESS, _SHARE.pack(_share(fraction)))))
-
-
-def _given(incoming: IO[bytes]) -> bytes | None:
-    """One piece of what is given; None where there is no more."""
-    length = incoming.read(_LENGTH.size)
-    return incoming.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else None
+    with contextlib.suppress(framing.BrokenOffError):
+        while True:
+            _, (told, view) = framing.receive(incoming, _Frame)
+            framing.send(outgoing, *_tried(json.loads(told), view, progress))
 
 
 def _share(fraction: float) -> float:
     return min(max(fraction, 0.0), 1.0)
 
 
-def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[bytes, bytes]:
+def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[_Frame, bytes]:
     """The kind and content of an attack's answer, whatever becomes of it."""
     try:
         found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)
-        return _RESULT, as_bytes({}, found)
+        return _Frame.RESULT, as_bytes({}, found)
     except NotApplicableError as reason:
-        return _NOT_APPLICABLE, str(reason).encode()
+        return _Frame.NOT_APPLICABLE, str(reason).encode()
     except FedVeilError as reason:
-        return _ERROR, str(reason).encode()
+        return _Frame.ERROR, str(reason).encode()
     except Exception as reason:
         import traceback
 
         traceback.print_exc()
-        return _ERROR, f"{type(reason).__name__}: {reason}".encode()
+        return _Frame.ERROR, f"{type(reason).__name__}: {reason}".encode()

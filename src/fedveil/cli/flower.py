@@ -1,4 +1,4 @@
-"""`fedveil flower run`: submit a run to a SuperLink and follow it to its end."""
+"""`fedveil flower …`: make an app folder, start a cluster, submit runs and follow them; and what real machines need."""
 
 from __future__ import annotations
 
@@ -21,119 +21,54 @@ from fedveil.cli.tables import aside, console, listed, plainly, table
 
 if TYPE_CHECKING:
     from fedveil.flower.cluster import Cluster
-    from fedveil.flower.submission import Submission
+    from fedveil.flower.commands import Submission
 
 
+_CLIENTS = 3
 _STOPPED, _LEFT = 130, 129
 _SECONDS_TO_THINK = 3.0
 
+flower = typer.Typer(
+    name="flower",
+    help="Run on Flower: over a network, every client on its own machine. Needs the extra flower.",
+    epilog="Start with: fedveil flower init app · fedveil flower up · fedveil flower run app",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 
+
+@flower.command("init")
 @takes_settings
-def run(
-    app: Path = typer.Argument(..., help="An app folder, made by `fedveil flower init`."),
-    folder: Path = typer.Option(Path(".fedveil"), "--folder", help="The cluster of `fedveil flower up` to run on."),
-    superlink: str | None = typer.Option(
-        None, "--superlink", help="Run elsewhere: a SuperLink of your own Flower configuration, by name."
-    ),
-    out: str = typer.Option(
-        "", "--out", help="Run folder, on the SuperLink's machine. (default: runs/flower-<run id>)"
-    ),
-    resume: bool = typer.Option(False, "--resume", help="Continue the run in --out from its newest checkpoint."),
-    deadline: float | None = typer.Option(
-        None, "--deadline", help="Seconds that a phase of a round may take. (default: the app's)"
-    ),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
+def init(
+    folder: Path = typer.Argument(..., help="A new or empty folder, named with letters, digits and hyphens."),
+    own_data: bool = typer.Option(False, "--own-data", help="Add fedveil_data.py, which describes data of your own."),
+    deadline: float = typer.Option(600.0, "--deadline", help="Seconds that a phase of a round may take."),
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Submit a run and follow it: progress, figures and ledger as `fedveil run` shows them, and its exit codes.
-
-    A SuperLink that restarts in between is waited for. Ctrl-C stops watching (exit code 129) and the run goes on; a
-    second Ctrl-C within three seconds stops the run as well (130). Settings given here win over the app's.
+    """Make a Flower app folder that trains with these settings. It has 3 clients unless --clients says otherwise.
 
     [bold]Examples[/bold]
 
-      fedveil flower run app --out runs/a
+      fedveil flower init app --scheme veil-secagg --rounds 20
 
-      fedveil flower run app --rounds 50 --lr 0.05 --out runs/b
-
-      fedveil flower run app --resume --out runs/b
-
-      fedveil flower run app --superlink production
+      fedveil flower init app --own-data --clients 5 --scheme veil-dp --epsilon 2
     """
-    from fedveil.flower.app_folder import prepared
-    from fedveil.flower.cluster import CONNECTION, Places
-    from fedveil.flower.commands import environment, require_flower
-    from fedveil.flower.submission import Submission
+    from fedveil.config import RunConfig
+    from fedveil.flower.app_folder import create_app
 
-    require_flower()
-    places = Places.of(folder)
-    if superlink is None:
-        settings, out = located_here(settings), str(Path(out).expanduser().resolve()) if out else ""
-    extras = {"out": out or None, "resume": resume or None, "deadline": deadline}
-    changes = {**settings, **{name: value for name, value in extras.items() if value is not None}}
-    ready = prepared(app, changes)
-    if superlink is None:
-        places.require_up(clients=ready.config.clients)
-    env = places.environment() if superlink is None else environment()
-    submission = Submission(superlink or CONNECTION, env=env, say=aside)
-    try:
-        summary, where = _follow(submission, app, ready.override, rounds=ready.config.rounds, quiet=quiet)
-    except KeyboardInterrupt:
-        _interrupted(submission, flwr_home=places.flwr_home if superlink is None else None)
-    if not quiet:
-        show_summary(summary, where)
-        show_ledger_of(summary, where)
+    config = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **located_here(settings)})
+    project = create_app(folder, config, own_data=own_data, deadline=deadline)
+    plainly(f"wrote {project}: {config.scheme}, {config.clients} clients, {config.rounds} rounds")
+    if own_data:
+        plainly(f"describe your data in {folder / 'fedveil_data.py'}, and copy it into every client's home")
+    data = f" --data {folder / 'fedveil_data.py'}" if own_data else ""
+    plainly(
+        f"next: fedveil flower up --nodes {config.clients}{data}, and in another terminal: fedveil flower run {folder}"
+    )
 
 
-def _follow(
-    submission: Submission, app: Path, override: str, *, rounds: int, quiet: bool
-) -> tuple[dict[str, Any], Path]:
-    from contextlib import ExitStack
-
-    from fedveil.errors import FedVeilError
-    from fedveil.runs.callbacks import Progress, Quiet, progress_for, working
-
-    bar: Progress = Quiet()
-    with ExitStack() as shown:
-        shown.enter_context(working("submitting the run", quiet=quiet))
-        for event in submission.events(app, override):
-            match event["event"]:
-                case "began":
-                    shown.close()
-                    bar = progress_for(event["scheme"], total=event["rounds"], done=event["round"], quiet=quiet)
-                    shown.enter_context(bar)
-                    if not quiet:
-                        aside(f"run {submission.run_id} in {event['out']}")
-                case "round":
-                    bar.update(event)
-                case "said":
-                    aside(event["text"])
-                case "done":
-                    return event["summary"], Path(event["out"])
-                case "failed":
-                    failure = FedVeilError(event["text"])
-                    failure.exit_code = event.get("exit_code", FedVeilError.exit_code)
-                    raise failure
-    raise AssertionError("events end with `done` or `failed`, or raise")
-
-
-def _interrupted(submission: Submission, *, flwr_home: Path | None) -> NoReturn:
-    if submission.run_id is None:
-        raise typer.Exit(_STOPPED)
-    setting = "" if flwr_home is None else f"FLWR_HOME={shlex.quote(str(flwr_home))} "
-    named = f"{submission.run_id} {submission.superlink}"
-    aside("The run goes on. Ctrl-C once more, now, stops it as well.")
-    try:
-        time.sleep(_SECONDS_TO_THINK)
-    except KeyboardInterrupt:
-        submission.stop()
-        aside(f"run {submission.run_id} is stopped")
-        raise typer.Exit(_STOPPED) from None
-    aside(f"To see its log: {setting}flwr log {named}. To stop it: {setting}flwr stop {named}.")
-    raise typer.Exit(_LEFT)
-
-
+@flower.command("up")
 def up(
     nodes: int = typer.Option(3, "--nodes", help="Number of SuperNodes: one per client."),
     tls: bool = typer.Option(False, "--tls", help="With certificates, and nodes that prove who they are."),
@@ -300,47 +235,113 @@ def _elsewhere() -> list[tuple[str, list[str]]]:
     ]
 
 
-flower = typer.Typer(
-    name="flower",
-    help="Run on Flower: over a network, every client on its own machine. Needs the extra flower.",
-    epilog="Start with: fedveil flower init app · fedveil flower up · fedveil flower run app",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-
-_CLIENTS = 3
-
-
+@flower.command("run")
 @takes_settings
-def init(
-    folder: Path = typer.Argument(..., help="A new or empty folder, named with letters, digits and hyphens."),
-    own_data: bool = typer.Option(False, "--own-data", help="Add fedveil_data.py, which describes data of your own."),
-    deadline: float = typer.Option(600.0, "--deadline", help="Seconds that a phase of a round may take."),
+def run(
+    app: Path = typer.Argument(..., help="An app folder, made by `fedveil flower init`."),
+    folder: Path = typer.Option(Path(".fedveil"), "--folder", help="The cluster of `fedveil flower up` to run on."),
+    superlink: str | None = typer.Option(
+        None, "--superlink", help="Run elsewhere: a SuperLink of your own Flower configuration, by name."
+    ),
+    out: str = typer.Option(
+        "", "--out", help="Run folder, on the SuperLink's machine. (default: runs/flower-<run id>)"
+    ),
+    resume: bool = typer.Option(False, "--resume", help="Continue the run in --out from its newest checkpoint."),
+    deadline: float | None = typer.Option(
+        None, "--deadline", help="Seconds that a phase of a round may take. (default: the app's)"
+    ),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Make a Flower app folder that trains with these settings. It has 3 clients unless --clients says otherwise.
+    """Submit a run and follow it: progress, figures and ledger as `fedveil run` shows them, and its exit codes.
+
+    A SuperLink that restarts in between is waited for. Ctrl-C stops watching (exit code 129) and the run goes on; a
+    second Ctrl-C within three seconds stops the run as well (130). Settings given here win over the app's.
 
     [bold]Examples[/bold]
 
-      fedveil flower init app --scheme veil-secagg --rounds 20
+      fedveil flower run app --out runs/a
 
-      fedveil flower init app --own-data --clients 5 --scheme veil-dp --epsilon 2
+      fedveil flower run app --rounds 50 --lr 0.05 --out runs/b
+
+      fedveil flower run app --resume --out runs/b
+
+      fedveil flower run app --superlink production
     """
-    from fedveil.config import RunConfig
-    from fedveil.flower.app_folder import create_app
+    from fedveil.flower.app_folder import prepared
+    from fedveil.flower.cluster import CONNECTION, Places
+    from fedveil.flower.commands import Submission, environment, require_flower
 
-    config = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **located_here(settings)})
-    project = create_app(folder, config, own_data=own_data, deadline=deadline)
-    plainly(f"wrote {project}: {config.scheme}, {config.clients} clients, {config.rounds} rounds")
-    if own_data:
-        plainly(f"describe your data in {folder / 'fedveil_data.py'}, and copy it into every client's home")
-    data = f" --data {folder / 'fedveil_data.py'}" if own_data else ""
-    plainly(
-        f"next: fedveil flower up --nodes {config.clients}{data}, and in another terminal: fedveil flower run {folder}"
-    )
+    require_flower()
+    places = Places(folder)
+    if superlink is None:
+        settings, out = located_here(settings), str(Path(out).expanduser().resolve()) if out else ""
+    extras = {"out": out or None, "resume": resume or None, "deadline": deadline}
+    changes = {**settings, **{name: value for name, value in extras.items() if value is not None}}
+    ready = prepared(app, changes)
+    if superlink is None:
+        places.require_up(clients=ready.config.clients)
+    env = places.environment() if superlink is None else environment()
+    submission = Submission(superlink or CONNECTION, env=env, say=aside)
+    try:
+        summary, where = _follow(submission, app, ready.override, rounds=ready.config.rounds, quiet=quiet)
+    except KeyboardInterrupt:
+        _interrupted(submission, flwr_home=places.flwr_home if superlink is None else None)
+    if not quiet:
+        show_summary(summary, where)
+        show_ledger_of(summary, where)
 
 
+def _follow(
+    submission: Submission, app: Path, override: str, *, rounds: int, quiet: bool
+) -> tuple[dict[str, Any], Path]:
+    from contextlib import ExitStack
+
+    from fedveil.errors import FedVeilError
+    from fedveil.runs.callbacks import Progress, Quiet, progress_for, working
+
+    bar: Progress = Quiet()
+    with ExitStack() as shown:
+        shown.enter_context(working("submitting the run", quiet=quiet))
+        for event in submission.events(app, override):
+            match event["event"]:
+                case "began":
+                    shown.close()
+                    bar = progress_for(event["scheme"], total=event["rounds"], done=event["round"], quiet=quiet)
+                    shown.enter_context(bar)
+                    if not quiet:
+                        aside(f"run {submission.run_id} in {event['out']}")
+                case "round":
+                    bar.update(event)
+                case "said":
+                    aside(event["text"])
+                case "done":
+                    return event["summary"], Path(event["out"])
+                case "failed":
+                    failure = FedVeilError(event["text"])
+                    failure.exit_code = event.get("exit_code", FedVeilError.exit_code)
+                    raise failure
+    raise AssertionError("events end with `done` or `failed`, or raise")
+
+
+def _interrupted(submission: Submission, *, flwr_home: Path | None) -> NoReturn:
+    if submission.run_id is None:
+        raise typer.Exit(_STOPPED)
+    setting = "" if flwr_home is None else f"FLWR_HOME={shlex.quote(str(flwr_home))} "
+    named = f"{submission.run_id} {submission.superlink}"
+    aside("The run goes on. Ctrl-C once more, now, stops it as well.")
+    try:
+        time.sleep(_SECONDS_TO_THINK)
+    except KeyboardInterrupt:
+        submission.stop()
+        aside(f"run {submission.run_id} is stopped")
+        raise typer.Exit(_STOPPED) from None
+    aside(f"To see its log: {setting}flwr log {named}. To stop it: {setting}flwr stop {named}.")
+    raise typer.Exit(_LEFT)
+
+
+@flower.command("client")
 def client(
     home: Path = typer.Argument(..., help="The client's folder, on its own machine."),
     number: int | None = typer.Option(None, "--number", help="The client's number in the federation, from 0."),
@@ -408,6 +409,7 @@ def _show_terms(home: Path) -> None:
     )
 
 
+@flower.command("certificates")
 def certificates(
     folder: Path = typer.Argument(..., help="Where to write ca.pem, server.pem and their keys."),
     host: list[str] = typer.Option(
@@ -433,6 +435,7 @@ def certificates(
     )
 
 
+@flower.command("node-key")
 def node_key(
     file: Path = typer.Argument(..., help="Where to write the private key; the public one gets .pub behind it."),
 ) -> None:
@@ -447,6 +450,7 @@ def node_key(
     plainly(f"next: hand {public} to whoever runs the SuperLink, for: flwr supernode register {public.name} NAME")
 
 
+@flower.command("gate")
 def gate(
     certificates: Path = typer.Option(..., "--certificates", help="Folder made by `fedveil flower certificates`."),
     superlink: str = typer.Option("127.0.0.1:8000", "--superlink", help="Where the SuperLink listens, under TLS."),
@@ -463,6 +467,7 @@ def gate(
     serve(superlink=superlink, certificates=certificates, host=host, port=port)
 
 
+@flower.command("worker")
 def worker(
     home: Path = typer.Argument(..., help="The client's home."),
     stop: bool = typer.Option(False, "--stop", help="End the worker that runs."),
@@ -477,16 +482,16 @@ def worker(
       fedveil flower worker /srv/fedveil --status
     """
     from fedveil.errors import ConfigError
-    from fedveil.flower import worker_client as courier
+    from fedveil.flower import worker_client
 
     home = home.expanduser().resolve()
     if stop and status:
         raise ConfigError("--stop and --status are two questions: ask one.")
-    courier.settings_of(home)
+    worker_client.settings_of(home)
     if stop:
-        plainly("the worker has ended" if courier.stop(home) else "no worker was running")
+        plainly("the worker has ended" if worker_client.stop(home) else "no worker was running")
     elif status:
-        found = courier.ping(home)
+        found = worker_client.ping(home)
         if found is None:
             plainly("no worker is running")
             raise typer.Exit(1)
@@ -495,16 +500,3 @@ def worker(
         from fedveil.flower.worker import main
 
         main([str(home)])
-
-
-for name, command in (
-    ("init", init),
-    ("up", up),
-    ("run", run),
-    ("client", client),
-    ("certificates", certificates),
-    ("node-key", node_key),
-    ("gate", gate),
-    ("worker", worker),
-):
-    flower.command(name)(command)

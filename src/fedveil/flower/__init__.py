@@ -1,6 +1,31 @@
 """FedVeil on Flower: a ServerApp and a ClientApp that drive the protocol's roles unchanged.
 
-An app's pyproject.toml names them as `fedveil.flower:server_app` and `fedveil.flower:client_app`.
+An app's pyproject.toml (`app_folder`) names them as `fedveil.flower:server_app` and `fedveil.flower:client_app`. Which
+process talks to which:
+
+    whoever submits   `fedveil flower run`: starts `flwr run` and reads the run's events off its log (commands)
+          │ the SuperLink's control interface
+    SuperLink         Flower's; carries messages and runs no code of ours. On a real machine a gate stands before it
+          │           (gate); on one machine a cluster has a network of its own (cluster, network)
+          ├─ SuperExec ── ServerApp    server_app: one process a run. It holds the server's model and drives the roles;
+          │                            what passes between it and the nodes is sent and fetched by engine
+          └─ SuperNode ── ClientApp    client_app: one process a message, without torch or data. It hands the message
+                   │                   on (worker_client), or says with a code why it cannot
+                   │ unix socket in the client's home, in frames (fedveil.framing)
+                worker                 worker: one long-lived process a client, which ends with nobody. It holds data
+                                       and secrets, and answers one message after the other (message_handler)
+
+Who remembers what, and what a kill leaves:
+
+    ServerApp   nothing beyond its run folder: checkpoints, and where clients hold the model how far they came
+                (server_app.Standing). A run is resumed by a new ServerApp as the next attempt (messages.Setup).
+    SuperLink   its database, the messages on their way included. Restarted, it goes on; the engine asks again.
+    ClientApp   nothing. Where a worker dies over a message, it is handed to the next worker, once.
+    worker      state/*.sealed in the client's home (client_memory): keys, what was promised, answered and spent. It
+                is on disk before an answer leaves, so a message handed over twice gets the same answer.
+    owner       client.toml in the home (home): data, keys, limits. Nothing that arrives can change it.
+
+Every process that a cluster starts ends with it (fedveil.processes); its clients' workers are ended last.
 """
 
 from __future__ import annotations
@@ -53,7 +78,7 @@ def _made(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    # Made on first use: the courier and the worker live in this package and need no Flower.
+    # Made on first use: the worker and its client live in this package and need no Flower.
     if name in __all__:
         app = globals()[name] = _made(name)
         return app

@@ -1,18 +1,133 @@
-"""The texts of an app folder. <<name>> is filled in."""
+"""An app folder: what `fedveil flower init` writes into it, and a run's settings on their way through Flower.
+
+Flower flattens the tables of an app's configuration (`model-options.depth`) and refuses to override a key that the app
+does not have. What a command line adds therefore travels as JSON in the one key `settings`, which every app has.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fedveil.config import RunConfig, toml_of
 from fedveil.errors import ConfigError
-from fedveil.flower.settings import FURTHER, Extras, flattened, override, settings_of
+
+Value = bool | int | float | str
+
+FURTHER = "settings"
+_MODEL_OPTIONS = "model_options"
+_WHERE = "the app's configuration"
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a run on Flower is told besides its settings."""
+
+    out: str = ""
+    """The run folder on the SuperLink's machine; empty: runs/flower-<run id>, from where the SuperLink runs."""
+    resume: bool = False
+    """Continue the run in `out` from its newest checkpoint."""
+    deadline: float = 600.0
+    """Seconds that a phase of a round may take before a client that has not answered counts as missing."""
+    data: str = ""
+    """The module of the app folder that describes the data; empty: the data set that the settings name."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.deadline) and self.deadline > 0):
+            raise ConfigError(f"deadline must be a positive number of seconds (got {self.deadline}).")
+        if self.resume and not self.out:
+            raise ConfigError("resume needs the folder of the run to continue: give out as well.")
+        if self.data and not all(part.isidentifier() for part in self.data.split(".")):
+            raise ConfigError(f"data names a Python module of the app folder, like fedveil_data (got {self.data!r}).")
+
+
+def settings_of(run_config: Mapping[str, Value]) -> tuple[RunConfig, Extras]:
+    """The settings and extras of a run from Flower's flattened run configuration; every mistake is named."""
+    merged = merged_settings(run_config)
+    extras = {name: merged.pop(name) for name in _EXTRAS if name in merged}
+    return RunConfig.from_mapping(merged, where=_WHERE), _extras_of(extras)
+
+
+def merged_settings(run_config: Mapping[str, Value]) -> dict[str, Any]:
+    """Settings and extras by their names, not yet checked: the tables are put together, and `settings` wins."""
+    merged: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in run_config.items():
+        table, dot, option = key.partition(".")
+        name = table.replace("-", "_")
+        if dot and name == _MODEL_OPTIONS:
+            options[option] = value
+        elif name in merged:
+            raise ConfigError(f"{_WHERE}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
+        elif key != FURTHER:
+            merged[f"{name}{dot}{option}"] = value
+    further = _further(run_config.get(FURTHER, ""))
+    options |= further.pop(_MODEL_OPTIONS, {})
+    merged |= further
+    return {**merged, _MODEL_OPTIONS: options} if options else merged
+
+
+def flattened(table: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    """A table of tables as Flower hands it to an app."""
+    flat: dict[str, Value] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def override(run_config: Mapping[str, Value], changes: Mapping[str, Any]) -> str:
+    """A TOML document for `flwr run --run-config` that makes `changes`, on top of what the app says by itself."""
+    further = _further(run_config.get(FURTHER, ""))
+    options = {**further.get(_MODEL_OPTIONS, {}), **changes.get(_MODEL_OPTIONS, {})}
+    merged = {**further, **changes, **({_MODEL_OPTIONS: options} if options else {})}
+    text = json.dumps(merged, ensure_ascii=False)
+    return f"{FURTHER} = {json.dumps(text, ensure_ascii=False)}\n"
+
+
+def _further(text: Value) -> dict[str, Any]:
+    if text == "":
+        return {}
+    try:
+        given = json.loads(text) if isinstance(text, str) else None
+    except ValueError as reason:
+        raise ConfigError(f"{_WHERE}: settings is not valid JSON: {reason}.") from reason
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{_WHERE}: settings must be a JSON object in a string, like '{{\"lr\": 0.5}}' (got {text!r})."
+        )
+    named: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in named:
+            raise ConfigError(f"{_WHERE}: settings gives {name} twice, as {name} and as {name.replace('_', '-')}.")
+        named[name] = value
+    if not isinstance(named.get(_MODEL_OPTIONS, {}), dict):
+        raise ConfigError(f"{_WHERE}: model_options must be a table (got {named[_MODEL_OPTIONS]!r}).")
+    return named
+
+
+_EXTRAS = {one.name: type(one.default) for one in fields(Extras)}
+
+
+def _extras_of(given: Mapping[str, Any]) -> Extras:
+    checked = asdict(Extras())
+    for name, value in given.items():
+        kind = _EXTRAS[name]
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) if kind is float else type(value) is kind
+        if not fits:
+            raise ConfigError(f"{_WHERE}: {name} must be {kind.__name__} (got {value!r}).")
+        checked[name] = float(value) if kind is float else value
+    return Extras(**checked)
+
 
 PYPROJECT = """\
 [project]
@@ -181,8 +296,9 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
     """The run that an app folder and these changes (settings and extras) describe, checked before anybody sees it."""
     project = Path(folder) / "pyproject.toml"
     try:
-        config = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
-        stored = flattened(config)
+        app = tomllib.loads(project.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        stored = flattened(app["config"])
+        parts = dict(app.get("components", {}))
     except OSError as reason:
         raise ConfigError(
             f"{folder} is no app folder: {project} cannot be read ({reason.strerror}). Make one with "
@@ -193,6 +309,12 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
             f"{project} is no Flower app's: it has no valid [tool.flwr.app.config] ({reason}). Make a folder with "
             "`fedveil flower init`."
         ) from reason
+    if any(str(one).startswith("fedveil.engines.") for one in parts.values()):
+        raise ConfigError(
+            f"{project} was made by an earlier version, and names a module that has moved. Make the folder anew with "
+            '`fedveil flower init`, or write serverapp = "fedveil.flower:server_app" and clientapp = '
+            '"fedveil.flower:client_app" there.'
+        )
     if changes and FURTHER not in stored:
         raise ConfigError(
             f'{project} has no key {FURTHER} = "" in [tool.flwr.app.config], which carries changes: add it.'

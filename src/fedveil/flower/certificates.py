@@ -6,7 +6,6 @@ import datetime
 import ipaddress
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,31 +18,14 @@ _CLOCKS_MAY_DIFFER = datetime.timedelta(hours=1)
 _LONGEST_COMMON_NAME = 64
 
 
-@dataclass(frozen=True)
 class Certificates:
     """Where the files of one SuperLink lie: `ca` goes to everybody, the two keys to nobody."""
 
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
-        """The authority's certificate: every node and everybody who submits runs needs it."""
-        return self.folder / "ca.pem"
-
-    @property
-    def ca_key(self) -> Path:
-        """The authority's private key: only needed to sign another certificate."""
-        return self.folder / "ca.key"
-
-    @property
-    def server(self) -> Path:
-        """The SuperLink's certificate."""
-        return self.folder / "server.pem"
-
-    @property
-    def server_key(self) -> Path:
-        """The SuperLink's private key."""
-        return self.folder / "server.key"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ca = folder / "ca.pem"  # every node and everybody who submits runs needs it
+        self.ca_key = folder / "ca.key"  # only needed to sign another certificate
+        self.server, self.server_key = folder / "server.pem", folder / "server.key"
 
 
 def create_certificates(folder: str | Path, *, hosts: Sequence[str], days: int = 365) -> Certificates:

@@ -7,19 +7,22 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 
 from fedveil.errors import Code
-from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array, pack, unpack
-from fedveil.flower.worker_client import CourierError, hand_over
+from fedveil.flower.worker_client import WorkerError, hand_over
+from fedveil.framing import pack, unpack
 
 HOME = "fedveil-home"
+HEADER = "fedveil"
+PARTS = "fedveil.parts"
+_KIND = "fedveil"
 
 _LOG = logging.getLogger(__name__)
 
 
 class Deliver(Protocol):
-    """Gets a parcel to whoever deals with it, and the reply back; see `courier.hand_over`."""
+    """Gets a parcel to whoever deals with it, and the reply back; see `worker_client.hand_over`."""
 
     def __call__(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
         """The reply."""
@@ -30,7 +33,7 @@ def answer(message: Message, context: Context, *, deliver: Deliver = hand_over) 
     """A reply to any message: an answer, or the code of a refusal. Nothing else leaves, whatever goes wrong."""
     try:
         content = _answered(message, context, deliver)
-    except CourierError as reason:
+    except WorkerError as reason:
         content = _refused(reason.code)
     except Exception:
         # Flower would send the exception's text to the server: it ends here, and its type alone is logged.
@@ -60,3 +63,15 @@ def _refused(code: str) -> RecordDict:
 def _kind_of_failure() -> str:
     kind = sys.exc_info()[0]
     return "unknown" if kind is None else kind.__name__
+
+
+def in_array(content: bytes) -> Array:
+    """Bytes as something that Flower carries."""
+    return Array(dtype="uint8", shape=(len(content),), stype=_KIND, data=content)
+
+
+def out_of_array(array: Array) -> bytes:
+    """The bytes back; an array of another making is refused."""
+    if array.stype != _KIND:
+        raise ValueError("an array of another kind")
+    return array.data

@@ -15,7 +15,7 @@ import torch
 
 from fedveil.crypto.keys import seal, unseal
 from fedveil.errors import Code, ProtocolError
-from fedveil.flower.framing import pack, unpack
+from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import ClientState, Held, Pending
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.runs.folder import write_atomically

@@ -1,4 +1,8 @@
-"""A cluster's folder: where everything of it lies, and what is remembered from one start to the next."""
+"""A cluster on one machine: a SuperLink, its SuperExec and SuperNodes, with everything of theirs in one folder.
+
+`Places` says where what lies, and what is remembered from one start to the next; a `Service` is one of its processes,
+started again when it ends by itself; `Cluster` starts all of them in order, watches them and ends them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,11 @@ import re
 import secrets
 import signal
 import socket
-import ssl
 import stat
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,18 +27,22 @@ from types import TracebackType
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.flower.certificates import Certificates, create_certificates, create_node_key, write_new
 from fedveil.flower.commands import (
+    COMMANDS,
     FlowerError,
     connection,
     environment,
     flwr,
+    healthy,
     program,
     require_flower,
     superexec_command,
     superlink_command,
     supernode_command,
 )
-from fedveil.flower.home import CLIENT_FILE, create_home
+from fedveil.flower.home import create_home
 from fedveil.flower.network import Network, entering
+from fedveil.flower.worker_client import SETTINGS, WORKER
+from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
 CONNECTION = "fedveil"
@@ -56,36 +61,15 @@ class Remembered:
     """The process that holds the cluster's own network; None: it is in the machine's."""
 
 
-@dataclass(frozen=True)
 class Places:
-    """The files of the cluster in `folder`, an absolute path."""
+    """Where everything of the cluster in `folder` lies; the folder need not exist."""
 
-    folder: Path
-
-    @staticmethod
-    def of(folder: str | Path) -> Places:
-        """The places in this folder, which need not exist."""
-        return Places(Path(folder).expanduser().resolve())
-
-    @property
-    def flwr_home(self) -> Path:
-        """Flower's configuration, for whoever submits runs."""
-        return self.folder / "flwr"
-
-    @property
-    def database(self) -> Path:
-        """The SuperLink's state."""
-        return self.folder / "superlink.db"
-
-    @property
-    def secret(self) -> Path:
-        """What the SuperExec proves itself with."""
-        return self.folder / "superexec.secret"
-
-    @property
-    def certificates(self) -> Certificates:
-        """The SuperLink's certificates, under TLS."""
-        return Certificates(self.folder / "certificates")
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser().resolve()
+        self.flwr_home = self.folder / "flwr"  # Flower's configuration, for whoever submits runs
+        self.database = self.folder / "superlink.db"
+        self.secret = self.folder / "superexec.secret"  # what the SuperExec proves itself with
+        self.certificates = Certificates(self.folder / "certificates")  # the SuperLink's, under TLS
 
     def key(self, node: int) -> Path:
         """A node's private key, under TLS."""
@@ -142,7 +126,7 @@ class Places:
             return healthy(address, ca=ca)
         # Asked by a process of its own, as this one is outside and may have threads, which cannot enter.
         env = environment(network=cluster.network)
-        asking = [*entering(env), sys.executable, "-P", "-m", __name__, address, *([] if ca is None else [str(ca)])]
+        asking = [*entering(env), sys.executable, "-P", "-m", COMMANDS, address, *([] if ca is None else [str(ca)])]
         return subprocess.run(asking, env=env, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
     @contextlib.contextmanager
@@ -167,41 +151,19 @@ class Places:
             os.close(handle)
 
 
-def healthy(address: str, *, ca: Path | None) -> bool:
-    """Whether a SuperLink answers at this address."""
-    context = None if ca is None else ssl.create_default_context(cafile=str(ca))
-    # No proxy of the environment's stands between this machine and itself.
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    if context is not None:
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    url = f"{'http' if ca is None else 'https'}://{address}/health"
-    try:
-        with urllib.request.build_opener(*handlers).open(url, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
-
-
-if __name__ == "__main__":
-    given = sys.argv[1:]
-    sys.exit(0 if healthy(given[0], ca=Path(given[1]) if given[1:] else None) else 1)
-
-
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 30.0
 _SETTLED_AFTER = 60.0
-_TAIL_LINES, _TAIL_BYTES = 15, 20_000
 _MOST_PATIENCE = 30.0
 
 
-class Leashed:
-    """A command of Flower's that ends when this process ends, and takes everything it started along."""
+class Service:
+    """A command of Flower's that ends when this process ends, and takes everything it started along (workers apart)."""
 
     def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int) -> None:
-        """`held` is the end of a pipe that the leash keeps open as long as it lives."""
+        """`held` is the end of a pipe that its supervisor keeps open as long as it lives."""
         self.name, self.log, self._env, self._held = name, log, dict(env), held
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._wanted = False
-        self._log_start = 0
         self._started = self._next_start = 0.0
         self._delay = 0.0
 
@@ -209,29 +171,21 @@ class Leashed:
         """Start it, once what ran before is gone; its output is appended to the log."""
         self.wait()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
-            leash = [sys.executable, "-P", "-m", "fedveil.flower.supervisor"]
-            self._process = subprocess.Popen(
-                [*entering(self._env), *leash, program(command[0]), *command[1:]],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self._env,
-                start_new_session=True,
-                pass_fds=(self._held,),
-            )
+        # A client's worker belongs to the client's home, and its parcels survive a node.
+        whole = [*entering(self._env), *supervised([program(command[0]), *command[1:]], spare=WORKER)]
+        with self.log.open("ab+") as log:
+            self._child = ChildProcess(whole, name=self.name, env=self._env, log=log, answers=False, held=(self._held,))
         self._started, self._wanted = time.monotonic(), True
 
     @property
     def pid(self) -> int | None:
-        """The leash's process id, if it runs."""
-        return self._process.pid if self._process is not None and self.alive else None
+        """Its supervisor's process id, if it runs."""
+        return self._child.pid if self._child is not None and self.alive else None
 
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.alive
 
     @property
     def due(self) -> bool:
@@ -247,18 +201,12 @@ class Leashed:
 
     def said(self) -> str:
         """What it has written since it was last started."""
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(self._log_start)
-            return log.read().decode(errors="replace")
-        return ""
-
-    def tail(self) -> str:
-        """The last lines of that, for an error message."""
-        return "\n".join(self.said()[-_TAIL_BYTES:].strip().splitlines()[-_TAIL_LINES:])
+        return "" if self._child is None else self._child.said()
 
     def failed(self, what: str) -> FlowerError:
         """An error that shows what it said last."""
-        return FlowerError(f"{self.name} {what}. The end of {self.log}:\n{self.tail() or '(nothing)'}")
+        tail = "" if self._child is None else self._child.tail()
+        return FlowerError(f"{self.name} {what}. The end of {self.log}:\n{tail or '(nothing)'}")
 
     def ask_to_end(self) -> None:
         """SIGTERM, without waiting."""
@@ -271,45 +219,30 @@ class Leashed:
 
     def wait(self) -> None:
         """Until it and all it started are gone."""
-        if self._process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_MOST_PATIENCE)
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if self._child is not None:
+            self._child.end(patience=_MOST_PATIENCE)
 
     def _signal(self, number: signal.Signals) -> None:
         self._wanted = False
-        if self._process is not None and self.alive:
-            self._process.send_signal(number)
+        if self._child is not None:
+            self._child.signal(number)
 
 
 class Janitor:
     """Ends the workers of these homes when the cluster is gone, however that came about."""
 
     def __init__(self, homes: Sequence[Path], *, log: Path) -> None:
-        self.log = log
+        self._log, self._patience = log, _MOST_PATIENCE * len(homes)
         log.parent.mkdir(parents=True, exist_ok=True)
-        waiting, self.held = os.pipe()
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fedveil.flower.janitor", *map(str, homes)],
-                stdin=waiting,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        os.close(waiting)
+        command = [sys.executable, "-P", "-m", "fedveil.flower.worker_client", *map(str, homes)]
+        with log.open("ab+") as output:
+            self._child = ChildProcess(command, name="janitor", log=output, answers=False)
+        self.held = self._child.input.fileno()
 
     def finish(self) -> None:
         """Let it end the workers now, and wait until it has."""
-        with contextlib.suppress(OSError):
-            os.close(self.held)
-        if self._process.wait() != 0:
-            raise FlowerError(f"A client's worker would not end: see {self.log}.")
+        if self._child.end(patience=self._patience) != 0:
+            raise FlowerError(f"A client's worker would not end: see {self._log}.")
 
 
 def free_port() -> int:
@@ -333,7 +266,6 @@ def is_free(port: int) -> bool:
 Say = Callable[[str], None]
 
 _BETWEEN_LOOKS = 0.25
-_BEFORE_ANOTHER_TRY = 3.0
 _SECRET_BYTES = 32
 # In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
 _OWN_PORT, _OWN_NODE_PORTS = 8000, 20_000
@@ -363,12 +295,12 @@ class Cluster:
         """`data` and `keys` (a folder made by `fedveil keys`) go into client homes that do not exist yet."""
         if nodes < 1:
             raise ConfigError(f"A cluster needs at least one node (got {nodes}).")
-        self.places = Places.of(folder)
+        self.places = Places(folder)
         self.nodes, self.tls, self.shared = nodes, tls, shared
         self._port, self._data, self._keys = port, data, keys
         self._deadline, self._say = deadline, say
         self._open = contextlib.ExitStack()
-        self._processes: dict[str, Leashed] = {}
+        self._processes: dict[str, Service] = {}
 
     def __enter__(self) -> Cluster:
         self.start()
@@ -385,7 +317,7 @@ class Cluster:
         return f"{HOST}:{self._remembered.port}"
 
     @property
-    def processes(self) -> Sequence[Leashed]:
+    def processes(self) -> Sequence[Service]:
         """Every process, in the order of their start."""
         return list(self._processes.values())
 
@@ -404,7 +336,7 @@ class Cluster:
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
                 env = environment(self.places.flwr_home / name, network=self._remembered.network)
-                self._processes[name] = Leashed(name, log=self.places.log(name), env=env, held=janitor.held)
+                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held)
             self._say("starting the SuperLink")
             self._start("superlink")
             self._await_superlink()
@@ -422,26 +354,6 @@ class Cluster:
     def stop(self) -> None:
         """End everything, the clients' workers included; what the folder holds stays."""
         self._open.close()
-
-    def restart_superlink(self) -> None:
-        """Kill the SuperLink as a power cut would, start it again, and wait until it answers."""
-        self._processes["superlink"].kill()
-        self._start("superlink")
-        self._await_superlink()
-
-    def kill_node(self, node: int) -> None:
-        """Kill a SuperNode as a power cut would; its client's worker lives on."""
-        self._processes[_node(node)].kill()
-
-    def start_node(self, node: int) -> None:
-        """Start a SuperNode again and wait until it is online.
-
-        One that was killed under TLS is refused until the SuperLink has missed two of its heartbeats, about a minute:
-        it is started again until it is let in.
-        """
-        if not self._processes[_node(node)].alive:
-            self._start(_node(node))
-        self._await_nodes([node], patiently=True)
 
     def watch(self, until: threading.Event) -> None:
         """Start again whatever ends by itself, with longer and longer waits, until the event is set."""
@@ -478,7 +390,7 @@ class Cluster:
                     create_node_key(places.key(node))
         keys = None if self._keys is None else Path(self._keys)
         for node in range(self.nodes):
-            if not (places.home(node) / CLIENT_FILE).exists():
+            if not (places.home(node) / SETTINGS).exists():
                 create_home(
                     places.home(node),
                     client=node,
@@ -543,7 +455,7 @@ class Cluster:
             self._remembered.registered.append(node)
             self.places.remember(self._remembered)
 
-    def _await_nodes(self, nodes: Sequence[int], *, patiently: bool = False) -> None:
+    def _await_nodes(self, nodes: Sequence[int]) -> None:
         """Until the SuperLink lists these nodes as online, under the ids that they were given at this start."""
         deadline = time.monotonic() + self._deadline
         waiting = [self._processes[_node(node)] for node in nodes]
@@ -552,11 +464,8 @@ class Cluster:
             if None not in ids and set(ids) <= self._online():
                 return
             for one in waiting:
-                if not one.alive and not patiently:
-                    raise one.failed("ended before it was online")
                 if not one.alive:
-                    time.sleep(_BEFORE_ANOTHER_TRY)
-                    self._start(one.name)
+                    raise one.failed("ended before it was online")
                 if time.monotonic() > deadline:
                     raise one.failed(f"was not online within {self._deadline:g} seconds")
             time.sleep(_BETWEEN_LOOKS)

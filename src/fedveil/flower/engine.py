@@ -17,11 +17,9 @@ from flwr.serverapp import Grid
 from fedveil.crypto.keys import Roster
 from fedveil.engine.local import folded
 from fedveil.errors import Code, ProtocolError, Refusal
-from fedveil.flower.events import Events
-from fedveil.flower.framing import HEADER, PARTS, in_array, out_of_array
-from fedveil.flower.refusals import refusal_of
-from fedveil.flower.rollcall import Present, RollCall, check_present
-from fedveil.flower.settings import Setup
+from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.commands import Events
+from fedveil.flower.messages import Present, RollCall, Setup, check_present, refusal_of
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply

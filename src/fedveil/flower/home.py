@@ -1,24 +1,36 @@
-"""A client's own folder: who it is, where its data are, and what it agrees to. Read here, never from a message."""
+"""A client's own folder: who it is, where its data are, and what it agrees to. Read here, never from a message.
+
+Data come from the user's own loader, or are a share of a named data set, dealt by the run's seed; what a server knows
+of data that it does not have is read here too (`described`).
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from fedveil.config import RunConfig, toml_of
 from fedveil.crypto.keys import Roster
-from fedveil.errors import ConfigError, unknown_name
+from fedveil.data import Dataset
+from fedveil.data.sources import EMBEDDED
+from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
-from fedveil.models.custom import Factory
-from fedveil.runs.job import read_policy, read_roster
+from fedveil.models.custom import Factory, load_file
+from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded, read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
+from fedveil.work.messages import ClientData
 
-_FILE = "client.toml"
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "client": int,
     "data": str,
@@ -64,7 +76,7 @@ class Home:
     @staticmethod
     def read(path: Path) -> Home:
         """The folder's client.toml and the files it names; every mistake is named."""
-        where = path / _FILE
+        where = path / SETTINGS
         given = _settings(where)
         client = given.get("client")
         if client is None or client < 0:
@@ -93,7 +105,7 @@ class Home:
 
     def stamp(self) -> tuple[tuple[str, int, int], ...]:
         """When the files were changed that this was read from."""
-        file = self.path / _FILE
+        file = self.path / SETTINGS
         named = _files(self.path, _settings(file)).values()
         found = [(one, one.stat()) for one in (file, *named) if one.exists()]
         return tuple((str(one), at.st_mtime_ns, at.st_size) for one, at in found)
@@ -103,16 +115,16 @@ class Home:
         if config.simulated_secrets and not self.simulation:
             raise RequiredError(
                 "the run is a simulation: its secrets follow from a seed that the server knows, and protect nothing. "
-                f"Leave the seed out, or write simulation = true into {self.path / _FILE}"
+                f"Leave the seed out, or write simulation = true into {self.path / SETTINGS}"
             )
-        check_terms(config, self.require, where=str(self.path / _FILE))
+        check_terms(config, self.require, where=str(self.path / SETTINGS))
         if not 0 <= self.client < config.clients:
             raise RequiredError(f"this is client {self.client}, and the run has clients 0 to {config.clients - 1}")
         model = config.model
         if model not in CATALOGUE:
             # A name from a message would otherwise be imported and called: only what the owner has listed is.
             if model not in self.models:
-                raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / _FILE}")
+                raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / SETTINGS}")
             file, _, factory = model.rpartition(":")
             model = Factory(f"{self.path / file}:{factory}" if file.endswith(".py") else model)
         return config.with_changes(model=model, device=self.device)
@@ -122,9 +134,9 @@ class Home:
         own = ", ".join(self.models) or "none"
         simulated = "yes: the server knows their secrets" if self.simulation else "no"
         lines = [
-            *terms_of(self.require, where=_FILE),
-            Term("model", f"those of `fedveil models`; own architectures: {own}", _FILE),
-            Term("simulations", simulated, _FILE),
+            *terms_of(self.require, where=SETTINGS),
+            Term("model", f"those of `fedveil models`; own architectures: {own}", SETTINGS),
+            Term("simulations", simulated, SETTINGS),
         ]
         if self.policy is None:
             what = "what it aims at, in each run anew"
@@ -143,12 +155,7 @@ def _files(path: Path, given: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def _settings(where: Path) -> dict[str, Any]:
-    try:
-        given = tomllib.loads(where.read_text(encoding="utf-8"))
-    except OSError as reason:
-        raise ConfigError(f"Cannot read {where}: {reason.strerror}. Make it with `fedveil flower client`.") from reason
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as reason:
-        raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
+    given = settings_of(where.parent)
     for name, value in given.items():
         if name not in _KINDS:
             raise unknown_name(f"setting in {where}:", name, _KINDS)
@@ -158,7 +165,6 @@ def _settings(where: Path) -> dict[str, Any]:
 
 
 Required = str | int | float | bool | Mapping[str, float]
-CLIENT_FILE = "client.toml"
 
 
 def create_home(
@@ -182,7 +188,7 @@ def create_home(
         raise ConfigError(f"Clients are numbered from 0 (got {client}).")
     if (roster is None) != (identity is None):
         raise ConfigError("A roster and the client's own signing key (identity) belong together: give both or neither.")
-    target = folder / CLIENT_FILE
+    target = folder / SETTINGS
     if target.exists():
         raise ConfigError(f"{target} exists already: change it there, or give another folder.")
     named = {
@@ -287,3 +293,129 @@ def _requirements(require: Mapping[str, Required | Sequence[Required]]) -> str:
             raise unknown_name("setting to require:", name, known)
         lines.append(f"{name.replace('-', '_')} = {_value(value)}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What a server knows of data it does not have, and what it has to judge the model by."""
+
+    facts: ModelFacts
+    test: Dataset | None
+
+
+def described(config: RunConfig, module: str) -> Described:
+    """The server's side: the app's own module (FACTS, test()), or the data set that the settings name."""
+    if not module:
+        split = loaded(config)
+        return Described(ModelFacts.of(config, split.train), split.test)
+    try:
+        code = importlib.import_module(module)
+    except Exception as reason:
+        raise ConfigError(
+            f"The app's module {module!r} cannot be imported: {type(reason).__name__}: {reason}"
+        ) from reason
+    facts = _given_facts(config, code, module)
+    return Described(facts, _given_test(code, facts, module))
+
+
+def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path | None) -> ClientData:
+    """A client's side: its own loader's `client(number)`, or its share of the data set that the settings name.
+
+    What a run says of the data is compared with what the owner says (FACTS), and the data with that alone: whether a
+    client refuses a run then tells nothing about its samples.
+    """
+    if loader is None:
+        if config.dataset not in EMBEDDED:
+            raise DataError(
+                f"the run names the data set {config.dataset!r}, which is not embedded, and client.toml names no loader"
+            )
+        train = loaded(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
+        rows = dealt(config, train)[client].to(train.x.device)
+        found = ClientData(client, train.x[rows], train.y[rows])
+        own = ModelFacts.of(config, train)
+    else:
+        try:
+            code = load_file(loader, what="a client's data")
+        except ConfigError as reason:
+            raise DataError(str(reason)) from reason
+        own = _given_facts(config, code, str(loader))
+        found = _loaded(config, code, client=client, task=own.task, where=loader)
+    for name in ("input_shape", "outputs", "task", "vocabulary"):
+        said, ours = getattr(facts, name), getattr(own, name)
+        if said != ours:
+            raise DataError(f"the run is for data with {name} = {said}, and this client's have {ours}")
+    _check(found, own)
+    return found
+
+
+def _check(data: ClientData, facts: ModelFacts) -> None:
+    x, y = data.x, data.y
+    if tuple(x.shape[1:]) != facts.input_shape:
+        raise DataError(f"a sample has shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}")
+    if facts.task == "classification":
+        if y.is_floating_point() or y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= facts.outputs:
+            raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
+    elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
+        raise DataError(f"the targets are not {facts.outputs} numbers per sample")
+    if facts.vocabulary is not None and (
+        x.dtype != torch.int64 or int(x.min()) < 0 or int(x.max()) >= facts.vocabulary
+    ):
+        raise DataError("the samples are not token numbers of the vocabulary that FACTS names")
+
+
+def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
+    given = getattr(code, "FACTS", None)
+    known = {"input_shape", "outputs", "task", "vocabulary", "labels"}
+    if not isinstance(given, dict) or not {"input_shape", "outputs", "task"} <= given.keys() <= known:
+        raise ConfigError(
+            f"{where} must say FACTS = dict(input_shape=(…), outputs=…, task='classification' or 'regression'), and "
+            "may add vocabulary and labels."
+        )
+    shape, outputs, task = given["input_shape"], given["outputs"], given["task"]
+    if not all(type(one) is int and one > 0 for one in (*shape, outputs)):
+        raise ConfigError(f"{where}: input_shape and outputs must be positive whole numbers.")
+    if task not in ("classification", "regression"):
+        raise ConfigError(f"{where}: task must be classification or regression (got {task!r}).")
+    labels = tuple(given.get("labels", ()))
+    return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, given.get("vocabulary"), labels)
+
+
+def _given_test(code: ModuleType, facts: ModelFacts, where: str) -> Dataset | None:
+    load = getattr(code, "test", None)
+    pair = None if load is None else load()
+    if pair is None:
+        return None
+    x, y = _pair(pair, facts.task, where=f"{where}.test()")
+    if tuple(x.shape[1:]) != facts.input_shape:
+        raise DataError(f"{where}.test() gives samples of shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}.")
+    return Dataset("test", facts.task, x, y, outputs=facts.outputs, vocabulary=facts.vocabulary)  # type: ignore[arg-type]
+
+
+def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, where: Path) -> ClientData:
+    load = getattr(code, "client", None)
+    if load is None:
+        raise DataError(f"{where} has no function client(number) that gives this client's samples")
+    try:
+        found = load(client)
+    except Exception as reason:
+        raise DataError(f"{where}: client({client}) raised {type(reason).__name__}: {reason}") from reason
+    x, y = _pair(found, task, where=f"{where}: client({client})")
+    device, dtype = torch.device(config.device), dtype_of(config)
+    x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
+    return ClientData(client, x, y.to(device, dtype) if y.is_floating_point() else y.to(device))
+
+
+def _pair(pair: Any, task: str, *, where: str) -> tuple[Tensor, Tensor]:
+    try:
+        x, y = (torch.as_tensor(part) for part in pair)
+    except (TypeError, ValueError) as reason:
+        raise DataError(f"{where} must give (inputs, targets), two tensors or arrays.") from reason
+    if x.dim() < 2 or y.dim() < 1 or len(x) != len(y) or not len(x):
+        raise DataError(f"{where} gives inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}.")
+    for what, one in (("inputs", x), ("targets", y)):
+        if one.is_floating_point() and not torch.isfinite(one).all():
+            raise DataError(f"{where}: the {what} hold NaN or infinity.")
+    if y.is_floating_point() or task == "regression":
+        y = y.to(torch.get_default_dtype()) if not y.is_floating_point() else y
+        return x, y[:, None] if y.dim() == 1 else y.flatten(1)
+    return x if x.is_floating_point() else x.to(torch.int64), y.to(torch.int64)

@@ -17,11 +17,9 @@ from fedveil.downlink import Blueprint, assemble
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.client_memory import Memory, Promise, Remembered
-from fedveil.flower.framing import pack, unpack
-from fedveil.flower.home import Home
-from fedveil.flower.rollcall import RollCall, present
-from fedveil.flower.settings import Setup
-from fedveil.flower.sources import own_data
+from fedveil.flower.home import Home, own_data
+from fedveil.flower.messages import RollCall, Setup, present
+from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello
@@ -118,7 +116,7 @@ _BEHIND = -1
 _MOST_TRIES = 2
 
 
-class Desk:
+class MessageHandler:
     """One client. What it does for a message is decided by its role; here is only what outlives a process."""
 
     def __init__(self, home: Path) -> None:

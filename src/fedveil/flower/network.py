@@ -15,12 +15,12 @@ import fcntl
 import os
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from fedveil.errors import ConfigError
+from fedveil.processes import ChildProcess
 
 VARIABLE = "FEDVEIL_NETWORK"
 """Names the process that holds the namespace, in the environment of Flower's commands."""
@@ -29,26 +29,20 @@ _MODULE = "fedveil.flower.network"
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 _READY = "ready"
+_PATIENCE = 10.0
 
 
 class Network:
     """A namespace that exists as long as this process, or one of the cluster's, does."""
 
     def __init__(self) -> None:
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-P", "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._keeper.stdout is not None
-        said = self._keeper.stdout.readline().strip()
+        self._keeper = ChildProcess([sys.executable, "-P", "-m", _MODULE], name="network")
+        said = self._keeper.output.readline().decode().strip()
         if said != _READY:
             self.close()
+            why = self._keeper.tail()
             raise ConfigError(
-                f"The cluster cannot have a network of its own here ({said or 'no reason given'}). Without one, every "
+                f"The cluster cannot have a network of its own here ({why or 'no reason given'}). Without one, every "
                 "user of this machine could submit runs to it, and with them run code as you: Flower asks nobody who "
                 "they are. If no other user can log in here, or all of them may do that, say --share-with-local-users."
             )
@@ -60,7 +54,7 @@ class Network:
 
     def close(self) -> None:
         """Let go of it."""
-        self._keeper.communicate()
+        self._keeper.end(patience=_PATIENCE)
 
 
 def entering(env: Mapping[str, str]) -> list[str]:

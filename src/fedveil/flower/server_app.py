@@ -22,12 +22,13 @@ from fedveil.client_held.server import Farewells, RelayRole
 from fedveil.config import RunConfig
 from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError, ProtocolError
-from fedveil.flower import rollcall
+from fedveil.flower import messages
+from fedveil.flower.app_folder import Extras, merged_settings, settings_of
+from fedveil.flower.commands import Events, tell
 from fedveil.flower.engine import FlowerEngine
-from fedveil.flower.events import Events, tell
-from fedveil.flower.framing import pack, unpack
-from fedveil.flower.settings import Extras, Setup, merged_settings, settings_of
-from fedveil.flower.sources import described
+from fedveil.flower.home import described
+from fedveil.flower.messages import Setup
+from fedveil.framing import pack, unpack
 from fedveil.models.custom import typed
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.phases import Ask
@@ -190,7 +191,7 @@ def server_job(config: RunConfig, module: str) -> Job:
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
     test = found.test if held_here else None
     job = assemble_job(config, facts.build(seed=own), pool, test, facts, common=common, guard=guard)
-    return dataclasses.replace(job, around=Surroundings("flower", rollcall.RELEASES, (_TRUST,)))
+    return dataclasses.replace(job, around=Surroundings("flower", messages.RELEASES, (_TRUST,)))
 
 
 def train_on_flower(

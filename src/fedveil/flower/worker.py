@@ -1,6 +1,6 @@
 """The long-lived process of a client's machine: holds data, secrets and torch, and answers parcels one by one.
 
-`python -m fedveil.flower.worker HOME`; the courier starts it where none listens.
+`python -m fedveil.flower.worker HOME`; a client app starts it where none listens (`worker_client`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,29 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
-from fedveil.flower.framing import BrokenOffError, Kind, receive, send
-from fedveil.flower.worker_client import GRACE, LOCK, LOG, accepts, peer_of, settings_of, socket_address, user_id
+from fedveil.flower.worker_client import (
+    GRACE,
+    LOCK,
+    LOG,
+    Kind,
+    accepts,
+    peer_of,
+    settings_of,
+    socket_address,
+    user_id,
+)
+from fedveil.framing import BrokenOffError, receive, send
 
 _FRAME_PATIENCE = 120.0
 _WATCH = 5.0
 _LOG_BYTES, _LOG_FILES = 1_000_000, 3
 _LONGEST_TRACEBACK = 8000
-_DESK = "fedveil.flower.message_handler:Desk"
+_HANDLER = "fedveil.flower.message_handler:MessageHandler"
 
 log = logging.getLogger("fedveil.worker")
 
 
-class Desk(Protocol):
+class Handler(Protocol):
     """What answers parcels. It remembers its replies: the same parcel handed in again gets the same one."""
 
     def handle(self, parcel: bytes) -> bytes:
@@ -50,7 +60,7 @@ class Worker:
     """Takes parcels from couriers, has one after the other answered, and says how it is at any time."""
 
     def __init__(
-        self, home: Path, listener: socket.socket, settings: dict[str, Any], *, idle: float, desk: str = _DESK
+        self, home: Path, listener: socket.socket, settings: dict[str, Any], *, idle: float, handler: str = _HANDLER
     ) -> None:
         """`idle` is after how many seconds without a parcel it ends."""
         self._home = home
@@ -59,9 +69,9 @@ class Worker:
         self._identity = self._address.lstat()
         self._courier_user = settings.get("courier_user")
         self._idle = idle
-        self._desk_name = desk
-        self._desk: Desk | None = None
-        self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="desk")
+        self._handler_name = handler
+        self._handler: Handler | None = None
+        self._line = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handler")
         self._changed = threading.Condition()
         self._attended = 0
         self._owed = 0
@@ -141,7 +151,7 @@ class Worker:
 
     def _receive(self, courier: socket.socket) -> None:
         try:
-            kind, body = self._request(courier)
+            kind, parcel = self._request(courier)
         except BrokenOffError:
             raise
         except ProtocolError:
@@ -153,20 +163,18 @@ class Worker:
         elif kind is Kind.STOP:
             self.stop()
         else:
-            parcel = [body]
-            del body
             self._answer(courier, parcel)
 
-    def _request(self, courier: socket.socket) -> tuple[Kind, bytes]:
+    def _request(self, courier: socket.socket) -> tuple[Kind, list[bytes]]:
         uid = peer_of(courier).uid
         if not accepts(uid, self._courier_user):
             raise ProtocolError(f"User {uid} may not hand parcels over.")
-        kind, body = receive(courier, deadline=_soon())
+        kind, parts = receive(courier, Kind, deadline=_soon())
         if kind is Kind.STOP and not accepts(uid):
             raise ProtocolError(f"User {uid} may hand parcels over, but not stop the worker.")
-        if kind not in (Kind.PARCEL, Kind.PING, Kind.STOP):
-            raise ProtocolError(f"A courier does not send a {kind.name}.")
-        return kind, body
+        if kind not in (Kind.PARCEL, Kind.PING, Kind.STOP) or len(parts) != (kind is Kind.PARCEL):
+            raise ProtocolError(f"A client app does not send a {kind.name} of {len(parts)} parts.")
+        return kind, parts
 
     def _state(self) -> bytes:
         state = {"pid": os.getpid(), "since": self._since, "handled": self._handled, "busy": self._busy}
@@ -181,14 +189,15 @@ class Worker:
         if answer is None:
             return
         try:
-            send(courier, *answer, deadline=_soon())
+            kind, reply = answer
+            send(courier, kind, reply, deadline=_soon())
         finally:
             with self._changed:
                 self._owed -= 1
                 self._changed.notify_all()
 
     def _handle(self, courier: socket.socket, parcel: list[bytes]) -> tuple[Kind, bytes] | None:
-        """The answer to the one parcel in `parcel`, taken out of it so that the desk may let go of it early."""
+        """The answer to the one parcel in `parcel`, taken out of it so that the handler may let go of it early."""
         if _gone(courier):
             log.info("a parcel was left undone: its courier went away while it waited in line")
             return None
@@ -197,7 +206,7 @@ class Worker:
         self._busy, began = True, time.monotonic()
         log.info("a parcel of %d bytes is in work", len(parcel[0]))
         try:
-            reply = self._built_desk().handle(parcel.pop())
+            reply = self._built_handler().handle(parcel.pop())
         except BaseException:
             log.error("a parcel failed:\n%s", traceback.format_exc()[-_LONGEST_TRACEBACK:])
             return Kind.FAILED, b""
@@ -207,12 +216,12 @@ class Worker:
         log.info("answered with %d bytes after %.1f s", len(reply), time.monotonic() - began)
         return Kind.REPLY, reply
 
-    def _built_desk(self) -> Desk:
-        if self._desk is None:
-            module, _, name = self._desk_name.partition(":")
-            self._desk = getattr(importlib.import_module(module), name)(self._home)
-            log.info("the desk is ready")
-        return self._desk
+    def _built_handler(self) -> Handler:
+        if self._handler is None:
+            module, _, name = self._handler_name.partition(":")
+            self._handler = getattr(importlib.import_module(module), name)(self._home)
+            log.info("the message handler is ready")
+        return self._handler
 
 
 def take_lock(home: Path) -> int | None:
@@ -264,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Serve the folder that the command line names, unless another worker does."""
     parser = argparse.ArgumentParser(prog="python -m fedveil.flower.worker", description=__doc__)
     parser.add_argument("home", type=Path, help="the folder with client.toml")
-    parser.add_argument("--desk", default=_DESK, help=argparse.SUPPRESS)
+    parser.add_argument("--handler", default=_HANDLER, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     os.umask(0o077)
     home = given.home.resolve()
@@ -276,7 +285,7 @@ def main(arguments: list[str] | None = None) -> None:
         address = socket_address(home)
         idle = 3600.0 * float(settings.get("idle_hours", 24))  # before anybody can connect and be let down
         listener = listen(address, settings.get("courier_user"))
-        worker = Worker(home, listener, settings, idle=idle, desk=given.desk)
+        worker = Worker(home, listener, settings, idle=idle, handler=given.handler)
     except (FedVeilError, OSError, ValueError, TypeError) as reason:
         raise SystemExit(f"The worker cannot start: {reason}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -286,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
     log.info("ended")
     logging.shutdown()
     if not finished:
-        # The desk's thread is still at work, and Python would wait for it.
+        # The handler's thread is still at work, and Python would wait for it.
         os._exit(0)
 
 

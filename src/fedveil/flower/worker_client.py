@@ -2,6 +2,9 @@
 
 Flower starts a process for every message; this is all of FedVeil that such a process needs. It loads neither torch nor
 the client's data, and what goes wrong on this machine leaves it as one of four words.
+
+`python -m fedveil.flower.worker_client HOME …` ends the workers of these homes once everything that could start one is
+gone: its standard input is a pipe that a cluster and its processes hold open.
 """
 
 from __future__ import annotations
@@ -25,11 +28,12 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
-from fedveil.flower.framing import BrokenOffError, Kind, receive, send
+from fedveil.framing import BrokenOffError, receive, send
 
 SETTINGS = "client.toml"
 LOCK = "worker.lock"
@@ -44,7 +48,18 @@ _MOST_BREAKS = 3
 _TASK_TOKEN = re.compile(r"[0-9a-f]{256}")
 
 
-class CourierError(FedVeilError):
+class Kind(IntEnum):
+    """What passes between a worker and whoever speaks to it."""
+
+    PARCEL = 1
+    REPLY = 2
+    FAILED = 3
+    PING = 4
+    PONG = 5
+    STOP = 6
+
+
+class WorkerError(FedVeilError):
     """A parcel got no reply. The code is all its text, for this error may travel to the server."""
 
     exit_code = 6
@@ -63,7 +78,7 @@ class Peer(NamedTuple):
 def hand_over(home: Path, parcel: bytes, *, timeout: float, options: Sequence[str] = ()) -> bytes:
     """The worker's reply to `parcel`; `options` go to the command line of a worker that has to be started.
 
-    CourierError says "lost" (the worker died twice over it), "silent" (no answer within `timeout` seconds),
+    WorkerError says "lost" (the worker died twice over it), "silent" (no answer within `timeout` seconds),
     "unstartable" (no worker can be had; HOME/worker.log or HOME/client.toml says why) or "failed" (the worker's log
     says why).
     """
@@ -78,14 +93,14 @@ def hand_over(home: Path, parcel: bytes, *, timeout: float, options: Sequence[st
                     broken.append(peer_of(sock).pid)
             # A dying worker may still accept a connection: only another one's death is a second death.
             if len(set(broken)) > 1 or len(broken) > _MOST_BREAKS:
-                raise CourierError(Code.LOST)
+                raise WorkerError(Code.LOST)
             time.sleep(0.1)
     except TimeoutError:
-        raise CourierError(Code.SILENT) from None
+        raise WorkerError(Code.SILENT) from None
     except (ConfigError, OSError):
-        raise CourierError(Code.UNSTARTABLE) from None
+        raise WorkerError(Code.UNSTARTABLE) from None
     except ProtocolError:
-        raise CourierError(Code.FAILED) from None
+        raise WorkerError(Code.FAILED) from None
 
 
 def ping(home: Path, *, timeout: float = 5.0) -> dict[str, Any] | None:
@@ -97,14 +112,14 @@ def ping(home: Path, *, timeout: float = 5.0) -> dict[str, Any] | None:
             return None
         with sock:
             send(sock, Kind.PING, deadline=deadline)
-            kind, body = receive(sock, deadline=deadline)
+            kind, parts = receive(sock, Kind, deadline=deadline)
     except BrokenOffError:
         return None
     except TimeoutError:
-        raise CourierError(Code.SILENT) from None
+        raise WorkerError(Code.SILENT) from None
     if kind is not Kind.PONG:
-        raise CourierError(Code.FAILED)
-    said: dict[str, Any] = json.loads(body)
+        raise WorkerError(Code.FAILED)
+    said: dict[str, Any] = json.loads(parts[0])
     return said
 
 
@@ -119,7 +134,7 @@ def stop(home: Path, *, patience: float = GRACE + 2.0) -> bool:
         _signal_worker(home, number)
         if _lock_came_free(home, seconds):
             return True
-    raise CourierError(Code.SILENT)
+    raise WorkerError(Code.SILENT)
 
 
 def settings_of(home: Path) -> dict[str, Any]:
@@ -128,7 +143,7 @@ def settings_of(home: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as reason:
-        raise ConfigError(f"{path} cannot be read: {reason}. It describes this client; see the guide.") from reason
+        raise ConfigError(f"{path} cannot be read: {reason}. Make it with `fedveil flower client`.") from reason
 
 
 def socket_address(home: Path) -> Path:
@@ -198,10 +213,10 @@ def _answer(sock: socket.socket, parcel: bytes, deadline: float) -> bytes:
     # A worker that refuses a parcel may say so before it has taken all of it.
     with contextlib.suppress(BrokenOffError):
         send(sock, Kind.PARCEL, parcel, deadline=deadline)
-    kind, body = receive(sock, deadline=deadline)
-    if kind is not Kind.REPLY:
+    kind, parts = receive(sock, Kind, deadline=deadline)
+    if kind is not Kind.REPLY or not parts:
         raise ProtocolError("The worker did not reply.")
-    return body
+    return parts[0]
 
 
 def _reached(home: Path, deadline: float, options: Sequence[str]) -> socket.socket:
@@ -348,3 +363,20 @@ def _is_worker(home: Path, pid: int) -> bool:
                     if os.path.samestat(one.stat(), lock):
                         return True
     return False
+
+
+def main(homes: list[str]) -> int:
+    """Wait until standard input closes, then end the workers of these homes; 1 if one would not end."""
+    sys.stdin.buffer.read()
+    left = 0
+    for home in homes:
+        try:
+            stop(Path(home))
+        except (FedVeilError, OSError):
+            left += 1
+            sys.stderr.write(f"the worker of {home} would not end\n")
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

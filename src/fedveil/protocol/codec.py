@@ -1,29 +1,29 @@
-"""Messages as bytes: a JSON header, then the tensors' raw bytes. No pickle, nothing executable.
+"""Messages and stored state as bytes: a JSON header, then the tensors' raw bytes (`fedveil.framing.Format`).
 
-"FVW1" · header length (4 bytes, little endian) · header · tensors, one after the other
+No pickle, nothing executable.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import struct
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.framing import Format
 from fedveil.ledger.releases import Released, Sections
 from fedveil.shapes import check, declared
 from fedveil.tensors import from_raw, raw
 
-_MAGIC = b"FVW1"
+_MESSAGE = Format("message", b"FVW1", longest=1 << 14)
+# Without magic bytes: so do all versions write states and records.
+_STORED = Format("stored state", b"", length="<Q", separators=(", ", ": "))
 _DTYPES: dict[str, torch.dtype] = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64, "u1": torch.uint8}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_LONGEST_HEADER = 1 << 14
 _MOST_DIMENSIONS = 8
 _T = TypeVar("_T")
 _TYPES: dict[str, type[Any]] = {}
@@ -62,17 +62,15 @@ def registered() -> tuple[type[Any], ...]:
 def encode(value: object) -> bytes:
     """The bytes of a registered message."""
     tensors: list[Tensor] = []
-    header = json.dumps(_plain(value, tensors), separators=(",", ":")).encode()
-    parts = [_MAGIC, struct.pack("<I", len(header)), header]
-    parts += [raw(one).tobytes() for one in tensors]
-    return b"".join(parts)
+    header = _plain(value, tensors)
+    return _MESSAGE.pack(header, [raw(one).data for one in tensors])
 
 
 def size(value: object) -> int:
     """len(encode(value)) without copying the tensors."""
     tensors: list[Tensor] = []
-    header = len(json.dumps(_plain(value, tensors), separators=(",", ":")).encode())
-    return len(_MAGIC) + 4 + header + sum(one.numel() * one.element_size() for one in tensors)
+    header = _plain(value, tensors)
+    return _MESSAGE.size(header) + sum(one.numel() * one.element_size() for one in tensors)
 
 
 def decode(data: bytes) -> Any:
@@ -80,16 +78,8 @@ def decode(data: bytes) -> Any:
 
     It takes memory of the order of the message's size, whatever the message says about itself.
     """
-    if data[:4] != _MAGIC or len(data) < 8:
-        raise ProtocolError("not a FedVeil message (wrong magic bytes)")
-    (length,) = struct.unpack("<I", data[4:8])
-    if length > _LONGEST_HEADER:
-        raise ProtocolError(f"a message's header has {length} bytes, and {_LONGEST_HEADER} are the most")
-    reader = _Reader(memoryview(data), 8 + length)
-    try:
-        header = json.loads(data[8 : 8 + length], parse_constant=_no_number)
-    except (ValueError, RecursionError) as reason:
-        raise ProtocolError("a message's header is truncated or damaged") from reason
+    header, start = _MESSAGE.unpack(data)
+    reader = _Reader(memoryview(data), start)
     value = reader.message(header, registered())
     if reader.position != len(data):
         raise ProtocolError(f"a message carries {len(data) - reader.position} bytes too many")
@@ -132,10 +122,6 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
     raise ProtocolError(f"{type(value).__name__} is not something that may travel")
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
 class _Reader:
     """Takes tensors off the bytes in the order the header names them."""
 
@@ -171,19 +157,16 @@ _DTYPES_stored = {str(one): one for one in (torch.float32, torch.float64, torch.
 def as_bytes(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Length of the header, the header (JSON), the tensors' raw bytes in its order."""
     shapes = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items()}
-    header = json.dumps({"fields": fields, "tensors": shapes}).encode()
-    parts = [raw(one).tobytes() for one in tensors.values()]
-    return b"".join([struct.pack("<Q", len(header)), header, *parts])
+    return _STORED.pack({"fields": fields, "tensors": shapes}, [raw(one).data for one in tensors.values()])
 
 
 def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fields and tensors back; damage is refused, and takes no more memory than what is damaged."""
     try:
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
-        content, position, tensors = memoryview(data), 8 + length, {}
+        header, position = _STORED.unpack(data)
+        content, tensors = memoryview(data), {}
         for name, (kind, shape) in header["tensors"].items():
             tensors[name], position = tensor_at(content, position, _DTYPES_stored[kind], shape)
         return dict(header["fields"]), tensors
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as reason:
+    except (ProtocolError, ValueError, KeyError, TypeError, AttributeError) as reason:
         raise ProtocolError("stored state is damaged") from reason

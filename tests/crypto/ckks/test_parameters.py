@@ -84,7 +84,8 @@ def test_sums_beyond_what_float64_resolves_are_refused_with_what_to_lower() -> N
 def test_the_noise_is_what_the_formula_says(addends: int, largest: float) -> None:
     """Raw noise of 6 sums: σ within 10 % (8 standard errors, as the key's transform varies), none beyond the bound."""
     pytest.importorskip("tenseal")
-    from fedveil.crypto.ckks import chunks, generate
+    from fedveil.crypto import ciphertexts
+    from fedveil.crypto.ckks import generate
 
     parameters = choose(addends=addends, largest=largest)
     key = generate(parameters)
@@ -92,10 +93,11 @@ def test_the_noise_is_what_the_formula_says(addends: int, largest: float) -> Non
     errors = []
     for _ in range(6):
         values = drawn.uniform(-largest, largest, (addends, parameters.slots))
-        total = chunks.encrypt(key.public.material.context, values[0])
+        total = ciphertexts.encrypt(key.public.material.context, values[0])
         for more in values[1:]:
-            total.add_(chunks.encrypt(key.public.material.context, more))
-        read = chunks.decrypt(key.material.context, total.serialize(), size=parameters.slots, level=key.public.level)
+            total.add_(ciphertexts.encrypt(key.public.material.context, more))
+        sealed = total.serialize()
+        read = ciphertexts.decrypt(key.material.context, sealed, size=parameters.slots, level=key.public.level)
         errors.append(read - values.astype(np.longdouble).sum(0).astype(np.float64))
     arithmetic = addends * largest * 2.0**-48
     assert np.abs(errors).max() <= parameters.noise + arithmetic

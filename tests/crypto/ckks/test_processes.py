@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedveil.crypto import ckks
-from fedveil.crypto.ckks import processes, vectors
+from fedveil.crypto import ciphertexts, ckks
+from fedveil.crypto.ckks import vectors
 from fedveil.errors import ConfigError, ProtocolError
 
 LENGTH = 40 * 2048 + 5
@@ -28,8 +28,8 @@ def started(key: ckks.SecretKey) -> int:
     """Work until a worker has started and taken part; its process id."""
     for _ in range(200):
         ckks.encrypt(drawn(), key.public)
-        if processes._idle and processes._idle[-1].ready:
-            return processes._idle[-1].pid
+        if ciphertexts._idle and ciphertexts._idle[-1].ready:
+            return ciphertexts._idle[-1].pid
     pytest.fail("no worker became ready")
 
 
@@ -64,13 +64,13 @@ def test_workers_read_what_this_process_wrote_and_the_other_way_round(
 def test_the_worker_does_part_of_the_work(key: ckks.SecretKey, monkeypatch: pytest.MonkeyPatch) -> None:
     started(key)
     given = []
-    give = processes._Worker.give
+    give = ciphertexts._Worker.give
 
     def counted(self, job, *rest):
         given.extend(job)
         give(self, job, *rest)
 
-    monkeypatch.setattr(processes._Worker, "give", counted)
+    monkeypatch.setattr(ciphertexts._Worker, "give", counted)
     sealed = ckks.encrypt(drawn(), key.public)
     encrypted = len(given)
     ckks.decrypt(sealed, key)
@@ -82,7 +82,7 @@ def test_the_worker_does_part_of_the_work(key: ckks.SecretKey, monkeypatch: pyte
 def test_more_keys_than_a_worker_keeps_all_work(key: ckks.SecretKey) -> None:
     started(key)
     values = drawn()
-    for _ in range(processes._KEYS_KEPT // 2 + 1):
+    for _ in range(ciphertexts._KEYS_KEPT // 2 + 1):
         other = ckks.generate(key.parameters)
         assert np.abs(ckks.decrypt(ckks.encrypt(values, other.public), other) - values).max() <= 1e-6
     assert np.abs(ckks.decrypt(ckks.encrypt(values, key.public), key) - values).max() <= 1e-6
@@ -104,7 +104,7 @@ def test_a_worker_killed_at_work_loses_nothing(
 ) -> None:
     started(key)
     killed = []
-    give = processes._Worker.give
+    give = ciphertexts._Worker.give
 
     def deadly(self, *rest):
         give(self, *rest)
@@ -112,7 +112,7 @@ def test_a_worker_killed_at_work_loses_nothing(
             os.kill(self.pid, signal.SIGKILL)
             killed.append(self.pid)
 
-    monkeypatch.setattr(processes._Worker, "give", deadly)
+    monkeypatch.setattr(ciphertexts._Worker, "give", deadly)
     values = drawn()
     sealed = ckks.encrypt(values, key.public)
     assert np.abs(ckks.decrypt(sealed, key) - values).max() <= 1e-6
@@ -128,14 +128,14 @@ def test_a_ciphertext_that_a_worker_refuses_is_refused_and_the_worker_goes_on(ke
     damaged = [*parts[:5], bytes(parts[5][:9000]) + bytes(90) + bytes(parts[5][9090:]), *parts[6:]]
     with pytest.raises(ProtocolError, match="was refused"):
         ckks.decrypt(vectors.pack(summary, damaged), key)
-    assert processes._idle[-1].pid == pid
+    assert ciphertexts._idle[-1].pid == pid
     assert np.abs(ckks.decrypt(sealed, key) - drawn()).max() <= 1e-6
 
 
 @pytest.mark.usefixtures("two")
 def test_an_interrupt_leaves_no_answer_for_the_next_task(key: ckks.SecretKey, monkeypatch: pytest.MonkeyPatch) -> None:
     started(key)
-    monkeypatch.setattr(processes._Team, "_hear", _interrupted)
+    monkeypatch.setattr(ciphertexts._Team, "_hear", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         ckks.encrypt(drawn(), key.public)
     monkeypatch.undo()
@@ -151,7 +151,7 @@ def _interrupted(*_: object) -> None:
 def test_without_processes_to_be_had_the_work_is_done_all_the_same(
     key: ckks.SecretKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    processes._dismiss()
+    ciphertexts._dismiss()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     values = drawn()
     assert np.abs(ckks.decrypt(ckks.encrypt(values, key.public), key) - values).max() <= 1e-6
@@ -172,42 +172,42 @@ def test_threads_may_encrypt_at_once(key: ckks.SecretKey) -> None:
     for thread in threads:
         thread.join()
     assert all(np.abs(results[seed] - drawn(seed)).max() <= 1e-6 for seed in range(3))
-    assert len(processes._idle) <= 1
+    assert len(ciphertexts._idle) <= 1
 
 
 def test_fewer_workers_means_that_the_others_end(key: ckks.SecretKey) -> None:
     ckks.set_workers(2)
     pid = started(key)
     ckks.set_workers(1)
-    assert not processes._idle
+    assert not ciphertexts._idle
     assert gone(pid)
     ckks.set_workers(None)
 
 
 @pytest.mark.usefixtures("two")
 def test_short_vectors_stay_in_this_process(key: ckks.SecretKey) -> None:
-    processes._dismiss()
-    ckks.encrypt(np.ones(2048 * (processes.FEWEST_CHUNKS - 1)), key.public)
-    assert not processes._idle
+    ciphertexts._dismiss()
+    ckks.encrypt(np.ones(2048 * (ciphertexts.FEWEST_CHUNKS - 1)), key.public)
+    assert not ciphertexts._idle
 
 
 def test_the_number_of_workers_is_set_by_call_by_variable_or_by_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(processes.VARIABLE, raising=False)
+    monkeypatch.delenv(ciphertexts.VARIABLE, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)), raising=False)
     assert ckks.workers() == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert ckks.workers() == 8
-    monkeypatch.setenv(processes.VARIABLE, "12")
+    monkeypatch.setenv(ciphertexts.VARIABLE, "12")
     assert ckks.workers() == 12
     ckks.set_workers(5)
     assert ckks.workers() == 5
     ckks.set_workers(None)
     assert ckks.workers() == 12
     for wrong in ("0", "two", "-1", "1.5"):
-        monkeypatch.setenv(processes.VARIABLE, wrong)
+        monkeypatch.setenv(ciphertexts.VARIABLE, wrong)
         with pytest.raises(ConfigError, match=f"FEDVEIL_WORKERS must be a whole number .* not '{wrong}'"):
             ckks.workers()
-    monkeypatch.delenv(processes.VARIABLE)
+    monkeypatch.delenv(ciphertexts.VARIABLE)
     with pytest.raises(ConfigError, match="At least one process"):
         ckks.set_workers(0)
 
@@ -215,12 +215,11 @@ def test_the_number_of_workers_is_set_by_call_by_variable_or_by_cores(monkeypatc
 SCRIPT = """
 import os, sys
 import numpy as np, torch
-from fedveil.crypto import ckks
-from fedveil.crypto.ckks import processes
+from fedveil.crypto import ciphertexts, ckks
 
 key = ckks.generate(ckks.choose(addends=10, largest=2.0))
 values = np.linspace(-2.0, 2.0, 40 * 2048)
-while not (processes._idle and processes._idle[-1].ready):
+while not (ciphertexts._idle and ciphertexts._idle[-1].ready):
     sealed = ckks.encrypt(values, key.public)
 assert abs(ckks.decrypt(sealed, key) - values).max() <= 1e-6
 if os.fork() == 0:
@@ -229,7 +228,7 @@ if os.fork() == 0:
     os._exit(0)  # as multiprocessing's children end; TenSEAL's contexts do not survive being freed in a copy
 assert os.wait()[1] == 0
 assert abs(ckks.decrypt(ckks.encrypt(values, key.public), key) - values).max() <= 1e-6
-print("worker", processes._idle[-1].pid, flush=True)
+print("worker", ciphertexts._idle[-1].pid, flush=True)
 {last}
 """
 
@@ -242,7 +241,7 @@ def script(tmp_path: Path, last: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, processes.VARIABLE: "2"},
+        env={**os.environ, ciphertexts.VARIABLE: "2"},
         cwd=tmp_path,
     )
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedveil.crypto import ckks
-from fedveil.crypto.ckks import chunks, vectors
+from fedveil.crypto import ciphertexts, ckks
+from fedveil.crypto.ckks import vectors
 from fedveil.crypto.ckks.vectors import Summary
 from fedveil.errors import NumericError, ProtocolError
 
@@ -233,7 +233,7 @@ def test_an_addition_that_fails_halfway_is_taken_back(key: ckks.SecretKey) -> No
     values = drawn(3000)
     adder.add(ckks.encrypt(values, key.public))
     whole = vectors.unpack(adder.total(), key_id=key.key_id, length=3000, slots=2048)[1]
-    second = chunks.load(key.public.material.context, bytes(whole[1]), size=952, level=key.public.level)
+    second = ciphertexts.load(key.public.material.context, bytes(whole[1]), size=952, level=key.public.level)
     second.neg_()
     first = vectors.unpack(ckks.encrypt(np.ones(3000), key.public), key_id=key.key_id, length=3000, slots=2048)[1][0]
     with pytest.raises(ProtocolError, match="transparent"):
@@ -244,7 +244,7 @@ def test_an_addition_that_fails_halfway_is_taken_back(key: ckks.SecretKey) -> No
 def test_a_vector_that_is_not_encrypted_at_all_is_refused(key: ckks.SecretKey) -> None:
     content = ckks.encrypt(np.ones(3), key.public)
     parts = vectors.unpack(content, key_id=key.key_id, length=3, slots=2048)[1]
-    open_to_all = chunks.load(key.public.material.context, bytes(parts[0]), size=3, level=key.public.level)
+    open_to_all = ciphertexts.load(key.public.material.context, bytes(parts[0]), size=3, level=key.public.level)
     with pytest.raises(RuntimeError, match="transparent"):
         open_to_all.sub_(open_to_all)
     with pytest.raises(ProtocolError, match="anybody could read it"):

@@ -1,7 +1,7 @@
 """CKKS for sums: the public key encrypts vectors and adds them, the secret key reads the sum."""
 
+from fedveil.crypto.ciphertexts import set_workers, workers
 from fedveil.crypto.ckks.keys import PublicKey, SecretKey, generate, require
-from fedveil.crypto.ckks.processes import set_workers, workers
 from fedveil.crypto.ckks.ring import PRECISION, ROUNDED, Parameters, choose
 from fedveil.crypto.ckks.vectors import Adder, Summary, decrypt, encrypt, summary
 

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from fedveil.crypto.ckks import chunks
-from fedveil.crypto.ckks.chunks import Context, Level
+from fedveil.crypto import ciphertexts
+from fedveil.crypto.ciphertexts import Context, Level
 from fedveil.crypto.ckks.ring import Parameters
 from fedveil.errors import ConfigError, MissingExtraError, ProtocolError, missing_extra
 from fedveil.secrets import Guarded
@@ -48,7 +48,7 @@ class Material(Guarded):
     __slots__ = ("context", "digest", "serialized")
 
     def __init__(self, serialized: bytes) -> None:
-        self.context: Context = chunks.restored(serialized)
+        self.context: Context = ciphertexts.restored(serialized)
         self.serialized = serialized
         self.digest = hashlib.sha256(serialized).digest()
 
@@ -137,7 +137,7 @@ class _Cache(Generic[Key]):
         if key is None:
             try:
                 key = restore(content)
-            except chunks.Refused as reason:
+            except ciphertexts.Refused as reason:
                 raise ProtocolError(f"a CKKS key was refused: {reason}") from reason
         self._kept[digest] = key
         while len(self._kept) > _KEPT:
@@ -163,8 +163,8 @@ def _restore_secret(content: bytes) -> SecretKey:
     end = _LENGTH.size + length
     public = PublicKey.from_bytes(body[_LENGTH.size : end])
     secret = Material(body[end:])
-    probe = chunks.encrypt(public.material.context, np.array([_PROBE])).serialize()
-    (read,) = chunks.decrypt(secret.context, probe, size=1, level=public.level)
+    probe = ciphertexts.encrypt(public.material.context, np.array([_PROBE])).serialize()
+    (read,) = ciphertexts.decrypt(secret.context, probe, size=1, level=public.level)
     if not abs(read - _PROBE) <= public.parameters.error:
         raise ProtocolError("a CKKS secret key does not belong to the public key it came with")
     return SecretKey(public, secret)
@@ -174,7 +174,7 @@ def _public_key(parameters: Parameters, serialized: bytes) -> PublicKey:
     expected = _level(parameters)
     material = Material(serialized)
     try:
-        found = chunks.level(chunks.encrypt(material.context, np.zeros(1)))
+        found = ciphertexts.level(ciphertexts.encrypt(material.context, np.zeros(1)))
     except Exception as reason:
         raise ProtocolError("a CKKS public key does not encrypt") from reason
     if found != expected:
@@ -185,7 +185,7 @@ def _public_key(parameters: Parameters, serialized: bytes) -> PublicKey:
 @lru_cache(maxsize=_KEPT)
 def _level(parameters: Parameters) -> Level:
     """What ciphertexts under these parameters look like, whatever a received key claims."""
-    return chunks.level(chunks.encrypt(_fresh(parameters), np.zeros(1)))
+    return ciphertexts.level(ciphertexts.encrypt(_fresh(parameters), np.zeros(1)))
 
 
 def _fresh(parameters: Parameters) -> _Generated:

@@ -18,12 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.crypto.ckks import chunks
-from fedveil.crypto.ckks.chunks import Values, Vector
+from fedveil.crypto import ciphertexts
+from fedveil.crypto.ciphertexts import Values, Vector
 from fedveil.crypto.ckks.keys import PublicKey, SecretKey
-from fedveil.crypto.ckks.processes import Task, spread
 from fedveil.crypto.ckks.ring import ROUNDED
-from fedveil.crypto.ckks.worker import DECRYPT, ENCRYPT, LEVEL, Part
 from fedveil.errors import NumericError, ProtocolError
 
 _MAGIC = b"FVCV\x01"
@@ -49,11 +47,6 @@ def pack(summary: Summary, chunks: Sequence[bytes | bytearray | memoryview]) -> 
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)
     return b"".join((_MAGIC, _CHECKSUM.pack(checksum), header, sizes, *chunks))
-
-
-def read_summary(content: bytes) -> Summary:
-    """The header alone; nothing behind it is looked at."""
-    return _header(content)[0]
 
 
 def unpack(content: bytes, *, key_id: bytes, length: int | None, slots: int) -> tuple[Summary, list[memoryview]]:
@@ -95,34 +88,6 @@ def _header(content: bytes) -> tuple[Summary, int]:
     return Summary(key_id, length, addends), count
 
 
-def encrypting(values: Values, key: PublicKey) -> Task[Part]:
-    """Serialised ciphertexts of N/2 values each, the last one of fewer."""
-    slots = key.parameters.slots
-
-    def here(index: int) -> Part:
-        return chunks.encrypt(key.material.context, values[index * slots : (index + 1) * slots]).serialize()
-
-    def request(job: range) -> list[Part]:
-        return [ENCRYPT, struct.pack("<I", slots), values[job.start * slots : job.stop * slots].tobytes()]
-
-    return Task(-(-len(values) // slots), key.material, here, request, lambda parts: parts)
-
-
-def decrypting(parts: Sequence[memoryview], sizes: Sequence[int], key: SecretKey) -> Task[Values]:
-    """The values of each ciphertext, with their noise."""
-    level = key.public.level
-    head = LEVEL.pack(level.scale, *level.parms)
-
-    def here(index: int) -> Values:
-        return chunks.decrypt(key.material.context, bytes(parts[index]), size=sizes[index], level=level)
-
-    def request(job: range) -> list[Part]:
-        chosen = slice(job.start, job.stop)
-        return [DECRYPT, head, struct.pack(f"<{len(job)}I", *sizes[chosen]), *parts[chosen]]
-
-    return Task(len(parts), key.material, here, request, lambda found: [np.frombuffer(one) for one in found])
-
-
 Reals = NDArray[np.float32] | NDArray[np.float64]
 
 
@@ -131,12 +96,13 @@ def encrypt(values: Tensor | Reals, key: PublicKey) -> bytes:
     numbers = _checked(values, key.parameters.largest)
     if key.parameters.grain is not None:
         numbers = _rounded(numbers, key.parameters.grain)
-    return pack(Summary(key.key_id, len(numbers), 1), spread(encrypting(numbers, key)))
+    parts = ciphertexts.encrypt_all(numbers, slots=key.parameters.slots, material=key.material)
+    return pack(Summary(key.key_id, len(numbers), 1), parts)
 
 
 def summary(content: bytes) -> Summary:
     """Key, length and number of addends an encrypted vector claims; only `Adder` and `decrypt` check them."""
-    return read_summary(content)
+    return _header(content)[0]
 
 
 class Adder:
@@ -169,14 +135,14 @@ class Adder:
         sizes = _sizes(self._length, key.parameters.slots)
         try:
             loaded = [
-                chunks.load(key.material.context, bytes(part), size=size, level=key.level)
+                ciphertexts.load(key.material.context, bytes(part), size=size, level=key.level)
                 for part, size in zip(parts, sizes, strict=True)
             ]
             if self._addends:
                 _add(self._sum, loaded)
             else:
                 self._sum = loaded
-        except chunks.Refused as reason:
+        except ciphertexts.Refused as reason:
             raise ProtocolError(f"a ciphertext of an encrypted vector was refused: {reason}") from reason
         self._addends += found.addends
 
@@ -198,8 +164,8 @@ def decrypt(content: bytes, key: SecretKey, *, length: int | None = None) -> Val
         )
     sizes = _sizes(found.length, parameters.slots)
     try:
-        pieces = spread(decrypting(parts, sizes, key))
-    except chunks.Refused as reason:
+        pieces = ciphertexts.decrypt_all(parts, sizes, level=key.public.level, material=key.material)
+    except ciphertexts.Refused as reason:
         raise ProtocolError(f"a ciphertext of an encrypted vector was refused: {reason}") from reason
     values = np.concatenate(pieces) if pieces else np.empty(0)
     limit = found.addends * parameters.largest + parameters.error
@@ -221,7 +187,7 @@ def _add(total: list[Vector], more: list[Vector]) -> None:
         except Exception as reason:  # TenSEAL's errors are of many kinds
             for changed, added in zip(total[: done + 1], more, strict=False):
                 changed.sub_(added)
-            raise chunks.Refused(str(reason)) from reason
+            raise ciphertexts.Refused(str(reason)) from reason
 
 
 def _rounded(values: Values, step: float) -> Values:

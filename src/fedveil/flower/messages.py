@@ -1,0 +1,191 @@
+"""What a server and the nodes tell each other before, and beside, the protocol itself.
+
+With every message goes a `Setup`: the settings of this attempt at a run. The first one is a roll call: which client is
+behind a node. A client that does not answer says why with a code, and one fixed text for each is put in by the server:
+what went wrong in detail, an exception's words above all, stays in the client's own log, as it may hold data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from fedveil.config import RunConfig
+from fedveil.crypto.keys import Identity, Roster, signed_by
+from fedveil.errors import Code, ProtocolError, Refusal
+from fedveil.ledger.releases import Release, Released
+from fedveil.protocol.codec import message
+from fedveil.protocol.directory import from_bytes, to_bytes
+from fedveil.protocol.messages import Reply, Request, releases_of_all
+from fedveil.secrets import StoredSecret
+from fedveil.shapes import check, octets
+
+# Where the server keeps things, what it does with them, and the limits that clients set themselves.
+_SERVERS_OWN = frozenset(
+    {
+        *("policy", "roster", "identities", "simulate_dropout", "min_coverage", "device", "vectorise"),
+        *("checkpoint_every", "evaluate_every", "record", "record_rounds", "record_clients"),
+    }
+)
+_FACTS = ("input_shape", "outputs", "task", "vocabulary")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One attempt at a run. `lineage` names the run through all its attempts, `start` the version of the model that
+    its clients begin with where they hold it themselves."""
+
+    lineage: str
+    attempt: int
+    settings: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    start: int = 0
+
+    @staticmethod
+    def of(config: RunConfig, facts: Mapping[str, Any], *, lineage: str, attempt: int, start: int = 0) -> Setup:
+        """What clients are told of a server's configuration."""
+        told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _SERVERS_OWN}
+        kept = {name: value for name, value in told.items() if value is not None}
+        return Setup(lineage, attempt, kept, {name: facts.get(name) for name in _FACTS}, start)
+
+    def to_text(self) -> str:
+        """As it travels."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> Setup:
+        """A setup from what arrived; anything malformed is refused."""
+        try:
+            given = json.loads(text)
+            setup = Setup(**given)
+        except (ValueError, TypeError, RecursionError) as reason:
+            raise ProtocolError("a run's setup is malformed") from reason
+        name = setup.lineage
+        well = (
+            isinstance(name, str)
+            and len(name) == 32
+            and set(name) <= set("0123456789abcdef")
+            and all(type(one) is int and 0 <= one < 1 << 31 for one in (setup.attempt, setup.start))
+            and isinstance(setup.settings, dict)
+            and isinstance(setup.facts, dict)
+            and set(setup.facts) == set(_FACTS)
+        )
+        if not well:
+            raise ProtocolError("a run's setup is malformed")
+        return setup
+
+    def digest(self) -> str:
+        """SHA-256 over everything."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """How the run's name begins. Every key, mask and signature is bound to that name, so that clients who were told
+        different settings, or are in different attempts, share nothing.
+
+        A simulation protects nothing, and is to give the numbers of the local engine: its name says nothing.
+        """
+        return f"{self.digest()}." if self.settings.get("secrets") == "os" else ""
+
+
+_PURPOSE = "presence on Flower"
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class RollCall(Request):
+    """Server → node: who are you? `nonce` makes the answer good for this question alone."""
+
+    nonce: Annotated[str, Released("a random number for this question")]
+
+
+@message
+@dataclass(frozen=True, eq=False)
+class Present(Reply):
+    """Node → server: a client's number, the digest of its roster (empty: it has none), and its signature, if it has a
+    signing key (else empty)."""
+
+    roster: Annotated[Tensor, octets("roster"), Released("which roster of public keys it has, if any")]
+    signature: Annotated[Tensor, octets("signature"), Released("its signature on number and question")]
+
+
+RELEASES = (
+    *releases_of_all(RollCall, Present),
+    Release("setup.settings", "server", ("clients",), "the run's settings"),
+    Release("setup.facts", "server", ("clients",), "the shape of a sample and the number of outputs"),
+    Release("setup.run", "server", ("clients",), "the run's name, attempt, and the version it begins with"),
+    Release(
+        "refusal.code",
+        "client",
+        ("server",),
+        "why a client does not answer, as one of a few fixed codes; before the first round it follows from its owner's "
+        "own file and description of the data, not from samples",
+    ),
+    Release("flower.envelope", "client", ("server", "outsider"), "the node's id, sizes and times of its messages"),
+    Release("flower.group", "server", ("clients", "outsider"), "the round's number, on the envelope"),
+)
+"""What the engine itself lets out, beside the scheme's own releases."""
+
+
+def present(client: int, call: RollCall, *, lineage: str, roster: Roster | None, identity: bytes | None) -> Present:
+    """A client's answer."""
+    signature = b""
+    if identity is not None:
+        said = _statement(client, call.nonce, lineage)
+        signature = Identity(StoredSecret(identity)).sign(said, purpose=_PURPOSE)
+    pinned = b"" if roster is None else hashlib.sha256(roster.to_toml().encode()).digest()
+    return Present(client, from_bytes(pinned), from_bytes(signature))
+
+
+def check_present(answer: Reply, call: RollCall, *, lineage: str, clients: int, roster: Roster | None) -> Present:
+    """Refuse an answer that names no client of the run or, where keys are known, is not signed by that client."""
+    if not isinstance(answer, Present):
+        raise ProtocolError(f"a {type(answer).__name__} arrived where a client's number belongs")
+    check(answer, {"roster": (0, 32), "signature": (0, 64)})
+    if not 0 <= answer.client < clients:
+        raise ProtocolError(f"a node says it is client {answer.client}, but the run has clients 0 to {clients - 1}")
+    if roster is not None:
+        key = roster.keys.get(answer.client)
+        said = _statement(answer.client, call.nonce, lineage)
+        if key is None or not signed_by(key, to_bytes(answer.signature), said, purpose=_PURPOSE):
+            raise ProtocolError(f"a node says it is client {answer.client}, but cannot sign as that client")
+    return answer
+
+
+def _statement(client: int, nonce: str, lineage: str) -> bytes:
+    return f"{client} {nonce} {lineage}".encode()
+
+
+TEXTS: dict[Code, str] = {
+    Code.PROTOCOL: "it was asked for something that the protocol does not allow at this point",
+    Code.UNREADABLE: "a sum cannot be read: what it was sent does not open to numbers that clients could have sent",
+    Code.ENDED: "it takes no further part: its own limits would be exceeded",
+    Code.SETTINGS: "it cannot work with the run's settings",
+    Code.REQUIRED: "the run's settings are not those that its owner requires",
+    Code.DATA: "its data cannot be read, or do not fit the run",
+    Code.NUMBERS: "its training gave numbers that are not finite or too large",
+    Code.EXTRA: "a package that the scheme needs is not installed on its machine",
+    Code.STATE: "what it remembers of the run is damaged or belongs to another run",
+    Code.INTERNAL: "something failed on its machine; its own log says what",
+    Code.LOST: "its worker died twice over one message",
+    Code.SILENT: "its worker did not answer in time",
+    Code.UNSTARTABLE: "its worker cannot be started; its own log says why",
+    Code.FAILED: "its worker failed; its own log says why",
+    Code.HOMELESS: "its SuperNode names no folder of a FedVeil client (fedveil-home)",
+    Code.UNKNOWN: "it refused with a code that is not known here",
+}
+
+
+def refusal_of(code: str) -> Refusal:
+    """The refusal behind a code that arrived; one that nobody knows is not repeated."""
+    try:
+        known = Code(code)
+    except ValueError:
+        known = Code.UNKNOWN
+    return Refusal(known, TEXTS[known])
