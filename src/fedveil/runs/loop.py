@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +33,8 @@ from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
+
+_LOG = logging.getLogger(__name__)
 
 
 def server_role(
@@ -219,6 +222,8 @@ def conduct(
 ) -> Outcome:
     """Drive a server's steps with an engine; `written` puts a round's sums where the model is kept."""
     outcome = Outcome(state, books)
+    about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
+    _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
     started = time.perf_counter()
     last = [started]
     failures = [0]
@@ -242,6 +247,11 @@ def conduct(
         row = _row(job, done, state, seconds=now - last[0])
         last[0] = time.perf_counter()
         outcome.rows.append(row)
+        _LOG.debug("round %d: loss %s from %d clients", row["round"], row["loss"], row["clients"])
+        for client, why in row.get("refused", {}).items():
+            _LOG.info("round %d: client %s refused: %s", row["round"], client, why)
+        if done.failed:
+            _LOG.warning("round %d failed: %s", row["round"], done.failed)
         on_round(row, state)
 
     def stopped(reason: str) -> None:
@@ -256,6 +266,7 @@ def conduct(
         state.round -= 1  # the round nobody took part in
         stopped(str(reason))
     outcome.seconds = time.perf_counter() - started
+    _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
@@ -343,7 +354,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     rows = outcome.rows
     summary: dict[str, Any] = {
         "engine": job.around.engine,
-        "scheme": config.scheme,
+        "scheme": job.scheme.name,
         "holder": job.scheme.holder,
         "dataset": config.dataset,
         "model": config.model,
