@@ -68,8 +68,9 @@ def _flags() -> dict[str, inspect.Parameter]:
         elif kind is bool:
             names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
         told = typer.Option(*names, help=one.metadata["help"], rich_help_panel=one.metadata.get("panel") or None)
-        annotation = Annotated[list[str] if one.name in _TABLES else kind | None, told]
-        default: Any = [] if one.name in _TABLES else None
+        table = one.name in _TABLES
+        annotation: Any = Annotated[list[str], told] if table else Annotated[kind | None, told]
+        default: Any = [] if table else None
         found[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
     return found
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +72,7 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
     offered = vars(options)
     parameters = inspect.signature(function).parameters
     try:
-        given = function(**{one: offered[one] for one in parameters if one in offered})
+        given: Any = function(**{one: offered[one] for one in parameters if one in offered})
     except FedVeilError:
         raise
     except Exception as error:
@@ -81,14 +82,14 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
     for option in ("target", "text", "group"):
         if option not in parameters and getattr(options, option) is not None:
             raise ConfigError(f"{option} names a CSV column, and the function of {name!r} does not ask for it.")
-    pairs = given if _is_pair(given) and all(map(_is_pair, given)) else (given,)  # type: ignore[call-overload]
+    pairs = given if _is_pair(given) and all(map(_is_pair, given)) else (given,)
     if not all(map(_is_pair, pairs)):
         raise DataError(
             f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), or (x, y) to "
             "train and (x, y) to test."
         )
-    train, *test = (Part(name, *(np.asarray(one) for one in pair)) for pair in pairs)
-    return assemble(Arrays(train, *test), options, name=name)
+    parts = [Part(name, *(np.asarray(one) for one in pair)) for pair in pairs]
+    return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
 
 
 def _is_pair(given: object) -> bool:
