@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fedveil
+from fedveil.downlink import Rescaling
 from fedveil.errors import CheckpointError, ConfigError, DataError, NumericError, TraceError
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes import Setting
+from fedveil.uplink.plain import Bare
+from fedveil.work import Batches, CrossEntropy, Gradients, Schedule
 
 QUICK: dict[str, Any] = {"rounds": 3, "seed": 1, "progress": False}
 
@@ -360,12 +368,159 @@ def test_the_global_generator_is_left_alone() -> None:
     assert torch.equal(torch.randn(4), expected)
 
 
-def test_public_names_are_there_and_nothing_else() -> None:
-    assert set(fedveil.__all__) == {"FedVeilError", "Trained", "__version__", "train"}
+def test_public_names_are_there_and_listed() -> None:
+    assert dir(fedveil) == sorted(fedveil.__all__)
     for name in fedveil.__all__:
         assert getattr(fedveil, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         fedveil.nonsense  # noqa: B018
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Samples as dicts, as many hubs have them."""
+
+    def __init__(self, x: Tensor, y: Tensor, names: tuple[str, str] = ("image", "label")) -> None:
+        self.x, self.y, self.names = x, y, names
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(zip(self.names, (self.x[index].tolist(), int(self.y[index])), strict=True))
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a loader": lambda x, y: DataLoader(TensorDataset(x, y), batch_size=7, shuffle=True),
+    "a loader of dicts": lambda x, y: DataLoader(Rows(x, y), batch_size=4),
+    "dict rows": Rows,
+    "a list of dicts": lambda x, y: [{"x": a, "y": b} for a, b in zip(x, y, strict=True)],
+    "a list of pairs": lambda x, y: list(zip(x, y, strict=True)),
+    "a dict of columns": lambda x, y: {"pixel_values": x, "labels": y},
+    "arrays": lambda x, y: (x.numpy(), y.numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_however_samples_are_given_the_model_is_the_same(kind: str) -> None:
+    data = separable(3)
+    same = [
+        fedveil.train(net(), given, rounds=2, seed=1, progress=False)
+        for given in (data, [KINDS[kind](*one) for one in data])
+    ]
+    first, second = (list(one.model.parameters()) for one in same)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("clients", "complaint"),
+    [
+        (lambda x, y: [Rows(x, y, ("left", "right"))], "not clear what the input"),
+        (lambda x, y: [[{"x": x, "image": x, "y": y}]], "'x', 'image', 'y'"),
+        (lambda x, y: [TensorDataset(x)], "Client 0: the samples cannot be read"),
+        (lambda x, y: [[(x[0], 1), (x[0, :2], 0)]], "Client 0: the samples cannot be read"),
+        (lambda x, y: [("a", "b")], "Client 0: the samples cannot be read"),
+        (lambda x, y: [7], "Client 0: the samples cannot be read"),
+        (lambda x, y: (x, y), "one entry per client"),
+        (lambda x, y: TensorDataset(x, y), "one entry per client"),
+        (lambda x, y: 3, "one entry per client"),
+    ],
+)
+def test_samples_that_cannot_be_read_are_refused_in_our_words(
+    clients: Callable[[Tensor, Tensor], Any], complaint: str
+) -> None:
+    with pytest.raises(DataError, match=complaint):
+        fedveil.train(net(), clients(*separable(1)[0]), rounds=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"device": "tpu"}, "Unknown device 'tpu'"),
+        ({"device": "meta"}, "use cpu or cuda"),
+        ({"device": "cuda:99"}, "CUDA device"),
+        ({"device": torch.device("meta")}, "use cpu or cuda"),
+        ({"dtype": torch.bfloat16}, "Unknown dtype 'bfloat16'"),
+        ({"loss": nn.MSELoss()}, "loss='square'"),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, "cannot be used"),
+        ({"loss": nn.functional.cross_entropy}, "loss='cross-entropy'"),
+        ({"scheme": 3}, "a scheme is a function"),
+    ],
+)
+def test_objects_of_pytorch_that_cannot_be_used_are_refused_in_our_words(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        fedveil.train(net(), separable(2), rounds=1, progress=False, **settings)
+    with pytest.raises(ConfigError, match=r"give a torch\.nn\.Module"):
+        fedveil.train("net", separable(2))  # type: ignore[arg-type]
+
+
+def test_objects_of_pytorch_that_say_what_a_setting_says_are_taken() -> None:
+    given = {"loss": nn.CrossEntropyLoss(), "device": torch.device("cpu"), "dtype": torch.float64}
+    done = fedveil.train(net(), separable(2), scheme="fedavg", rounds=1, progress=False, **given)
+    assert (done.summary["loss"], done.summary["dtype"]) == ("cross-entropy", "float64")
+
+
+def own(setting: Setting, *, keep: float = 4.0) -> Scheme:
+    """A veil without noise on the last layer."""
+    return Scheme(name="own", downlink=Rescaling(keep), work=Gradients(setting.loss, setting.batches), uplink=Bare())
+
+
+def test_a_scheme_of_ones_own_is_taken_as_a_function_with_options_or_as_it_is() -> None:
+    data = separable(3)
+    settings: dict[str, Any] = {"rounds": 2, "seed": 1, "progress": False, "loss": "cross-entropy", "dtype": "float64"}
+    plain = fedveil.train(net(), data, scheme="fedavg", **settings)
+    seed, schedule = settings["seed"], Schedule(0.1)
+    built = own(Setting(CrossEntropy(), Batches(0, seed), schedule))
+    for scheme, options in ((own, {"keep": 2.0}), (built, {})):
+        done = fedveil.train(net(), data, scheme=scheme, **settings, **options)
+        assert done.summary["scheme"] == "own"
+        for ours, theirs in zip(done.model.parameters(), plain.model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+    for options, complaint in (
+        ({"kepe": 2.0}, r"Unknown setting in train\(\): 'kepe'. Did you mean 'keep'"),
+        ({"keep": "wide"}, "'keep' of scheme 'own' must be float"),
+        ({"keep": 0.5}, "spread must be a number above 1"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            fedveil.train(net(), data, scheme=own, **settings, **options)
+    with pytest.raises(ConfigError, match="Unknown setting"):
+        fedveil.train(net(), data, scheme=built, **settings, keep=2.0)
+
+
+def test_a_run_of_an_object_is_continued_by_the_object_and_by_no_file(tmp_path: Path) -> None:
+    from fedveil.runs import session
+
+    data, settings = separable(3), {"seed": 1, "progress": False, "out": tmp_path / "run"}
+    fedveil.train(net(), data, scheme=own, rounds=1, **settings)
+    with pytest.raises(ConfigError, match="names code as its scheme, 'python:own'"):
+        session.resume(tmp_path / "run", changes={"rounds": 2})
+    done = fedveil.train(net(), data, scheme=own, rounds=2, resume=True, **settings)
+    assert len(done.metrics) == 2
+
+
+def test_what_happens_is_logged_and_quiet_unless_somebody_listens(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    code = "import fedveil, logging; logging.getLogger('fedveil.runs').warning('heard'); print(fedveil.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    with caplog.at_level("DEBUG", logger="fedveil"):
+        fedveil.train(net(), separable(3), rounds=2, seed=1, checkpoint_every=1, progress=False, out=tmp_path / "run")
+    told = [(one.levelname, one.message.split(":")[0]) for one in caplog.records if one.name.startswith("fedveil.runs")]
+    assert [one for one in told if one[0] == "INFO"] == [
+        ("INFO", "lossless begins after round 0 of 2"),
+        ("INFO", "round 1"),
+        ("INFO", "round 2"),
+        ("INFO", next(text for _, text in told if "ends after round 2" in text)),
+    ]
+    assert [text for level, text in told if level == "DEBUG"] == ["round 1", "round 2"]
 
 
 def test_the_example_in_the_documentation_runs() -> None:

@@ -20,7 +20,7 @@ ROOT = Path(fedveil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 700
 
-LEAVES = {*"errors plain framing processes tensors secrets shapes version config data models".split()}
+LEAVES = {*"errors own_code plain framing processes tensors secrets shapes version config data models".split()}
 PARTS = {"downlink", "work", "noise", "uplink", "ledger", "crypto", "protocol", "roles", "client_held"}
 # Two rooms stand on two floors: what both roles must know of noise lies below the protocol, the uplinks that make it
 # above; and what a run writes down for an audit lies below runs, the audit that reads it above.
@@ -32,6 +32,7 @@ FLOORS = {
 # work → ledger → crypto, leaves below. Flower carries whole runs, so it stands above them; the local engine below.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "own_code": {"errors"},
     "plain": {"errors"},
     "framing": {"errors"},
     "processes": {"errors", "framing"},
@@ -39,9 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensors": {"errors"},
     "secrets": set(),
     "shapes": {"errors"},
-    "config": {"errors"},
-    "data": {"errors"},
-    "models": {"errors", "secrets"},
+    "config": {"errors", "own_code"},
+    "data": {"errors", "own_code"},
+    "models": {"errors", "own_code", "secrets"},
     "crypto": {"errors", "secrets", "framing", "processes"},
     "ledger": {"errors"},
     "noise": {"errors", "tensors", "ledger", "crypto"},
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "roles": LEAVES | {"protocol", "downlink", "work", "ledger", "crypto"},
     "client_held": LEAVES | (PARTS - {"client_held"}),
     "engine": {"errors", "tensors", "protocol", "roles", "client_held", "work"},
-    "schemes": {"errors", "tensors", "secrets"} | PARTS,
+    "schemes": {"errors", "own_code", "tensors", "secrets"} | PARTS,
     "record": LEAVES | PARTS,
     "runs": LEAVES | PARTS | {"record", "schemes", "engine"},
     "flower": LEAVES | PARTS | {"runs", "schemes", "engine"},
@@ -65,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": LEAVES
     | {"api", "audit", "record", "runs", "schemes", "engine", "downlink", "ledger", "protocol"}
     | {"doctor", "flower", "tracking", "compare", "report"},
-    "__init__": {"api", "errors", "version"},
+    "__init__": {"api", "data", "errors", "models", "schemes", "version"},
     "__main__": {"cli"},
 }
 PURE = ("crypto", "ledger", "downlink", "work", "noise", "uplink", "protocol", "roles", "client_held")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "dtype": "float64",
         "task": "regression",
         "model_options": {"depth": 4},
+        "options": {"keep": 0.5},
         "vectorise": True,
         "head_noise": False,
         "cohort": 0.5,
@@ -191,6 +193,31 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
 
 def test_every_setting_is_explained() -> None:
     assert all(one.metadata["help"] for one in dataclasses.fields(RunConfig))
+
+
+def test_options_of_a_scheme_are_a_table_that_comes_back_and_decides_the_run() -> None:
+    config = RunConfig.from_mapping({"options": {"keep": 0.2, "way": "far", "loud": True}})
+    assert RunConfig.from_mapping(tomllib.loads(config.to_toml())) == config
+    assert config.fingerprint() != config.with_changes(options={"keep": 0.3}).fingerprint() != RunConfig().fingerprint()
+    assert "options" not in RunConfig().to_toml().replace("model_options", "")
+    for wrong, complaint in (
+        ({"epsilon": 1000.0}, "epsilon is a setting of its own"),
+        ({"keep": [1]}, "numbers, texts and true or false"),
+        ({"keep": float("nan")}, "keep must be a finite number"),
+        (3, "options must be dict"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            RunConfig.from_mapping({"options": wrong})
+
+
+def test_every_setting_has_a_flag_with_its_own_words() -> None:
+    from fedveil.cli.options import FLAGS
+
+    named = {"model_options": "model_option", "options": "option"}
+    for one in dataclasses.fields(RunConfig):
+        (told,) = FLAGS[named.get(one.name, one.name)].annotation.__metadata__
+        assert told.help == one.metadata["help"]
+    assert len(FLAGS) == len(dataclasses.fields(RunConfig))
 
 
 def test_model_options_are_read_as_values() -> None:

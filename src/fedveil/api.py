@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import progress_for
-from fedveil.runs.job import ModelFacts, assemble_job, device_of, dtype_of, settled
+from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import Row, fresh_state, summarise, train_job
 from fedveil.runs.preflight import rehearse
+from fedveil.schemes import SchemeInfo
 
 # Settings about data and model that a command line needs and arguments replace.
 _GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
 
-ClientSamples = tuple[Tensor, Tensor] | TorchDataset[Any]
+Sample = tuple[Any, Any] | Mapping[str, Any]
+ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
+_INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
+_TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +55,7 @@ def train(
     model: nn.Module,
     clients: Sequence[ClientSamples],
     *,
+    scheme: str | Scheme | Callable[..., Scheme] = "lossless",
     test: ClientSamples | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -56,11 +64,23 @@ def train(
 ) -> Trained:
     """Train `model` federatedly on each client's samples.
 
-    `clients` holds one (inputs, targets) pair of tensors, or one torch Dataset, per client. Integer
-    targets are classes, floating-point targets a regression. `settings` are those of the command line
-    (`scheme`, `rounds`, `lr`, `seed`, …). With `out`, metrics, checkpoints and the model are written
-    there as they come, and `resume=True` continues from the newest checkpoint. `model` itself is left
-    as it was.
+    Args:
+        model: Any module that takes a batch and gives one vector per sample; it is left as it was.
+        clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, or rows, each a pair or a
+            dict with an input and a label. Integer targets are classes, floating-point targets a regression.
+        scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
+        test: Samples to judge the model by.
+        out: A folder for metrics, checkpoints and the model, as they come.
+        resume: Continue the run in `out` from its newest checkpoint.
+        progress: Whether to show a bar.
+        settings: Those of the command line (`rounds`, `lr`, `seed`, …), and the options of your own scheme.
+
+    Returns:
+        The trained model with its metrics and ledger.
+
+    Raises:
+        ConfigError: A setting is unknown, or does not go with another or with the model.
+        DataError: Samples are missing, or of a kind or shape that cannot be used.
 
     Examples:
         >>> import torch, fedveil
@@ -70,13 +90,18 @@ def train(
         >>> len(result.metrics)
         2
     """
-    for name in _GIVEN_OTHERWISE:
-        if name in settings:
-            raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
-    settings["clients"] = max(len(clients), 1)
-    config = settled(RunConfig.from_mapping(settings, where="train()"))
+    clients = _listed(clients)
+    info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
+    settings = _settings(settings, info)
+    # A scheme that is given as an object is code: no file may stand for it later.
+    named = scheme if isinstance(scheme, str) else f"python:{info.name}"
+    config = settled(
+        RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
+    )
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
     device, dtype = device_of(config), dtype_of(config)
     pairs = [_pair(one, dtype=dtype, device=device, who=f"Client {k}") for k, one in enumerate(clients)]
@@ -90,7 +115,8 @@ def train(
             f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
         )
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts)
+    common = agreed(config, clients=len(pool), task=task, own=info)
+    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
     rehearse(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
@@ -105,7 +131,7 @@ def train(
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress)
         return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
-    with progress_for(config.scheme, total=config.rounds, quiet=not progress) as bar:
+    with progress_for(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
@@ -118,15 +144,60 @@ def _stored_seed(out: str | Path) -> dict[str, Any]:
     return {name: stored[name] for name in ("seed", "secrets") if name in stored}
 
 
-def _pair(samples: ClientSamples, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
-    if isinstance(samples, TorchDataset):
-        loaded = [samples[i] for i in range(len(samples))]  # type: ignore[arg-type]
-        if not loaded:
-            raise DataError(f"{who} has no samples. Give it data or leave it out.")
-        x = torch.stack([torch.as_tensor(one[0]) for one in loaded])
-        y = torch.stack([torch.as_tensor(one[1]) for one in loaded])
-    else:
-        x, y = (torch.as_tensor(part) for part in samples)
+def _listed(clients: Any) -> list[Any]:
+    single = isinstance(clients, Tensor | TorchDataset | DataLoader | Mapping) or not isinstance(clients, Iterable)
+    if single or (isinstance(clients, tuple) and any(isinstance(one, Tensor) for one in clients)):
+        raise DataError(
+            f"clients is {type(clients).__name__}: give a list with one entry per client, [(x, y), (x, y)]."
+        )
+    return list(clients)
+
+
+def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
+    """Settings as a configuration has them: what only the scheme knows is an option of its own."""
+    known = {one.name: one for one in fields(RunConfig)}
+    settings, options = {}, dict(given.get("options") or {})
+    for name, value in given.items():
+        if name in _GIVEN_OTHERWISE:
+            raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
+        if name in known:
+            settings[name] = _plain(name, value)
+        elif name in info.declared:
+            options[name] = value
+        else:
+            raise unknown_name("setting in train():", name, [*known, *info.declared])
+    return settings | ({"options": options} if options else {})
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A setting's value as text where PyTorch has an object for it."""
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if name != "loss" or not (isinstance(value, nn.Module) or callable(value)):
+        return value
+    if isinstance(value, nn.CrossEntropyLoss) and value.weight is None and _as_usual(value):
+        return "cross-entropy"
+    half = " FedVeil's square loss is ½·Σ(output − target)²: loss='square'." if isinstance(value, nn.MSELoss) else ""
+    raise ConfigError(
+        f"The loss {value!r} cannot be used: a scheme undoes, clips and accounts for losses that it knows. Give "
+        f"loss='cross-entropy' or loss='square'.{half}"
+    )
+
+
+def _as_usual(loss: nn.CrossEntropyLoss) -> bool:
+    return (loss.ignore_index, loss.label_smoothing, loss.reduction) == (-100, 0.0, "mean")
+
+
+def _pair(samples: Any, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
+    try:
+        x, y = _tensors(samples, who)
+    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as reason:
+        raise DataError(
+            f"{who}: the samples cannot be read ({type(reason).__name__}: {' '.join(str(reason).split())[:200]}). Give "
+            "(inputs, targets) as tensors with one row per sample, or a Dataset of (input, target) pairs of tensors."
+        ) from reason
     if x.dim() < 2 or y.dim() < 1:
         raise DataError(
             f"{who}: inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}; "
@@ -138,6 +209,56 @@ def _pair(samples: ClientSamples, *, dtype: torch.dtype, device: torch.device, w
             raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
         return x, y.to(device, torch.int64)
     return x, y.to(device, dtype).flatten(1) if y.dim() > 1 else y.to(device, dtype)[:, None]
+
+
+def _tensors(samples: Any, who: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of whatever a client's samples are given as."""
+    if isinstance(samples, Mapping):
+        x, y = _of_row(samples, who)
+        return torch.as_tensor(x), torch.as_tensor(y)
+    if isinstance(samples, tuple | list) and len(samples) == 2 and not isinstance(samples[0], tuple | Mapping):
+        x, y = samples
+        return torch.as_tensor(x), torch.as_tensor(y)
+    if isinstance(samples, DataLoader):
+        # One row at a time through its own collate function: its order and batches are not those of the training.
+        rows = samples.dataset
+        whole = isinstance(rows, IterableDataset)
+        batches = list(samples) if whole else [samples.collate_fn([row]) for row in _rows(rows)]
+        return _joined([_of_row(one, who) for one in batches], who, torch.cat)
+    return _joined([_of_row(one, who) for one in _rows(samples)], who, torch.stack)
+
+
+def _rows(samples: Any) -> list[Any]:
+    return list(samples) if isinstance(samples, IterableDataset) else [samples[i] for i in range(len(samples))]
+
+
+def _joined(pairs: list[tuple[Any, Any]], who: str, join: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    if not pairs:
+        raise DataError(f"{who} has no samples. Give it data or leave it out.")
+
+    def tensor(one: Any) -> Tensor:
+        # What a loader makes of lists: one tensor per place in them.
+        listed = isinstance(one, list) and bool(one) and isinstance(one[0], Tensor)
+        return torch.stack(one, dim=1) if listed else torch.as_tensor(one)
+
+    x, y = (join([tensor(one) for one in column]) for column in zip(*pairs, strict=True))
+    return x, y
+
+
+def _of_row(row: Any, who: str) -> tuple[Any, Any]:
+    """A sample's input and target; in a dict they go by the names that are usual."""
+    if not isinstance(row, Mapping):
+        x, y, *_ = row
+        return x, y
+    targets = [name for name in _TARGETS if name in row]
+    rest = [name for name in row if name not in targets]
+    inputs = [name for name in _INPUTS if name in row] or (rest if len(rest) == 1 else [])
+    if len(targets) != 1 or len(inputs) != 1:
+        raise DataError(
+            f"{who}: of a sample with {', '.join(map(repr, row))} it is not clear what the input and what the target "
+            "is. Name them x and y, or give (input, target) pairs."
+        )
+    return row[inputs[0]], row[targets[0]]
 
 
 def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:

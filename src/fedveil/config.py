@@ -3,157 +3,271 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from fedveil.errors import ConfigError, unknown_name
+from fedveil.own_code import Code
 
 ModelOption = int | float | str | bool
 
-_NOT_PART_OF_THE_RUN = frozenset(
-    {"checkpoint_every", "evaluate_every", "rounds", "record", "record_rounds", "record_clients"}
-)
 _LARGEST_SEED = (1 << 63) - 1
 _LARGEST_WHOLE = 1 << 53
 _MOST_DIGITS = 7
-_SCHEME_OPTIONS = (
-    *("head_groups", "head_strength", "head_noise", "spread", "local_steps", "local_epochs"),
-    *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "dropouts", "repair_limit"),
-    *("honest_arrivals", "neighbours", "skip_cancelling", "cover", "unmask", "threshold", "value_range"),
-    *("secret_sampling", "share", "share_decay", "strategy", "vote", "cipher"),
-)
+
+_DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
+_HIDDEN, _LIMITS, _MACHINE, _AUDIT = "Hidden share", "Clients' own limits", "Machine", "Audit"
+PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _LIMITS, _MACHINE, _AUDIT)
+"""In which order settings stand in the help; within a panel, as they are declared."""
+
+Check = tuple[Callable[[Any], bool], str]
+_POSITIVE: Check = (lambda value: value > 0, "must be positive")
+_NOT_NEGATIVE: Check = (lambda value: value >= 0, "must not be negative")
+_BELOW_ONE: Check = (lambda value: 0 <= value < 1, "must lie in [0, 1)")
 
 
-def _option(help_text: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"help": help_text})
+def _setting(
+    panel: str,
+    words: str,
+    default: Any = None,
+    *,
+    shown: str = "",
+    check: Check | None = None,
+    choices: tuple[str, ...] = (),
+    of_scheme: bool = False,
+    shapes_run: bool = True,
+) -> Any:
+    """One setting: where its flag stands in the help, what is said of it, and what it may be.
+
+    `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
+    schemes have; one that does not shape the run does not decide about the trained model.
+    """
+    if not shown and default is not None:
+        shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
+    told = f"{words} (default: {shown})" if shown else words
+    kept = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
+    return field(default=default, metadata={**kept, "of_scheme": of_scheme, "shapes_run": shapes_run})
+
+
+def _form(default: object) -> str:
+    return "g" if isinstance(default, float) else ""
+
+
+_option = functools.partial(_setting, of_scheme=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Every setting of a run. None means: the scheme's or the data's own default."""
+    """Every setting of a run, declared once: flags, TOML, `fedveil.train` and their help follow from it.
 
-    scheme: str = _option("named scheme (see `fedveil schemes`)", "lossless")
-    dataset: str = _option("embedded name (digits, breast-cancer) or a path", "digits")
-    model: str = _option("model name, or package.module:factory", "mlp")
-    model_options: dict[str, ModelOption] = field(default_factory=dict, metadata={"help": "model options"})
-    clients: int = _option("number of clients", 10)
-    rounds: int = _option("number of rounds", 50)
-    seed: int | None = _option("seed of model, data order and (simulated) secrets")
-    secrets: str | None = _option("os or seeded; default: seeded if a seed is given, otherwise os")
+    None means: the scheme's or the data's own default.
+    """
 
-    target: str | None = _option("CSV: the column to predict")
-    task: str | None = _option("classification or regression; default: from the data")
-    text: str | None = _option("CSV: the column of texts")
-    group: str | None = _option("CSV: the column that names each sample's owner")
-    test_fraction: float = _option("share held out where the data has no test part", 0.2)
-    partition: str = _option("iid, dirichlet, size, group or replacement", "iid")
-    alpha: float = _option("dirichlet: concentration (small is skewed)", 0.5)
-    ratio: float = _option("size: largest over smallest client", 2.0)
+    scheme: str = _setting("", "Named scheme (see `fedveil schemes`), or file.py:function of your own.", "lossless")
+    dataset: str = _setting(
+        _DATA, "digits, breast-cancer, a file or folder, or file.py:function of your own.", "digits"
+    )
+    model: str = _setting(_TRAIN, "Model name, or package.module:factory.", "mlp")
+    model_options: dict[str, ModelOption] = field(
+        default_factory=dict, metadata={"help": "key=value, repeatable: -o depth=5.", "panel": _TRAIN}
+    )
+    options: dict[str, ModelOption] | None = field(
+        default=None,
+        metadata={"help": "An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."},
+    )
+    clients: int = _setting(_TRAIN, "Number of clients.", 10, check=_POSITIVE)
+    rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_POSITIVE, shapes_run=False)
+    seed: int | None = _setting(
+        _MACHINE,
+        "Reproducible run; its secrets are simulated.",
+        check=(lambda value: 0 <= value <= _LARGEST_SEED, "must lie between 0 and 2^63 − 1"),
+    )
+    secrets: str | None = _setting(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
 
-    cohort: float | int | None = _option("clients per round: a fraction in (0, 1] or a count")
-    batch_size: int = _option("samples per step (0: all of the client's)", 0)
-    lr: float = _option("learning rate", 0.1)
-    lr_decay: float = _option("factor on the learning rate per round", 1.0)
-    lr_schedule: str = _option("constant or cosine", "constant")
-    momentum: float = _option("server momentum", 0.0)
-    weight_decay: float = _option("server weight decay", 0.0)
-    loss: str | None = _option("square or cross-entropy; default: the scheme's")
-    target_scale: float = _option("square loss: the true class's target M", 1.0)
-    true_weight: float = _option("square loss: the true class's weight k", 1.0)
+    target: str | None = _setting(_DATA, "CSV: the column to predict.")
+    task: str | None = _setting(_DATA, "classification or regression.", choices=("classification", "regression"))
+    text: str | None = _setting(_DATA, "CSV: the column of texts.")
+    group: str | None = _setting(_DATA, "CSV: the column of sample owners.")
+    test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
+    partition: str = _setting(_DATA, "iid, dirichlet, size, group, replacement.", "iid")
+    alpha: float = _setting(_DATA, "dirichlet: concentration.", 0.5)
+    ratio: float = _setting(_DATA, "size: largest client over smallest.", 2.0)
 
-    local_steps: int | None = _option("fedavg: local SGD steps per round")
-    local_epochs: int | None = _option("fedavg: local epochs per round")
-    head_noise: bool | None = _option("noise on the last layer")
-    head_groups: int | None = _option("lossless: number m of secret γ (default: one per output)")
-    head_strength: float | None = _option("size of the head noise relative to the outputs")
-    spread: float | None = _option("scales lie in [1/spread, spread]")
-    epsilon: float | None = _option("DP schemes: ε of the whole run (mpdp, mp-cdp: of one round)")
-    delta: float | None = _option("DP schemes: δ")
+    cohort: float | int | None = _setting(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
+    batch_size: int = _setting(_TRAIN, "Samples per step; 0 takes all.", 0, check=_NOT_NEGATIVE)
+    lr: float = _setting(_TRAIN, "Learning rate.", 0.1, check=_POSITIVE)
+    lr_decay: float = _setting(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
+    lr_schedule: str = _setting(_TRAIN, "constant or cosine.", "constant", choices=("constant", "cosine"))
+    momentum: float = _setting(_TRAIN, "Server momentum.", 0.0, check=_BELOW_ONE)
+    weight_decay: float = _setting(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
+    loss: str | None = _setting(
+        _TRAIN,
+        "square or cross-entropy.",
+        shown="square with head noise, which needs it; else cross-entropy for classes",
+        choices=("square", "cross-entropy"),
+    )
+    target_scale: float = _setting(_TRAIN, "Square loss: the true class's target M.", 1.0)
+    true_weight: float = _setting(_TRAIN, "Square loss: the true class's weight k.", 1.0)
+
+    local_steps: int | None = _option(
+        _TRAIN,
+        "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.",
+        shown="1; more make a client the unit",
+    )
+    local_epochs: int | None = _option(
+        _TRAIN,
+        "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.",
+        shown="paraaegis and its baselines 1",
+    )
+    head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
+    head_groups: int | None = _option(_VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1")
+    head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
+    spread: float | None = _option(_VEIL, "Scales lie in 1/spread … spread.", shown="4; veil-dp: 1.5")
+    epsilon: float | None = _option(
+        _PRIVACY, "ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round.", shown="3"
+    )
+    delta: float | None = _option(_PRIVACY, "δ.", shown="1e-5")
     clip: float | None = _option(
-        "DP schemes: largest L2 norm of a sample's gradient (of an update, with local training)"
+        _PRIVACY, "Largest L2 norm of a sample's gradient; of an update, with local training.", shown="1"
     )
-    accounting: str | None = _option("DP schemes: exact, or paper (the paper's formula)")
-    collusion: float | None = _option("nadp, veil-dp, veil-secagg: share of clients that may side with the server")
-    pair_strength: float | None = _option("nadp, veil-dp, mpdp: strength of the noise that cancels")
-    dropouts: str | None = _option("nadp, veil-dp: repair, or tolerate")
-    repair_limit: float | None = _option("nadp, veil-dp: largest share of a cohort that clients repair for")
-    honest_arrivals: bool | None = _option("nadp, veil-dp: take the server's word for who did not arrive")
-    neighbours: int | None = _option("how many others each client shares noise or masks with")
-    skip_cancelling: bool | None = _option("nadp: leave out noise that cancels (accuracy simulations only)")
-    cover: str | None = _option("veil-dp: noise, or masks (with integer noise)")
-    unmask: str | None = _option("veil-secagg: always, or on-dropout")
-    threshold: float | None = _option("veil-secagg: more than this share of a neighbourhood must answer")
-    value_range: float | None = _option("veil-secagg: numbers beyond it are cut off")
-    secret_sampling: float | None = _option("ldp: chance of each record to be in a round's secret batch")
-    share: float | None = _option("paraaegis: share r of the parameters that travels hidden, 0 to 1")
-    share_decay: float | None = _option("paraaegis: factor λ on the share per round, above 0 and up to 1")
-    strategy: str | None = _option("paraaegis: hide the max (largest), min or random coordinates")
-    vote: str | None = _option("paraaegis: tags, or histogram (hides who voted alike; 8 bytes per parameter)")
-    cipher: str | None = _option("paraaegis, ckks-fedavg, serial: ckks, or pads (masks and pads)")
-    policy: str | None = _option("clients' own limits: a TOML file with max_epsilon, min_cohort, …")
-    max_size_ratio: float = _option("largest number of samples a client may announce, in medians of all", 100.0)
-    roster: str | None = _option("clients' public signing keys: a TOML file made by `fedveil keys`")
-    identities: str | None = _option("folder of the clients' private signing keys")
-    simulate_dropout: float = _option("simulation: chance that a client vanishes before it uploads", 0.0)
-    bn_eps: str = _option("ε of normalisation layers: secret or public", "secret")
-    min_coverage: float = _option("stop if a veil hides less than this share of parameters", 0.9)
+    accounting: str | None = _option(
+        _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
+    )
+    collusion: float | None = _option(
+        _PRIVACY,
+        "nadp, veil-dp, veil-secagg: share of clients that may side with the server.",
+        shown="noise: 0; masks: 0.1",
+    )
+    pair_strength: float | None = _option(
+        _PRIVACY,
+        "nadp, veil-dp, mpdp: how strong the noise is that cancels.",
+        shown="10; on a sparse graph √1000; the paper's with --accounting paper or --dropouts tolerate",
+    )
+    dropouts: str | None = _option(
+        _PRIVACY,
+        "nadp, veil-dp: what becomes of noise shared with missing clients. repair or tolerate.",
+        shown="repair",
+    )
+    repair_limit: float | None = _option(
+        _PRIVACY, "nadp, veil-dp: largest share of a cohort that clients repair for.", shown="1/3"
+    )
+    honest_arrivals: bool | None = _option(
+        _PRIVACY, "nadp, veil-dp: take the server's word for who did not arrive.", shown="no"
+    )
+    neighbours: int | None = _option(
+        _PRIVACY,
+        "With how many others each client shares noise or masks; even for masks.",
+        shown="noise: all; mpdp: 5; masks: as many as collusion calls for, all up to 32 clients",
+    )
+    skip_cancelling: bool | None = _option(
+        _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"
+    )
+    cover: str | None = _option(_MASKS, "veil-dp: noise, or masks with integer noise.", shown="noise")
+    unmask: str | None = _option(
+        _MASKS,
+        "always: two phases a round; on-dropout: one, if the server is honest about arrivals.",
+        shown="always",
+    )
+    threshold: float | None = _option(_MASKS, "More than this share of a neighbourhood must answer.", shown="2/3")
+    value_range: float | None = _option(
+        _MASKS, "Numbers beyond it are cut off, 1 to 2^40.", shown="2^24; for a hidden share 256"
+    )
+    secret_sampling: float | None = _option(
+        _PRIVACY,
+        "ldp: each record is in a round's batch with this chance, drawn in secret.",
+        shown="no sampling",
+    )
+    share: float | None = _option(
+        _HIDDEN,
+        "paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg.",
+        shown="0.1",
+    )
+    share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
+    strategy: str | None = _option(
+        _HIDDEN, "paraaegis: hide the max (largest), min or random coordinates.", shown="max"
+    )
+    vote: str | None = _option(
+        _HIDDEN,
+        "paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).",
+        shown="tags",
+    )
+    cipher: str | None = _option(
+        _HIDDEN,
+        "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).",
+        shown="ckks",
+    )
+    policy: str | None = _setting(
+        _LIMITS,
+        "TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. No message can "
+        "widen it.",
+    )
+    max_size_ratio: float = _setting(
+        _LIMITS,
+        "Who claims more samples than this many times the median of all clients takes no part.",
+        100.0,
+        check=(lambda value: value >= 1, "must be at least 1"),
+    )
+    roster: str | None = _setting(_LIMITS, "TOML file of everybody's public signing key (see `fedveil keys`).")
+    identities: str | None = _setting(_LIMITS, "Folder of the clients' private signing keys.", shown="the roster's")
+    simulate_dropout: float = _setting(
+        _MACHINE,
+        "Chance that a client vanishes before it uploads; with a vote, also before that.",
+        0.0,
+        check=_BELOW_ONE,
+    )
+    bn_eps: str = _setting(
+        _VEIL, "ε of normalisation layers: secret or public.", "secret", choices=("secret", "public")
+    )
+    min_coverage: float = _setting(
+        _VEIL,
+        "Stop if less is hidden.",
+        0.9,
+        check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+    )
 
-    device: str = _option("cpu or cuda", "cpu")
-    dtype: str = _option("float32 or float64", "float32")
-    vectorise: bool | None = _option("many clients at once (default: where that is faster)")
-    checkpoint_every: int = _option("rounds between checkpoints (0: never)", 10)
-    evaluate_every: int = _option("rounds between evaluations on the test part (0: only at the end)", 1)
-    record: bool = _option("for audits: keep the messages of some rounds, and the server's secrets beside them", False)
-    record_rounds: str | None = _option(
-        "record: which rounds, like 1,2,10 or 1-5; default: the first three and the last"
+    device: str = _setting(_MACHINE, "cpu or cuda.", "cpu")
+    dtype: str = _setting(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
+    vectorise: bool | None = _setting(_MACHINE, "Many clients at once.", shown="where faster")
+    checkpoint_every: int = _setting(
+        _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=_NOT_NEGATIVE, shapes_run=False
     )
-    record_clients: str | None = _option("record: which clients, like 0,1 or 0-9; default: 0 and 1")
+    evaluate_every: int = _setting(
+        _MACHINE, "Rounds between evaluations; 0: at the end.", 1, check=_NOT_NEGATIVE, shapes_run=False
+    )
+    record: bool = _setting(
+        _AUDIT,
+        "Keep what passes in some rounds for an audit, in OUT/record: messages, and the server's secrets beside them.",
+        False,
+        shapes_run=False,
+    )
+    record_rounds: str | None = _setting(
+        _AUDIT, "Which rounds: 1,2,10.", shown="the first three and the last", shapes_run=False
+    )
+    record_clients: str | None = _setting(_AUDIT, "Which clients: 0,1.", shown="0 and 1", shapes_run=False)
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            value = getattr(self, one.name)
+            value, check = getattr(self, one.name), one.metadata.get("check")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{one.name} must be a finite number (got {value}).")
-        if self.seed is not None and not 0 <= self.seed <= _LARGEST_SEED:
-            raise ConfigError(f"seed must lie between 0 and 2^63 − 1 (got {self.seed}).")
-        positive = {"clients": self.clients, "rounds": self.rounds, "lr": self.lr, "lr_decay": self.lr_decay}
-        for name, value in positive.items():
-            if not value > 0:
-                raise ConfigError(f"{name} must be positive (got {value}).")
-        at_least_zero = {
-            "batch_size": self.batch_size,
-            "weight_decay": self.weight_decay,
-            "checkpoint_every": self.checkpoint_every,
-            "evaluate_every": self.evaluate_every,
-        }
-        for name, value in at_least_zero.items():
-            if not value >= 0:
-                raise ConfigError(f"{name} must not be negative (got {value}).")
-        if not self.max_size_ratio >= 1:
-            raise ConfigError(f"max_size_ratio must be at least 1 (got {self.max_size_ratio}).")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum must lie in [0, 1) (got {self.momentum}).")
-        if not 0 <= self.simulate_dropout < 1:
-            raise ConfigError(f"simulate_dropout must lie in [0, 1) (got {self.simulate_dropout}).")
-        if not 0 <= self.min_coverage <= 1:
-            raise ConfigError(f"min_coverage must lie in [0, 1] (got {self.min_coverage}).")
-        choices = {
-            "dtype": ("float32", "float64"),
-            "lr_schedule": ("constant", "cosine"),
-            "bn_eps": ("secret", "public"),
-            "secrets": (None, "os", "seeded"),
-            "task": (None, "classification", "regression"),
-            "loss": (None, "square", "cross-entropy"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise unknown_name(name, str(getattr(self, name)), [one for one in known if one])
+            if value is None:
+                continue
+            if check is not None and not check[0](value):
+                raise ConfigError(f"{one.name} {check[1]} (got {value}).")
+            if one.metadata.get("choices") and value not in one.metadata["choices"]:
+                raise unknown_name(one.name, str(value), one.metadata["choices"])
+        for name, value in (self.options or {}).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{name} must be a finite number (got {value}).")
+            if name in _FIELDS:
+                raise ConfigError(f"{name} is a setting of its own: write it as such, not among the scheme's options.")
         for name in ("record_rounds", "record_clients"):
             given = getattr(self, name)
             if given is not None and not self.record:
@@ -171,7 +285,7 @@ class RunConfig:
     @property
     def scheme_options(self) -> dict[str, int | float | str | bool | None]:
         """The settings that belong to the scheme."""
-        return {name: getattr(self, name) for name in _SCHEME_OPTIONS}
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.metadata.get("of_scheme")}
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """The same run with some settings changed."""
@@ -179,29 +293,33 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """A digest of everything that decides the trained model (except how long it trains)."""
-        skipped = _NOT_PART_OF_THE_RUN - ({"rounds"} if self.lr_schedule == "cosine" else set())
+        skipped = {one.name for one in fields(self) if not one.metadata.get("shapes_run", True)}
+        skipped -= {"rounds"} if self.lr_schedule == "cosine" else set()
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
-        if ":" in self.model:
-            kept["model"] = "own code"  # wherever it lies; whoever resumes the run names it again
+        if self.options is None:  # as it was before schemes could have options of their own
+            del kept["options"]
+        for name in ("scheme", "model", "dataset"):
+            value = getattr(self, name)
+            if isinstance(value, Code) or (":" in value and name != "dataset"):
+                kept[name] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
     def to_toml(self) -> str:
         """The configuration as a TOML document; settings left to defaults of others are omitted."""
-        lines, table = [], []
+        lines, tables = [], []
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, dict):
-                table = [f"{key} = {toml_of(item)}" for key, item in value.items()]
+                rows = [f"{key} = {toml_of(item)}" for key, item in value.items()]
+                tables += ["", f"[{one.name}]", *rows] if rows else []
             elif value is not None:
                 lines.append(f"{one.name} = {toml_of(value)}")
-        if table:
-            lines += ["", "[model_options]", *table]
-        return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *tables]) + "\n"
 
     @staticmethod
     def from_mapping(settings: Mapping[str, Any], *, where: str = "configuration") -> RunConfig:
         """A configuration from plain data; unknown keys and wrong types are refused by name."""
-        known = {one.name: one for one in fields(RunConfig)}
+        known = _FIELDS
         cleaned: dict[str, Any] = {}
         for key, value in settings.items():
             name = key.replace("-", "_")
@@ -227,6 +345,9 @@ class RunConfig:
         except (ValueError, RecursionError) as reason:  # not TOML, not text, numbers or nesting without end
             raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
         return {key.replace("-", "_"): value for key, value in settings.items()}
+
+
+_FIELDS = {one.name: one for one in fields(RunConfig)}
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:
@@ -273,13 +394,13 @@ def _checked(name: str, value: object, kind: str, where: str) -> object:
     return float(value) if float in accepted and type(value) is int and name != "cohort" else value
 
 
-def parse_model_options(pairs: list[str]) -> dict[str, ModelOption]:
+def parse_model_options(pairs: list[str], *, example: str = "depth=5") -> dict[str, ModelOption]:
     """key=value pairs from a command line, with values read as TOML (true, 3, 0.5, text)."""
     options: dict[str, ModelOption] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise ConfigError(f"A model option is written key=value, like depth=5 (got {pair!r}).")
+            raise ConfigError(f"An option is written key=value, like {example} (got {pair!r}).")
         try:
             options[key] = tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError:

@@ -132,6 +132,15 @@ def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = ""
     return ConfigError(f"Unknown {kind} {name!r}.{guess} Known: {', '.join(known)}.{tail}")
 
 
+def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError:
+    """A ConfigError that names the options the owner (Model 'mlp') takes and the nearest of them."""
+    takes = list(known)
+    near = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options of its own."
+    return ConfigError(f"{owner} has no option {option!r}.{guess} {listing}")
+
+
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
     """A MissingExtraError that names the one command that mends it."""
     return MissingExtraError(

@@ -116,33 +116,17 @@ def test_what_is_planned_is_what_a_run_ends_with(ran: tuple[Path, str]) -> None:
     assert found["paper"] == pytest.approx(run["paper"])
 
 
-EXPECTED = {
-    "fedavg": {"none"},
-    "lossless": {"none"},
-    "pbpfl": {"none"},
-    "mpdp": {"none"},
-    "mpdp-naive": {"none"},
-    "mp-cdp": {"none"},
-    "veil-secagg": {"aggregate only", "none"},
-    "ldp": {"differential privacy"},
-    "nadp": {"differential privacy"},
-    "veil-dp": {"differential privacy"},
-    "cdp": {"differential privacy", "none"},
-    "dp-fedavg": {"differential privacy"},
-    "ckks-fedavg": {"ciphertexts only", "none", "aggregate only"},
-    "serial": {"ciphertexts only", "differential privacy"},
-    "paraaegis": {"conditional", "none", "aggregate only"},
-}
-
-
-def test_every_scheme_can_be_asked_about() -> None:
+def test_every_scheme_can_be_asked_about_and_claims_against_the_server_what_it_promises() -> None:
     from fedveil.schemes import schemes
 
-    assert {one.name for one in schemes()} == set(EXPECTED)
-    for name, verdicts in EXPECTED.items():
-        found = planned("--scheme", name, "--clients", 6, "--rounds", 4)
-        assert {one["verdict"] for one in found["ledger"]["lines"]} == verdicts, name
-        assert not found["ledger"]["simulation"]
+    for info in schemes():
+        found = planned("--scheme", info.name, "--clients", 6, "--rounds", 4)["ledger"]
+        denied = "from the server: not at all" in info.protects or info.protects.startswith("nothing")
+        denied = denied or "client data from the server: not at all" in info.protects
+        assert (line_of(found, "server")["verdict"] == "none") is denied, info.name
+        proven = {one["epsilon"] for one in found["lines"] if one["verdict"] == "differential privacy"}
+        assert bool(proven) is ("(ε, δ)" in info.protects and "given what is hidden" not in info.protects), info.name
+        assert not found["simulation"]
 
 
 def test_a_question_is_answered_in_words_too() -> None:

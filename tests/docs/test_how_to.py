@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from docs.pages import DOCS, blocks, commands, typed
+from fedveil import train
+from fedveil.downlink import Plain
+from fedveil.errors import ConfigError
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes import Setting
+from fedveil.uplink.noise_plan import NoisePlan, Target
+from fedveil.uplink.noised import Noised
+from fedveil.work import Gradients
 from shell import fedveil
 
 
@@ -27,7 +38,8 @@ def test_own_model(tmp_path: Path) -> None:
 
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
-    assert len(said) == 3
+    assert len(said) == 4
+    assert (tmp_path / "runs" / "own-data" / "model.safetensors").exists()
     (printed,) = (text for block, text in said.items() if "test_mse" in block)
     assert float(printed) < 1.0  # the targets' own variance is 5
     assert (tmp_path / "runs" / "visits" / "ledger.json").exists()
@@ -35,7 +47,11 @@ def test_own_data(tmp_path: Path) -> None:
 
 def test_own_scheme(tmp_path: Path) -> None:
     said = typed("how-to/own-scheme.md", tmp_path)
-    composed, written = said.values()
+    listed, ran, resumed, composed, written = said.values()
+    for word in ("--set keep=…", "Chance of each record", "--epsilon", "exact | paper"):
+        assert word in listed
+    assert "Ledger of veil-ldp after 3 rounds" in ran
+    assert "veil-ldp" in resumed
     shown, refusal = (text for language, text in blocks("how-to/own-scheme.md") if language == "text")
     assert composed == shown
     accuracy, verdicts = written.split(" ", 1)
@@ -58,32 +74,36 @@ def test_own_uplink(tmp_path: Path) -> None:
     assert float(accuracy) > 0.8
     assert verdicts in ("{'aggregate only', 'none'}", "{'none', 'aggregate only'}")
     assert fields == next(text for language, text in blocks("how-to/own-uplink.md") if language == "text")
+def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_a_shell(tmp_path: Path) -> None:
+    (code,) = (text for _, text in blocks("how-to/own-scheme.md") if text.startswith("# my_scheme.py"))
+    assert len(code.splitlines()) <= 45
+    (tmp_path / "my_scheme.py").write_text(code, encoding="utf-8")
+    (tmp_path / "run.toml").write_text("rounds = 2\nclients = 3\nseed = 1\n\n[options]\nkeep = 0.5\n", encoding="utf-8")
+    own = ("--scheme", "my_scheme.py:veil_ldp", "-c", "run.toml", "-o", "depth=2", "-o", "width=8")
+
+    def shell(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fedveil", "run", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = shell(*own, "--out", "by-file", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "keep = 0.5" in (tmp_path / "by-file" / "config.toml").read_text()
+    done = shell(*own, "--set", "keep=0.2", "--out", "by-flag", "-q")
+    assert done.returncode == 0, done.stderr
+    assert "keep = 0.2" in (tmp_path / "by-flag" / "config.toml").read_text()
+    done = shell(*own, "--set", "kept=0.2", "--out", "wrong")
+    assert done.returncode == ConfigError.exit_code
+    assert "has no option 'kept'. Did you mean 'keep'?" in done.stderr
 
 
 def _noise_on_what_nothing_bounds() -> None:
-    import torch
-
-    from fedveil import train
-    from fedveil.downlink import Plain
-    from fedveil.protocol.parts import Scheme
-    from fedveil.schemes import registry
-    from fedveil.uplink.noise_plan import NoisePlan, Target
-    from fedveil.uplink.noised import Noised
-    from fedveil.work import Gradients
-
-    def unbounded(setting: registry.Setting) -> Scheme:
+    def unbounded(setting: Setting) -> Scheme:
         plan = NoisePlan(Target(3.0, 1e-5, setting.rounds, setting.participations), "local")
         work = Gradients(setting.loss, setting.batches)
         return Scheme(name="unbounded", downlink=Plain(), work=work, uplink=Noised(plan))
 
-    before = dict(registry._SCHEMES)
-    registry.scheme("unbounded", paper="", summary="", protects="")(unbounded)
-    try:
-        clients = [(torch.randn(9, 3), torch.randint(0, 2, (9,))) for _ in range(3)]
-        train(torch.nn.Linear(3, 2), clients, scheme="unbounded", rounds=1, progress=False)
-    finally:
-        registry._SCHEMES.clear()
-        registry._SCHEMES.update(before)
+    clients = [(torch.randn(9, 3), torch.randint(0, 2, (9,))) for _ in range(3)]
+    train(torch.nn.Linear(3, 2), clients, scheme=unbounded, rounds=1, progress=False)
 
 
 def test_commands_of_choose_a_scheme() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedveil.errors import ConfigError
+from fedveil.errors import CheckpointError, ConfigError
 from shell import fedveil
 
 SMALL = ("--rounds", 2, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
@@ -22,7 +22,21 @@ def make(**given):
     from fedveil.models.networks import mlp
     given.pop("vocabulary")
     return mlp(**given)
+def veil(setting, *, keep: float = 2.0):
+    Path(__file__).with_name("called").touch()
+    from fedveil.downlink import Rescaling
+    from fedveil.protocol.parts import Scheme
+    from fedveil.uplink.plain import Bare
+    from fedveil.work import Gradients
+    work = Gradients(setting.loss, setting.batches)
+    return Scheme(name="veil", downlink=Rescaling(keep), work=work, uplink=Bare())
+def load(seed: int):
+    Path(__file__).with_name("called").touch()
+    from fedveil.data import load
+    return load("digits", seed=seed)
 """
+# A setting that may name code, what a run has without, and code that does as well.
+OWN = {"model": ("mlp", "make"), "scheme": ("lossless", "veil"), "dataset": ("digits", "load")}
 
 
 @pytest.fixture(scope="module")
@@ -69,44 +83,48 @@ def forge_text(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
-def names_code(place: Path) -> str:
-    return f"{place / 'evil.py'}:make"
+def names_code(place: Path, setting: str = "model") -> str:
+    return f"{place / 'evil.py'}:{OWN[setting][1]}"
 
 
-def in_model(place: Path) -> None:
+def in_model(place: Path, setting: str = "model") -> None:
     forge_model(place / "run" / "model.safetensors", lambda facts: facts.update(name=names_code(place)))
 
 
-def in_config(place: Path) -> None:
-    forge_text(place / "run" / "config.toml", 'model = "mlp"', f"model = {json.dumps(names_code(place))}")
+def in_config(place: Path, setting: str = "model") -> None:
+    usual = f'{setting} = "{OWN[setting][0]}"'
+    forge_text(place / "run" / "config.toml", usual, f"{setting} = {json.dumps(names_code(place, setting))}")
 
 
-def in_config_of_a_stopped_run(place: Path) -> None:
-    in_config(place)
+def in_config_of_a_stopped_run(place: Path, setting: str = "model") -> None:
+    in_config(place, setting)
     for name in ("ledger.json", "summary.json"):
         (place / "run" / name).unlink()
 
 
-def in_record(place: Path) -> None:
+def in_record(place: Path, setting: str = "model") -> None:
     forge_text(place / "run" / "record" / "facts.json", '"model": "mlp"', f'"model": {json.dumps(names_code(place))}')
 
 
-def in_comparison(place: Path) -> None:
+def in_comparison(place: Path, setting: str = "model") -> None:
+    usual, code = OWN[setting][0], json.dumps(names_code(place, setting))
     for file in (place / "compared").rglob("*"):
         if file.name == "compare.json":
-            forge_text(file, '"model": "mlp"', f'"model": {json.dumps(names_code(place))}')
+            forge_text(file, f'"{setting}": "{usual}"', f'"{setting}": {code}')
         elif file.name == "config.toml":
-            forge_text(file, 'model = "mlp"', f"model = {json.dumps(names_code(place))}")
+            forge_text(file, f'{setting} = "{usual}"', f"{setting} = {code}")
         elif file.name == "summary.json":
             file.unlink()
 
 
-def in_settings(place: Path) -> None:
-    (place / "settings.toml").write_text(f"model = {json.dumps(names_code(place))}\nrounds = 1\nclients = 2\n")
+def in_settings(place: Path, setting: str = "model") -> None:
+    code = json.dumps(names_code(place, setting))
+    (place / "settings.toml").write_text(f"{setting} = {code}\nrounds = 1\nclients = 2\n")
 
 
 AUDIT = ("audit", "run", "--quick", "--workers", 1, "--attacks", "closed-form,received")
-ATTACKS: dict[str, tuple[Callable[[Path], None], tuple[str | int, ...]]] = {
+Forged = Callable[[Path, str], None]
+ATTACKS: dict[str, tuple[Forged, tuple[str | int, ...]]] = {
     "predict, a model file": (in_model, ("predict", "run/model.safetensors")),
     "predict, a run folder": (in_model, ("predict", "run")),
     "export": (in_model, ("export", "run", "--out", "usable.safetensors")),
@@ -120,29 +138,64 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], tuple[str | int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_no_name_in_a_file_is_imported(name: str, received: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# What stands in settings may be any of them; a model file and a record name models alone.
+IN_SETTINGS = [name for name, (forge, _) in ATTACKS.items() if forge not in (in_model, in_record)]
+CASES = [
+    *((name, "model") for name in ATTACKS),
+    *((name, setting) for name in IN_SETTINGS for setting in ("scheme", "dataset")),
+]
+CASES.remove(("compare", "scheme"))  # a comparison names its schemes elsewhere
+
+
+@pytest.mark.parametrize(("name", "setting"), CASES)
+def test_no_name_in_a_file_is_imported(
+    name: str, setting: str, received: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forge, command = ATTACKS[name]
-    forge(received)
+    forge(received, setting)
     monkeypatch.chdir(received)
     done = fedveil(*command)
     assert not (received / "imported").exists()
     assert not (received / "called").exists()
     assert done.code == ConfigError.exit_code, done
-    for part in (names_code(received), "--model", "nothing was run"):
+    for part in (names_code(received, setting), f"--{setting}", "nothing was run"):
         assert part in done.error
     assert "Traceback" not in done.error
 
 
-@pytest.mark.parametrize("name", [one for one in ATTACKS if one not in ("resume", "compare")])
-def test_what_is_named_on_the_command_itself_is_run(name: str, received: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "setting"), [one for one in CASES if one[0] not in ("resume", "compare")])
+def test_what_is_named_on_the_command_itself_is_run(
+    name: str, setting: str, received: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forge, command = ATTACKS[name]
-    forge(received)
+    forge(received, setting)
     monkeypatch.chdir(received)
-    done = fedveil(*command, "--model", "evil.py:make")
+    done = fedveil(*command, f"--{setting}", f"evil.py:{OWN[setting][1]}")
     assert done.code == 0, done
     assert (received / "called").exists()
     assert "nothing was run" not in done.error
+
+
+def test_a_run_of_ones_own_scheme_and_data_goes_on_where_they_are_named_again(
+    received: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(received)
+    named = ("--scheme", "evil.py:veil", "--dataset", "evil.py:load")
+    done = fedveil("run", *SMALL, *named, "--set", "keep=1.5", "--out", "own")
+    assert done.code == 0, done
+    assert "keep = 1.5" in (received / "own" / "config.toml").read_text()
+    (received / "called").unlink()
+    go_on = ("run", "--resume", "--rounds", 3, "--out", "own")
+    for some in ((), named[:2], named[2:]):
+        assert fedveil(*go_on, *some).code == ConfigError.exit_code
+    assert not (received / "called").exists()
+    (received / "evil.py").rename(received / "moved.py")
+    moved = [word.replace("evil", "moved") for word in named]
+    done = fedveil(*go_on, *moved, "--set", "keep=3.0")
+    assert done.code == CheckpointError.exit_code, done
+    done = fedveil(*go_on, *moved)
+    assert done.code == 0, done
+    assert len((received / "own" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_run_of_ones_own_model_goes_on_where_it_is_named_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -339,18 +339,18 @@ def audit_run(
     device: str = "cpu",
     out: str | Path | None = None,
     workers: int | None = None,
-    model: str | None = None,
+    own: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
     tick: Callable[[Tick], None] = lambda now: None,
 ) -> Audit:
     """Attack a recorded run with everything that fits, and write RUN/audit/audit.json and pictures.
 
-    An audit that was stopped goes on where it ended, if it is asked for with the same effort. `model` is the caller's
-    own code that builds the model, where the run had such a one: what a folder names is not run.
+    An audit that was stopped goes on where it ended, if it is asked for with the same effort. `own` is the
+    caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names is not run.
     """
     started = time.perf_counter()
     effort = Effort(quick=quick, seed=seed, device=device)
-    subject = from_folder(run, device=device, model=model, say=say)
+    subject = from_folder(run, device=device, own=own, say=say)
     facts = subject.record.facts
     about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}
     folder = Path(run) / "audit" if out is None else Path(out)

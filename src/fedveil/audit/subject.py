@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -107,11 +107,15 @@ class Subject:
 
 
 def from_folder(
-    path: str | Path, *, device: str = "cpu", model: str | None = None, say: Callable[[str], None] = lambda text: None
+    path: str | Path,
+    *,
+    device: str = "cpu",
+    own: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
     """A run's folder, if it was recorded; what has to be computed again is computed on `device`.
 
-    `model` is the caller's own code that builds the model, where the run had such a one.
+    `own` is the caller's own code by setting (scheme, model, dataset), where the run had such.
     """
     folder = RunFolder(path)
     if not folder.config_file.exists():
@@ -121,14 +125,14 @@ def from_folder(
             f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with --record "
             "(and another --out)."
         )
-    config = folder.config({} if model is None else {"model": model}, say=say)
+    config = folder.config(own, say=say)
     if not folder.model_file.exists():
         raise CheckpointError(
             f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
         )
     from fedveil.runs.model_file import load_model
 
-    named = None if model is None else config.model
+    named = config.model if own and "model" in own else None
     trained = load_model(folder.model_file, model=named).module
     record = Record(folder.record, model=named)
     return Subject(record, job_from_config(config.with_changes(device=device)), trained)
@@ -201,6 +205,7 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
         epochs = epochs or 1
     plain = config.with_changes(
         **{**dict.fromkeys(config.scheme_options), "local_steps": steps, "local_epochs": epochs},
+        options=None,
         scheme="fedavg",
         loss=subject.job.loss.name,
         policy=None,

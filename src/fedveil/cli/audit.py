@@ -32,6 +32,8 @@ def audit(
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
     model: flag.OwnModel = None,
+    scheme: flag.OwnScheme = None,
+    dataset: flag.OwnDataset = None,
     json: bool = typer.Option(False, "--json", help="Print audit.json instead of tables."),
 ) -> None:
     """Attack a recorded run as each role could have, and show what the attacks got.
@@ -71,7 +73,7 @@ def audit(
             device=device,
             out=out,
             workers=workers,
-            model=flag.own_model(model),
+            own=flag.own_code(scheme=scheme, model=model, dataset=dataset),
             say=aside,
             tick=tick,
         )

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from fedveil.cli import options as flag
-from fedveil.cli.settings import takes_flags
+from fedveil.cli.options import takes_flags
 from fedveil.cli.tables import aside, complaints, percent, plainly, size, table
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _notes(results: dict[str, Any]) -> list[str]:
     return notes
 
 
-@takes_flags(without=("scheme",))
+@takes_flags(without=("scheme", "option"))
 def compare(
     schemes: str | None = typer.Option(
         None, help="Schemes, by commas. (default: fedavg,lossless,veil-secagg,nadp,mpdp,veil-dp,paraaegis)"
@@ -187,6 +187,8 @@ def compare(
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress and no tables."),
     *,
     flags: dict[str, Any],
+    tensorboard: flag.TensorBoard = None,
+    mlflow: flag.Mlflow = None,
 ) -> None:
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
@@ -207,7 +209,7 @@ def compare(
     from fedveil.compare.plan import parse_own
     from fedveil.tracking import Tracked
 
-    seed, tracked = flags.pop("seed"), Tracked(flags.pop("tensorboard"), flags.pop("mlflow"))
+    seed, tracked = flags.pop("seed"), Tracked(tensorboard, mlflow)
     with shown_live(quiet=quiet) as watch:
         done = compare_schemes(
             None if schemes is None else _words(schemes),

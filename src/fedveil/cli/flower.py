@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from fedveil.cli.options import located_here, takes_settings
 from fedveil.cli.run import show_ledger_of, show_summary
-from fedveil.cli.settings import located_here, takes_settings
 from fedveil.cli.tables import aside, console, listed, plainly, table
 
 if TYPE_CHECKING:

@@ -13,11 +13,8 @@ from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, listed, percent, plainly, table
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from fedveil.ledger.statement import Ledger, Line, PaperFigure
-    from fedveil.runs.planning import Noise, Planned, Question, Sampled
+    from fedveil.runs.planning import Noise, Planned, Sampled
 
 
 _MANY = 10.0
@@ -92,8 +89,15 @@ def _distinct(texts: Iterable[str]) -> list[str]:
 _ASKED = "Instead of a run: a question"
 
 
+_OPTIONS = (
+    *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "neighbours", "dropouts"),
+    *("honest_arrivals", "secret_sampling", "cover", "unmask", "threshold"),
+    *("share", "share_decay", "strategy", "vote", "cipher"),
+)
+
+
+@flag.takes_flags(only=("option", "model_option", *_OPTIONS))
 def ledger(
-    context: typer.Context,
     run: Path | None = typer.Argument(None, help="A run folder, or its ledger.json."),
     scheme: str | None = typer.Option(None, help="Named scheme: what would it prove?", rich_help_panel=_ASKED),
     clients: int = typer.Option(100, help="Number of clients.", rich_help_panel=_ASKED),
@@ -114,26 +118,10 @@ def ledger(
         "its model.",
         rich_help_panel=_ASKED,
     ),
-    model_option: flag.ModelOption = [],  # noqa: B006
     seed: int = typer.Option(0, help="Seed from which rounds' clients are drawn.", rich_help_panel=_ASKED),
-    epsilon: flag.Epsilon = None,
-    delta: flag.Delta = None,
-    clip: flag.Clip = None,
-    accounting: flag.Accounting = None,
-    collusion: flag.Collusion = None,
-    pair_strength: flag.PairStrength = None,
-    neighbours: flag.Neighbours = None,
-    dropouts: flag.Dropouts = None,
-    honest_arrivals: flag.HonestArrivals = None,
-    secret_sampling: flag.SecretSampling = None,
-    cover: flag.Cover = None,
-    unmask: flag.Unmask = None,
-    threshold: flag.Threshold = None,
-    share: flag.Share = None,
-    share_decay: flag.ShareDecay = None,
-    strategy: flag.Strategy = None,
-    vote: flag.Vote = None,
-    cipher: flag.Cipher = None,
+    *,
+    flags: dict[str, Any],
+    dataset: flag.OwnDataset = None,
     json: bool = typer.Option(False, "--json", help="As data."),
 ) -> None:
     """Show what a run has proven, against whom; or, with --scheme, what one would prove and the noise it takes.
@@ -150,52 +138,49 @@ def ledger(
 
       fedveil ledger --scheme paraaegis --clients 10 --rounds 50 --samples 947 --epsilon 1 --accounting paper
     """
+    from fedveil.cli.inspect import example_of
     from fedveil.errors import ConfigError
+    from fedveil.own_code import Code
     from fedveil.runs.callbacks import working
     from fedveil.runs.folder import read_ledger
-    from fedveil.runs.planning import plan_run
+    from fedveil.runs.planning import Question, check_sizes, even_sizes, plan_run
 
-    if (run is None) == (scheme is None):
+    own = flag.own_code(scheme=scheme, model=model, dataset=dataset)
+    asked = scheme is not None and (run is None or not isinstance(own["scheme"], Code))
+    if (run is None) is not asked:
         raise ConfigError("Give a run folder (fedveil ledger runs/a), or ask about a scheme (--scheme nadp), not both.")
     if run is not None:
-        found = read_ledger(run, model=flag.own_model(model), say=aside)
+        found = read_ledger(run, own=own, say=aside)
         if json:
             typer.echo(json_module.dumps(found.as_data(), indent=2, ensure_ascii=False))
         else:
             show_ledger(found)
         return
-    question = _question(context.params)
+    given = flag.settings_given(flags, {})
+    if sizes is not None:
+        counts = check_sizes(_numbers(sizes), clients=clients)
+    else:
+        counts = even_sizes(clients, mean=samples, ratio=size_ratio)
+    question = Question(
+        scheme=own["scheme"],
+        samples=counts,
+        rounds=rounds,
+        cohort=None if cohort is None else flag.cohort_of(cohort),
+        batch_size=batch_size,
+        options={
+            **given.pop("options", {}),
+            **{name: given.get(name) for name in _OPTIONS},
+            "local_steps": local_steps,
+        },
+        seed=seed,
+    )
     with working(f"accounting for {clients:,} clients and {rounds:,} rounds"):
-        answer = plan_run(question, model=None if model is None else _model(model, model_option))
+        network = None if model is None else example_of(model, options=given.get("model_options", {}))
+        answer = plan_run(question, model=network)
     if json:
         typer.echo(json_module.dumps(answer.as_data(), indent=2, ensure_ascii=False))
     else:
         show_plan(answer, samples=question.samples)
-
-
-_OPTIONS = (
-    *("epsilon", "delta", "clip", "accounting", "collusion", "pair_strength", "neighbours", "dropouts"),
-    *("honest_arrivals", "secret_sampling", "cover", "unmask", "threshold", "local_steps"),
-    *("share", "share_decay", "strategy", "vote", "cipher"),
-)
-
-
-def _question(given: dict[str, Any]) -> Question:
-    from fedveil.runs.planning import Question, check_sizes, even_sizes
-
-    if given["sizes"] is not None:
-        counts = check_sizes(_numbers(given["sizes"]), clients=given["clients"])
-    else:
-        counts = even_sizes(given["clients"], mean=given["samples"], ratio=given["size_ratio"])
-    return Question(
-        scheme=given["scheme"],
-        samples=counts,
-        rounds=given["rounds"],
-        cohort=None if given["cohort"] is None else flag.cohort_of(given["cohort"]),
-        batch_size=given["batch_size"],
-        options={name: given[name] for name in _OPTIONS},
-        seed=given["seed"],
-    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -205,13 +190,6 @@ def _numbers(text: str) -> list[int]:
         return [int(one) for one in text.split(",")]
     except ValueError:
         raise ConfigError(f"Sizes are written like 480,600,720 (got {text!r}).") from None
-
-
-def _model(name: str, given: list[str]) -> tuple[nn.Module, torch.Tensor]:
-    from fedveil.cli.inspect import example_of
-    from fedveil.config import parse_model_options
-
-    return example_of(name, options=parse_model_options(given))
 
 
 def show_plan(answer: Planned, *, samples: Sequence[int]) -> None:

@@ -7,88 +7,19 @@ from typing import Any
 
 import typer
 
-from fedveil.cli import options as flag
 from fedveil.cli.ledger import show_ledger
-from fedveil.cli.options import Mlflow, TensorBoard
+from fedveil.cli.options import Config, Mlflow, TensorBoard, settings_given, takes_flags
 from fedveil.cli.tables import aside, percent, plainly, size, table
 
-NOT_SETTINGS = frozenset({"config", "out", "resume", "quiet", "tensorboard", "mlflow"})
 
-
+@takes_flags()
 def run(
-    context: typer.Context,
-    config: Path | None = typer.Option(None, "--config", "-c", help="TOML file with these settings; flags win."),
+    config: Config = None,
     out: Path = typer.Option(Path("runs/latest"), "--out", help="Folder for the run's files."),
     resume: bool = typer.Option(False, "--resume", help="Continue the run in --out from its newest checkpoint."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
-    scheme: str | None = typer.Option(None, help="Named scheme (see `fedveil schemes`). (default: lossless)"),
-    dataset: flag.Dataset = None,
-    target: flag.Target = None,
-    task: flag.Task = None,
-    text: flag.Text = None,
-    group: flag.Group = None,
-    test_fraction: flag.TestFraction = None,
-    partition: flag.Partition = None,
-    alpha: flag.Alpha = None,
-    ratio: flag.Ratio = None,
-    model: flag.Model = None,
-    model_option: flag.ModelOption = [],  # noqa: B006
-    clients: flag.Clients = None,
-    cohort: flag.Cohort = None,
-    rounds: flag.Rounds = None,
-    batch_size: flag.BatchSize = None,
-    lr: flag.LearningRate = None,
-    lr_decay: flag.LrDecay = None,
-    lr_schedule: flag.LrSchedule = None,
-    momentum: flag.Momentum = None,
-    weight_decay: flag.WeightDecay = None,
-    loss: flag.Loss = None,
-    target_scale: flag.TargetScale = None,
-    true_weight: flag.TrueWeight = None,
-    local_steps: flag.LocalSteps = None,
-    local_epochs: flag.LocalEpochs = None,
-    head_noise: flag.HeadNoise = None,
-    head_groups: flag.HeadGroups = None,
-    head_strength: flag.HeadStrength = None,
-    spread: flag.Spread = None,
-    bn_eps: flag.BnEps = None,
-    min_coverage: flag.MinCoverage = None,
-    epsilon: flag.Epsilon = None,
-    delta: flag.Delta = None,
-    clip: flag.Clip = None,
-    accounting: flag.Accounting = None,
-    collusion: flag.Collusion = None,
-    pair_strength: flag.PairStrength = None,
-    neighbours: flag.Neighbours = None,
-    dropouts: flag.Dropouts = None,
-    repair_limit: flag.RepairLimit = None,
-    honest_arrivals: flag.HonestArrivals = None,
-    skip_cancelling: flag.SkipCancelling = None,
-    secret_sampling: flag.SecretSampling = None,
-    cover: flag.Cover = None,
-    unmask: flag.Unmask = None,
-    threshold: flag.Threshold = None,
-    value_range: flag.ValueRange = None,
-    share: flag.Share = None,
-    share_decay: flag.ShareDecay = None,
-    strategy: flag.Strategy = None,
-    vote: flag.Vote = None,
-    cipher: flag.Cipher = None,
-    policy: flag.Policy = None,
-    max_size_ratio: flag.MaxSizeRatio = None,
-    roster: flag.Roster = None,
-    identities: flag.Identities = None,
-    seed: flag.Seed = None,
-    secrets: flag.Secrets = None,
-    simulate_dropout: flag.SimulateDropout = None,
-    device: flag.Device = None,
-    dtype: flag.Dtype = None,
-    vectorise: flag.Vectorise = None,
-    checkpoint_every: flag.CheckpointEvery = None,
-    evaluate_every: flag.EvaluateEvery = None,
-    record: flag.Record = None,
-    record_rounds: flag.RecordRounds = None,
-    record_clients: flag.RecordClients = None,
+    *,
+    flags: dict[str, Any],
     tensorboard: TensorBoard = None,
     mlflow: Mlflow = None,
 ) -> None:
@@ -111,18 +42,21 @@ def run(
       fedveil run --rounds 100 --tensorboard --mlflow sqlite:///mlflow.db --out runs/t
 
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
+
+      fedveil run --scheme my_scheme.py:veil_ldp --set keep=0.2 --out runs/e
     """
     from fedveil.config import RunConfig
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
     settings = RunConfig.read(config) if config is not None else {}
-    flags = flag.settings_given({k: v for k, v in context.params.items() if k not in NOT_SETTINGS}, settings)
+    flags = settings_given(flags, settings)
     follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
     if resume:
         summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside, follow=follow)
     else:
-        settled = RunConfig.from_mapping(settings, where=str(config)).with_changes(**flags)
+        RunConfig.from_mapping(settings, where=str(config))  # so that a mistake is named with the file it stands in
+        settled = RunConfig.from_mapping({**settings, **flags}, where="the command line")
         summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow)
     if not quiet:
         show_summary(summary, out)

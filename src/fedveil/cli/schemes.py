@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json as json_module
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fedveil.cli.tables import table
+from fedveil.cli.tables import plainly, table
+from fedveil.config import RunConfig, toml_of
+from fedveil.own_code import typed
+
+if TYPE_CHECKING:
+    from fedveil.schemes.registry import Option, SchemeInfo
 
 
-def schemes(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
-    """List every scheme: its paper, what it does, and what it protects from whom.
+def schemes(
+    name: str | None = typer.Argument(None, help="One scheme, or your own as file.py:function: its options."),
+    json: bool = typer.Option(False, "--json", help="As data."),
+) -> None:
+    """List every scheme: its paper, what it does, and what it protects from whom; or the options of one.
 
-    [bold]Example[/bold]  fedveil schemes --json
+    [bold]Examples[/bold]
+
+      fedveil schemes --json
+
+      fedveil schemes nadp
+
+      fedveil schemes my_scheme.py:veil_ldp
     """
+    from fedveil.schemes import find
     from fedveil.schemes import schemes as registered
 
+    if name is not None:
+        _show_scheme(find(typed(name)), json=json)
+        return
     if json:
-        rows = [{f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name != "build"} for s in registered()]
-        typer.echo(json_module.dumps(rows, indent=2, ensure_ascii=False))
+        typer.echo(json_module.dumps([_described(one) for one in registered()], indent=2, ensure_ascii=False))
         return
     table(
         "Schemes",
@@ -28,6 +47,41 @@ def schemes(json: bool = typer.Option(False, "--json", help="As data.")) -> None
         whole=(0,),
         ruled=True,
     )
+
+
+def _described(info: SchemeInfo) -> dict[str, Any]:
+    return {one.name: getattr(info, one.name) for one in dataclasses.fields(info) if one.name != "build"}
+
+
+def _show_scheme(info: SchemeInfo, *, json: bool) -> None:
+    """A scheme's options: their types, defaults, and what is said of them where they are declared."""
+    helps = {one.name: one.metadata.get("words", "") for one in dataclasses.fields(RunConfig)}
+    rows = [
+        (one.name, one.type_text, one.default, one.words or helps.get(one.name, ""), one.name in helps)
+        for one in info.declared.values()
+    ]
+    if json:
+        options = [dict(zip(("name", "type", "default", "words"), row, strict=False)) for row in rows]
+        typer.echo(json_module.dumps({**_described(info), "options": options}, indent=2, ensure_ascii=False))
+        return
+    said = inspect.getdoc(info.build) or ""
+    for line in (info.paper, info.summary, info.protects and f"protects: {info.protects}", said.partition("Args:")[0]):
+        if line.strip():
+            plainly(line.strip())
+    shown = [
+        (f"--{name.replace('_', '-')}" if ours else f"--set {name}=…", kind, _word(default), words)
+        for name, kind, default, words, ours in rows
+    ]
+    if shown:
+        table(f"Options of {info.name}", ("option", "type", "default", "what it is"), shown, whole=(0, 1, 2))
+    else:
+        plainly(f"{info.name} has no options of its own.")
+
+
+def _word(default: Option) -> str:
+    if isinstance(default, float):
+        return f"{default:g}"
+    return toml_of(default) if isinstance(default, bool) else "–" if default is None else str(default)
 
 
 def models(json: bool = typer.Option(False, "--json", help="As data.")) -> None:

@@ -2,6 +2,6 @@
 
 from fedveil.data.dataset import Dataset, Split, Task
 from fedveil.data.partition import partition
-from fedveil.data.sources import load
+from fedveil.data.sources import load, source
 
-__all__ = ["Dataset", "Split", "Task", "load", "partition"]
+__all__ = ["Dataset", "Split", "Task", "load", "partition", "source"]

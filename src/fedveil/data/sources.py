@@ -1,11 +1,14 @@
-"""Small data sets that come with scikit-learn, for demonstrations and tests without any download."""
+"""Where data come from: small sets that come along, files in the usual layouts, and functions of the user's own."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +17,8 @@ from fedveil.data import arrays as npz
 from fedveil.data import pictures, tabular
 from fedveil.data.arrays import Arrays, Part, assemble, plain_name
 from fedveil.data.dataset import Options, Split, Task
-from fedveil.errors import DataError, FedVeilError, unknown_name
+from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
+from fedveil.own_code import Code, load_callable, refuse_code
 
 
 def digits(options: Options) -> Split:
@@ -42,6 +46,52 @@ def breast_cancer(options: Options) -> Split:
 
 
 EMBEDDED: dict[str, Callable[[Options], Split]] = {"digits": digits, "breast-cancer": breast_cancer}
+_OURS = frozenset(EMBEDDED)
+
+
+def source(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """Register a function of your own as a data set, by a name that `dataset` then takes.
+
+    It is called with those of test_fraction, seed, target, task, text and group that its signature has, and gives a
+    `Split`; or x and y, of which a part is held out; or (x, y) to train and (x, y) to test, as arrays or tensors.
+    """
+
+    def register(function: Callable[..., object]) -> Callable[..., object]:
+        if name in _OURS:
+            raise ConfigError(f"{name!r} is a data set that comes with FedVeil: give yours another name.")
+        EMBEDDED[name] = functools.partial(_called, function, name)
+        return function
+
+    return register
+
+
+def _called(function: Callable[..., object], name: str, options: Options) -> Split:
+    """What somebody's own function gives, as a Split."""
+    offered = vars(options)
+    parameters = inspect.signature(function).parameters
+    try:
+        given: Any = function(**{one: offered[one] for one in parameters if one in offered})
+    except FedVeilError:
+        raise
+    except Exception as error:
+        raise DataError(f"Data {name!r}: the function raised {type(error).__name__}: {error}") from error
+    if isinstance(given, Split):
+        return given
+    for option in ("target", "text", "group"):
+        if option not in parameters and getattr(options, option) is not None:
+            raise ConfigError(f"{option} names a CSV column, and the function of {name!r} does not ask for it.")
+    pairs = given if _is_pair(given) and all(map(_is_pair, given)) else (given,)
+    if not all(map(_is_pair, pairs)):
+        raise DataError(
+            f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), or (x, y) to "
+            "train and (x, y) to test."
+        )
+    parts = [Part(name, *(np.asarray(one) for one in pair)) for pair in pairs]
+    return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
+
+
+def _is_pair(given: object) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2
 
 
 @dataclass(frozen=True)
@@ -97,7 +147,7 @@ def load(
     vocabulary: int = 10_000,
     normalise: bool = True,
 ) -> Split:
-    """Load an embedded data set by name, or a file or folder in one of the usual layouts.
+    """Load a data set by name, a file or folder in one of the usual layouts, or what your own code gives (`source`).
 
     Where the source has no test part of its own, ``test_fraction`` of the samples is drawn with ``seed``.
     ``target``, ``text`` and ``group`` name columns of a CSV table; ``text`` learns from that column alone,
@@ -116,9 +166,13 @@ def load(
         vocabulary=vocabulary,
         normalise=normalise,
     )
+    if isinstance(source, Code):
+        return _called(load_callable(source, what="data"), source.rpartition(":")[2], options)
     if isinstance(source, str) and source in EMBEDDED:
-        options.refuse_columns(source)
+        if source in _OURS:
+            options.refuse_columns(source)
         return EMBEDDED[source](options)
+    refuse_code(str(source), what="dataset")
     path = Path(source).expanduser()
     if not str(source) or not _is_there(path):
         raise _absent(str(source)[:200])

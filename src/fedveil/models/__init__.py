@@ -1,7 +1,7 @@
 """The networks FedVeil can train: built by name, reproducible from a seed, checked before use."""
 
 from fedveil.models.building import build
-from fedveil.models.catalogue import ModelInfo, describe, names
+from fedveil.models.catalogue import ModelInfo, describe, names, register
 from fedveil.models.custom import Factory
 
-__all__ = ["Factory", "ModelInfo", "build", "describe", "names"]
+__all__ = ["Factory", "ModelInfo", "build", "describe", "names", "register"]

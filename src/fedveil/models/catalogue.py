@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -13,7 +12,7 @@ from typing import Literal, TypeAlias, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, unknown_option
 from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, mlp, resnet18
 
 BATCH = 2
@@ -79,7 +78,7 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
     """Refuse options the model does not have, or whose value is of the wrong type or not a choice."""
     for option, value in options.items():
         if option not in info.options:
-            raise unknown_option(info.name, option, info.options)
+            raise unknown_option(f"Model {info.name!r}", option, info.options)
         default = info.options[option]
         allowed = (int, float) if isinstance(default, float) else (type(default),)
         if not isinstance(value, allowed) or isinstance(value, bool) != isinstance(default, bool):
@@ -92,15 +91,6 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
         if option in info.choices and value not in info.choices[option]:
             choices = ", ".join(repr(choice) for choice in info.choices[option])
             raise ConfigError(f"Option {option!r} of model {info.name!r} must be one of {choices}, not {value!r}.")
-
-
-def unknown_option(model: str, option: str, known: Iterable[str]) -> ConfigError:
-    """A ConfigError that names the options the model takes and the nearest of them."""
-    takes = list(known)
-    near = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options."
-    return ConfigError(f"Model {model!r} has no option {option!r}.{guess} {listing}")
 
 
 def check_output(
@@ -208,7 +198,24 @@ _ROWS = (
     _entry("gru", gru, "tokens", "embedding, gated recurrent unit and mean over the words, for text"),
 )
 
-CATALOGUE: Mapping[str, Entry] = MappingProxyType({row.info.name: row for row in _ROWS})
+_CATALOGUE = {row.info.name: row for row in _ROWS}
+CATALOGUE: Mapping[str, Entry] = MappingProxyType(_CATALOGUE)
+
+
+def register(name: str, *, inputs: Inputs = "numbers") -> Callable[[Builder], Builder]:
+    """Register a function of your own as a model, by a name that `model` then takes.
+
+    It takes input_shape and outputs (and vocabulary, where `inputs` is tokens) and options with defaults.
+    """
+
+    def give(builder: Builder) -> Builder:
+        if name in {row.info.name for row in _ROWS}:
+            raise ConfigError(f"{name!r} is a model that comes with FedVeil: give yours another name.")
+        said = (inspect.getdoc(builder) or "").partition("\n\n")[0]
+        _CATALOGUE[name] = _entry(name, builder, inputs, " ".join(said.split()))
+        return builder
+
+    return give
 
 
 def names() -> tuple[str, ...]:

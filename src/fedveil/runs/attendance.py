@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fedveil import schemes
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import Setting
+from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 
 
 def attended(
-    name: str, setting: Setting, options: Mapping[str, Option], *, cohort: Cohort, simulation: bool
+    info: SchemeInfo, setting: Setting, options: Mapping[str, Option], *, cohort: Cohort, simulation: bool
 ) -> tuple[Scheme, Cohort]:
     """A scheme for these cohorts, which are shuffled wherever clients share keys and their nonces are secret.
 
@@ -28,7 +27,7 @@ def attended(
             cohort=cohort.size,
             clients=cohort.clients,
         )
-        return schemes.assemble(name, known, options)
+        return info.assemble(known, options)
 
     scheme = assembled(cohort)
     if simulation or cohort.size == cohort.clients or scheme.uplink.introduction != "keys":

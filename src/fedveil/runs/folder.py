@@ -18,7 +18,7 @@ from torch import Tensor
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger
-from fedveil.models.custom import vouched
+from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
 from fedveil.runs.job import job_from_config
 from fedveil.runs.privacy_journal import Books
@@ -142,12 +142,11 @@ class RunFolder:
     def config(
         self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
     ) -> RunConfig:
-        """The run's settings with `changes`, which alone may name code as its model."""
-        settings, given = self.stored_settings(), dict(changes or {})
-        found = RunConfig.from_mapping({**settings, **given}, where=str(self.config_file))
-        stored = RunConfig.from_mapping(settings, where=str(self.config_file)).model
-        model = vouched(stored, given.get("model"), where=str(self.config_file), say=say)
-        return found if model is None else found.with_changes(model=model)
+        """The run's settings with `changes`, which alone may name code as its scheme, model or data."""
+        settings, given, where = self.stored_settings(), dict(changes or {}), str(self.config_file)
+        found = RunConfig.from_mapping({**settings, **given}, where=where)
+        stored = vars(RunConfig.from_mapping(settings, where=where))
+        return found.with_changes(**vouched_settings(stored, given, where=where, say=say))
 
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""
@@ -314,13 +313,15 @@ def _row(row: object) -> dict[str, Any]:
     return row
 
 
-def read_ledger(run: str | Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> Ledger:
-    """The ledger of a run folder, or of a ledger.json; `model` is the caller's own code, for a run that goes on."""
+def read_ledger(
+    run: str | Path, *, own: Mapping[str, str] | None = None, say: Callable[[str], None] = lambda text: None
+) -> Ledger:
+    """The ledger of a run folder or a ledger.json; `own` is the caller's code by setting, for a run that goes on."""
     path = Path(run)
     file = RunFolder(path).ledger_file if path.is_dir() else path
     if not file.exists():
         if (path / "config.toml").exists():
-            return _so_far(RunFolder(path), {} if model is None else {"model": model}, say)
+            return _so_far(RunFolder(path), own or {}, say)
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
     return ledger_from(read_named(file), where=str(file))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedveil import data, models, schemes
+from fedveil import data, models, own_code, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
 from fedveil.data.sources import EMBEDDED
@@ -29,7 +29,7 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
 from fedveil.runs.attendance import attended
-from fedveil.schemes import Setting
+from fedveil.schemes import SchemeInfo, Setting
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
 from fedveil.work.clipping import refuse_batch_norm
@@ -144,8 +144,9 @@ def located(config: RunConfig) -> RunConfig:
     for name in ("policy", "roster", "identities"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
-    if isinstance(config.model, models.Factory):
-        changes["model"] = config.model.located()
+    for name in own_code.SETTINGS:
+        if isinstance(given := getattr(config, name), own_code.Code):
+            changes[name] = given.located()
     return config.with_changes(**changes) if changes else config
 
 
@@ -162,8 +163,12 @@ def device_of(config: RunConfig) -> torch.device:
         device = torch.device(config.device)
     except RuntimeError as reason:
         raise ConfigError(f"Unknown device {config.device!r}: use cpu or cuda.") from reason
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', but PyTorch sees no CUDA device here. Use --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device = {config.device!r}, but there are {torch.cuda.device_count()} CUDA devices here.")
     return device
 
 
@@ -225,17 +230,17 @@ class Agreed:
     optimiser: Optimiser
 
 
-def agreed(config: RunConfig, *, clients: int, task: str) -> Agreed:
-    """The scheme that settings name, for so many clients, and how the model moves."""
-    loss = _loss(config, task)
+def agreed(config: RunConfig, *, clients: int, task: str, own: SchemeInfo | None = None) -> Agreed:
+    """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves."""
+    info = schemes.find(config.scheme) if own is None else own
+    loss = _loss(config, task, info.default_loss)
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
     setting = Setting(loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds)
-    scheme, cohort = attended(
-        config.scheme, setting, config.scheme_options, cohort=cohort, simulation=config.simulated_secrets
-    )
+    options = {**config.scheme_options, **(config.options or {})}
+    scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
     scheme.uplink.fits(cohort.size)
     # Updates are already multiplied by the local learning rate: the server takes them whole.
@@ -345,8 +350,8 @@ def _read(path: str | Path, what: str) -> str:
         raise ConfigError(f"Cannot read the {what} {path}: {reason}") from reason
 
 
-def _loss(config: RunConfig, task: str) -> Loss:
-    name = config.loss or schemes.find(config.scheme).default_loss
+def _loss(config: RunConfig, task: str, usual: str) -> Loss:
+    name = config.loss or usual
     if name == "auto":
         name = "square" if task == "regression" else "cross-entropy"
         if (config.target_scale, config.true_weight) != (1.0, 1.0):

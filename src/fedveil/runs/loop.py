@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -30,6 +31,8 @@ from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
+
+_LOG = logging.getLogger(__name__)
 
 
 def server_role(
@@ -193,6 +196,8 @@ def conduct(
     `written`, where clients hold the model, puts a round's sums where the record keeps it.
     """
     outcome = Outcome(state, books)
+    about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
+    _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
     started = last = time.perf_counter()
     failures = 0
     for step in asked(server.run(), engine):
@@ -221,9 +226,11 @@ def conduct(
             row = _row(job, done, state, seconds=time.perf_counter() - last)
             last = time.perf_counter()
             outcome.rows.append(row)
+            _log(row)
             if on_round is not None:
                 on_round(row, state)
     outcome.seconds = time.perf_counter() - started
+    _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
@@ -243,6 +250,14 @@ def taken_from_a_client(role: HolderRole, engine: LocalEngine, state: ServerStat
     ):
         own.copy_(theirs)
     return replace(done, loss=held.loss)
+
+
+def _log(row: Row) -> None:
+    _LOG.debug("round %d: loss %s from %d clients", row["round"], row["loss"], row["clients"])
+    for client, why in row.get("refused", {}).items():
+        _LOG.info("round %d: client %s refused: %s", row["round"], client, why)
+    if "failed" in row:
+        _LOG.warning("round %d failed: %s", row["round"], row["failed"])
 
 
 def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
@@ -322,7 +337,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     rows = outcome.rows
     summary: dict[str, Any] = {
         "engine": job.around.engine,
-        "scheme": config.scheme,
+        "scheme": job.scheme.name,
         "holder": job.scheme.holder,
         "dataset": config.dataset,
         "model": config.model,

@@ -24,7 +24,7 @@ from fedveil.protocol.parts import BoundedWork, Scheme, bounded
 from fedveil.runs.attendance import attended
 from fedveil.runs.privacy_journal import account_for, composed, floors, ledger_of
 from fedveil.schemes import Setting
-from fedveil.schemes.noised import DELTA
+from fedveil.schemes.options import Budget
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets
 from fedveil.uplink.noise_plan import NoisePlan
@@ -305,14 +305,15 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
 
 
 def _scheme(question: Question, cohort: Cohort) -> tuple[Scheme, Cohort]:
-    loss = schemes.find(question.scheme).default_loss
+    info = schemes.find(question.scheme)
+    loss = info.default_loss
     setting = Setting(
         make_loss("cross-entropy" if loss == "auto" else loss),
         Batches(question.batch_size, question.seed),
         Schedule(1.0),
         rounds=question.rounds,
     )
-    return attended(question.scheme, setting, question.options, cohort=cohort, simulation=False)
+    return attended(info, setting, question.options, cohort=cohort, simulation=False)
 
 
 def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Blueprint:
@@ -333,7 +334,7 @@ def _unspent(
 ) -> Ledger:
     """The ledger of a scheme that counts nothing, with what its paper's figure comes to."""
     delta = question.options.get("delta")
-    figure = composed(scheme, rounds=participations, delta=DELTA if delta is None else float(delta))
+    figure = composed(scheme, rounds=participations, delta=Budget.delta if delta is None else float(delta))
     notes = [] if figure is None else [figure.said()]
     floor = floors(scheme, blueprint, clients=cohort.size, stream=OsSecrets().stream("ledger"))
     if floor is not None:

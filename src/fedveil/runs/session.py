@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from fedveil.runs.preflight import rehearse
 from fedveil.runs.recorded import chosen
 
 Say = Callable[[str], None]
+
+_LOG = logging.getLogger(__name__)
 
 _KINDS = {"server": "server", "clients": "client"}
 
@@ -152,12 +155,13 @@ def train_into(
         every = config.checkpoint_every
         if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
+            _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
             followers.kept()
         bar.update(row)
 
     try:
         followers.begin(folder, config, earlier)
-        with progress_for(config.scheme, total=config.rounds, done=state.round, quiet=quiet) as bar:
+        with progress_for(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
             outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
         outcome.rows = [*earlier, *outcome.rows]

@@ -1,17 +1,21 @@
-"""Named schemes: importing this package registers them."""
+"""Named schemes: importing this package registers them, in the order in which they are listed."""
 
-from fedveil.schemes import client_held, hardened, lossless, mpdp, noised
-from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, schemes
+# isort: off
+from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, info_of, scheme, schemes
+from fedveil.schemes import fedavg, noised, lossless, hardened, mpdp, client_held
 
 __all__ = [
     "SchemeInfo",
     "Setting",
     "assemble",
     "client_held",
+    "fedavg",
     "find",
     "hardened",
+    "info_of",
     "lossless",
     "mpdp",
     "noised",
+    "scheme",
     "schemes",
 ]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.errors import unknown_name
 from fedveil.ledger.releases import Remarks
 from fedveil.protocol.directory import draws_of
 from fedveil.protocol.parts import Scheme, Uplink
 from fedveil.schemes import caveats as remarks
 from fedveil.schemes.lossless import lossless
-from fedveil.schemes.noised import CLIP, DELTA, EPSILON, clipped_work, pairwise, target_of
+from fedveil.schemes.options import DpOptions, HeadOptions, LocalOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION, LEAST_BITS, colluding, masking_degree, surrounded_bits
-from fedveil.uplink.masked import Masked, Unmasking
-from fedveil.uplink.noise_plan import Accounting, NoisePlan
-from fedveil.uplink.noised import Dropouts
-from fedveil.uplink.unmasking import Quorum
+from fedveil.uplink.masked import Masked
+from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.gradients import Gradients
 
-COVERS = ("noise", "masks")
+Cover = Literal["noise", "masks"]
 
 
 def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
@@ -77,28 +75,16 @@ def veil_secagg(
     setting: Setting,
     *,
     head_groups: int | None = None,
-    head_strength: float = 1.0,
+    head: HeadOptions,
     spread: float = 4.0,
-    head_noise: bool = True,
-    unmask: Unmasking = "always",
-    threshold: float = 2 / 3,
-    neighbours: int | None = None,
+    masking: MaskOptions,
     value_range: float = 2.0**24,
     collusion: float = COLLUSION,
-    local_steps: int | None = None,
-    local_epochs: int | None = None,
+    local: LocalOptions,
 ) -> Scheme:
     """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
-    masks = Masked(value_range, unmask, Quorum(threshold), neighbours, collusion=collusion)
-    veiled = lossless(
-        setting,
-        head_groups=head_groups,
-        head_strength=head_strength,
-        spread=spread,
-        head_noise=head_noise,
-        local_steps=local_steps,
-        local_epochs=local_epochs,
-    )
+    masks = masking.masks(value_range, collusion=collusion)
+    veiled = lossless(setting, head_groups=head_groups, head=head, spread=spread, local=local)
     return replace(
         veiled,
         name="veil-secagg",
@@ -131,62 +117,41 @@ def veil_secagg(
 def veil_dp(
     setting: Setting,
     *,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
-    clip: float = CLIP,
-    accounting: Accounting = "exact",
-    collusion: float = 0.0,
+    dp: DpOptions,
     spread: float = 1.5,
-    cover: str = "noise",
-    pair_strength: float | None = None,
-    dropouts: Dropouts = "repair",
-    repair_limit: float = 1 / 3,
-    honest_arrivals: bool = False,
-    neighbours: int | None = None,
-    unmask: Unmasking = "always",
-    threshold: float = 2 / 3,
+    cover: Cover = "noise",
+    pairs: PairOptions,
+    masking: MaskOptions,
 ) -> Scheme:
     """Rescaling without head noise, so that any loss works and one tensor is enough."""
-    if cover not in COVERS:
-        raise unknown_name("cover", cover, COVERS)
     uplink: Uplink
     if cover == "masks":
         plan = NoisePlan(
-            target_of(setting, epsilon, delta),
+            dp.target(setting),
             "sum",
-            accounting,
-            collusion=collusion,
-            neighbours=neighbours,
-            quorum=threshold,
+            dp.accounting,
+            collusion=pairs.collusion,
+            neighbours=masking.neighbours,
+            quorum=masking.threshold,
             asked=setting.cohort,
         )
-        withstood = max(collusion, COLLUSION)  # less than that is only what the noise is sized for
-        uplink = Masked(unmask=unmask, quorum=Quorum(threshold), degree=neighbours, noise=plan, collusion=withstood)
+        # Less than that share is only what the noise is sized for.
+        uplink = masking.masks(noise=plan, collusion=max(pairs.collusion, COLLUSION))
     else:
-        uplink = pairwise(
-            setting,
-            epsilon=epsilon,
-            delta=delta,
-            accounting=accounting,
-            collusion=collusion,
-            pair_strength=pair_strength,
-            dropouts=dropouts,
-            repair_limit=repair_limit,
-            neighbours=neighbours,
-        )
+        uplink = pairs.noised(setting, dp)
     return Scheme(
         name="veil-dp",
         downlink=Rescaling(spread),
-        work=clipped_work(setting, clip),
+        work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
-        honest_arrivals=honest_arrivals,
+        honest_arrivals=pairs.honest_arrivals,
         remarks=Remarks(
             assumptions=(
                 remarks.SIZES,
                 remarks.KEYS,
-                *remarks.shared_noise(collusion, accounting),
+                *remarks.shared_noise(pairs.collusion, dp.accounting),
                 *(masked_assumptions(setting, uplink) if isinstance(uplink, Masked) else ()),
-                *((remarks.REPAIRS,) if cover == "noise" and dropouts == "repair" else ()),
+                *((remarks.REPAIRS,) if cover == "noise" and pairs.dropouts == "repair" else ()),
             ),
             unprotected=(
                 remarks.VEIL,

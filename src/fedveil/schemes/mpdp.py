@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 
 from fedveil.downlink.decomposed import Decomposed
-from fedveil.downlink.rescaling import HeadNoise, Rescaling
+from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import ConfigError
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.ledger.releases import Remarks
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes import caveats as remarks
-from fedveil.schemes.lossless import head_of
-from fedveil.schemes.noised import DELTA, EPSILON
+from fedveil.schemes.options import AssumedPairOptions, Budget, HeadOptions
 from fedveil.schemes.registry import Setting, scheme
-from fedveil.uplink.assumed import AssumedNoise
+from fedveil.uplink.assumed import AssumedNoise, Law
 from fedveil.uplink.central import AssumedCentral
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
@@ -34,12 +33,22 @@ def _remarks(*unprotected: str) -> Remarks:
     )
 
 
-def _sigma(epsilon: float, delta: float) -> float:
-    if not (math.isfinite(epsilon) and epsilon > 0):
-        raise ConfigError(f"epsilon must be a positive number (got {epsilon}).")
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta must lie strictly between 0 and 1 (got {delta}); 1e-5 is usual.")
-    return SENSITIVITY * paper_sigma(epsilon, delta)
+def _sigma(budget: Budget) -> float:
+    if not (math.isfinite(budget.epsilon) and budget.epsilon > 0):
+        raise ConfigError(f"epsilon must be a positive number (got {budget.epsilon}).")
+    if not 0 < budget.delta < 1:
+        raise ConfigError(f"delta must lie strictly between 0 and 1 (got {budget.delta}); 1e-5 is usual.")
+    return SENSITIVITY * paper_sigma(budget.epsilon, budget.delta)
+
+
+def _noise(law: Law, budget: Budget, pairs: AssumedPairOptions) -> AssumedNoise:
+    return AssumedNoise(
+        _sigma(budget),
+        law,
+        strength=pairs.pair_strength,
+        neighbours=pairs.neighbours,
+        cancelling=not pairs.skip_cancelling,
+    )
 
 
 @scheme(
@@ -55,27 +64,17 @@ def _sigma(epsilon: float, delta: float) -> float:
 def mpdp(
     setting: Setting,
     *,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
-    neighbours: int | None = 5,
-    pair_strength: float = math.sqrt(1000.0),
-    skip_cancelling: bool = False,
+    budget: Budget,
+    pairs: AssumedPairOptions,
     head_groups: int | None = None,
-    head_strength: float = 1.0,
-    head_noise: bool = True,
+    head: HeadOptions,
 ) -> Scheme:
     """MP_Server down, DDP_Client up."""
     return Scheme(
         name="mpdp",
-        downlink=Decomposed(head_of(setting, head_noise, head_groups, head_strength)),
+        downlink=Decomposed(head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
-        uplink=AssumedNoise(
-            _sigma(epsilon, delta),
-            "decomposed",
-            strength=pair_strength,
-            neighbours=neighbours,
-            cancelling=not skip_cancelling,
-        ),
+        uplink=_noise("decomposed", budget, pairs),
         remarks=_remarks(_BARE, _KNOWN),
     )
 
@@ -90,29 +89,18 @@ def mpdp(
 def mpdp_naive(
     setting: Setting,
     *,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
-    neighbours: int | None = 5,
-    pair_strength: float = math.sqrt(1000.0),
-    skip_cancelling: bool = False,
+    budget: Budget,
+    pairs: AssumedPairOptions,
     head_groups: int | None = None,
-    head_strength: float = 1.0,
-    head_noise: bool = True,
+    head: HeadOptions,
     spread: float = 4.0,
 ) -> Scheme:
     """Gaussian noise of MP-DP's size added in the perturbed domain."""
-    head: HeadNoise | None = head_of(setting, head_noise, head_groups, head_strength)
     return Scheme(
         name="mpdp-naive",
-        downlink=Rescaling(spread, head),
+        downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
-        uplink=AssumedNoise(
-            _sigma(epsilon, delta),
-            "gaussian",
-            strength=pair_strength,
-            neighbours=neighbours,
-            cancelling=not skip_cancelling,
-        ),
+        uplink=_noise("gaussian", budget, pairs),
         remarks=_remarks(_BARE),
     )
 
@@ -127,19 +115,17 @@ def mpdp_naive(
 def mp_cdp(
     setting: Setting,
     *,
-    epsilon: float = EPSILON,
-    delta: float = DELTA,
+    budget: Budget,
     head_groups: int | None = None,
-    head_strength: float = 1.0,
-    head_noise: bool = True,
+    head: HeadOptions,
     spread: float = 4.0,
 ) -> Scheme:
     """The accuracy that noise on the true aggregate would give."""
     return Scheme(
         name="mp-cdp",
-        downlink=Rescaling(spread, head_of(setting, head_noise, head_groups, head_strength)),
+        downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(acquainted=True),
-        central=AssumedCentral(_sigma(epsilon, delta)),
+        central=AssumedCentral(_sigma(budget)),
         remarks=_remarks("clients' gradients: the server sees every one"),
     )

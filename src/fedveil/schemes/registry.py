@@ -1,17 +1,24 @@
-"""Named schemes: a few lines each that put parts together, found by name."""
+"""Named schemes: a few lines each that put parts together. A scheme's options are its function's signature."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from fedveil.errors import ConfigError, unknown_name
+from fedveil.errors import ConfigError, FedVeilError, unknown_name, unknown_option
+from fedveil.own_code import Code, load, refuse_code
 from fedveil.protocol.parts import Scheme
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import Loss
 
 Option = int | float | str | bool | None
+_PLAIN = (int, float, str, bool)
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,50 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class SchemeOption:
+    """One option of a scheme, as its signature declares it; `groups` are the parameters that hold it as a field."""
+
+    name: str
+    kinds: tuple[Any, ...]
+    """The types it may have, None among them; a Literal stands for its values."""
+    default: Option
+    words: str = ""
+    """What the docstring says of it."""
+    groups: tuple[str, ...] = ()
+
+    @property
+    def type_text(self) -> str:
+        """Its types as a reader writes them: float, or exact | paper."""
+        words = [
+            " | ".join(map(str, get_args(kind))) if get_origin(kind) is Literal else kind.__name__
+            for kind in self.kinds
+            if kind is not NoneType
+        ]
+        return " | ".join(words)
+
+    def checked(self, value: Option, *, scheme: str) -> Option:
+        """A value as the scheme takes it; one of another type, or beyond the choices, is refused."""
+        for kind in self.kinds:
+            if get_origin(kind) is Literal:
+                if value in get_args(kind):
+                    return value
+            elif kind is float and type(value) in (int, float):
+                return float(value)  # type: ignore[arg-type]
+            elif type(value) is kind:
+                return value
+        choices = [one for kind in self.kinds if get_origin(kind) is Literal for one in get_args(kind)]
+        if choices and isinstance(value, str):
+            raise unknown_name(self.name, value, choices)
+        quoted = " Text that looks like a number is written in quotes." if str in self.kinds else ""
+        raise ConfigError(
+            f"Option {self.name!r} of scheme {scheme!r} must be {self.type_text} (default {self.default!r}), not "
+            f"{str(value)[:60]!r}.{quoted}"
+        )
+
+
+@dataclass(frozen=True)
 class SchemeInfo:
-    """One named scheme."""
+    """One scheme: what it is, and the function that builds it."""
 
     name: str
     paper: str
@@ -44,22 +93,132 @@ class SchemeInfo:
     default_loss: str
     build: Callable[..., Scheme]
 
+    @cached_property
+    def declared(self) -> Mapping[str, SchemeOption]:
+        """The scheme's own options by name, from its signature; a frozen dataclass there is a group of options."""
+        return _declared(self.build, self.name)
+
     @property
     def options(self) -> dict[str, Option]:
         """The scheme's own options and their defaults."""
-        parameters = inspect.signature(self.build).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return {name: one.default for name, one in self.declared.items()}
+
+    def assemble(self, setting: Setting, options: Mapping[str, Option]) -> Scheme:
+        """Build the scheme; options it does not have are refused, options that are None take its defaults."""
+        declared = self.declared
+        plain: dict[str, Any] = {}
+        grouped: dict[str, dict[str, Option]] = {}
+        for key, value in options.items():
+            if value is None:
+                continue
+            if key not in declared:
+                raise unknown_option(f"Scheme {self.name!r}", key, declared)
+            option = declared[key]
+            value = option.checked(value, scheme=self.name)
+            for group in option.groups:
+                grouped.setdefault(group, {})[key] = value
+            if not option.groups:
+                plain[key] = value
+        for group, default in _groups(self.build).items():
+            plain[group] = dataclasses.replace(default, **grouped.get(group, {}))
+        if _ours(self.build):
+            return self.build(setting, **plain)
+        return _built(self, setting, plain)
+
+
+def _ours(build: Callable[..., Scheme]) -> bool:
+    return str(build.__module__).startswith("fedveil.")
+
+
+def _built(info: SchemeInfo, setting: Setting, arguments: Mapping[str, Any]) -> Scheme:
+    """What somebody's own function makes of it."""
+    try:
+        found = info.build(setting, **arguments)
+    except FedVeilError:
+        raise
+    except Exception as reason:
+        raise ConfigError(f"Scheme {info.name!r} raised {type(reason).__name__}: {reason}") from reason
+    if not isinstance(found, Scheme):
+        raise ConfigError(f"Scheme {info.name!r} gave {type(found).__name__}, not a fedveil.protocol.parts.Scheme.")
+    return found
+
+
+def _hints(build: Callable[..., Scheme]) -> dict[str, Any]:
+    try:
+        return get_type_hints(build)
+    except Exception as reason:
+        raise ConfigError(
+            f"The types of scheme {build.__name__!r} cannot be read ({type(reason).__name__}: {reason}): its options "
+            "are known by them, so import what they name where the function stands."
+        ) from reason
+
+
+def _groups(build: Callable[..., Scheme]) -> dict[str, Any]:
+    """The parameters that are groups of options, with the group that holds their defaults."""
+    hints = _hints(build)
+    parameters = inspect.signature(build).parameters.values()
+    groups = {one.name: one for one in parameters if dataclasses.is_dataclass(hints.get(one.name))}
+    groups = {name: one for name, one in groups.items() if hints[name] is not Setting}
+    return {name: hints[name]() if one.default is one.empty else one.default for name, one in groups.items()}
+
+
+def _declared(build: Callable[..., Scheme], scheme: str) -> dict[str, SchemeOption]:
+    hints, words, groups = _hints(build), _words(build), _groups(build)
+    found: dict[str, SchemeOption] = {}
+    for one in list(inspect.signature(build).parameters.values())[1:]:
+        if one.name in groups:
+            default = groups[one.name]
+            inner, told = get_type_hints(type(default)), words | _words(type(default))
+            for field in dataclasses.fields(default):
+                name, holders = field.name, (*(found[field.name].groups if field.name in found else ()), one.name)
+                kinds = _kinds(inner[name], name, scheme)
+                found[name] = SchemeOption(name, kinds, getattr(default, name), told.get(name, ""), holders)
+            continue
+        if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
+            raise ConfigError(f"Scheme {scheme!r} takes {one}: name its options, so that others can know them.")
+        if one.default is one.empty:
+            raise ConfigError(f"Option {one.name!r} of scheme {scheme!r} needs a default: write {one.name}=… there.")
+        kinds = _kinds(hints.get(one.name, type(one.default)), one.name, scheme)
+        found[one.name] = SchemeOption(one.name, kinds, one.default, words.get(one.name, ""))
+    return found
+
+
+def _kinds(kind: Any, name: str, scheme: str) -> tuple[Any, ...]:
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if all(one in (*_PLAIN, NoneType) or get_origin(one) is Literal for one in kinds):
+        return kinds
+    raise ConfigError(
+        f"Option {name!r} of scheme {scheme!r} is of the type {kind}: options are int, float, bool, str, a Literal of "
+        "texts, or one of these | None."
+    )
+
+
+def _words(thing: object) -> dict[str, str]:
+    """What a docstring says under Args, by name."""
+    _, _, listed = (inspect.getdoc(thing) or "").partition("Args:\n")
+    listed = re.split(r"\n\s*\n", listed)[0]
+    return {name: " ".join(text.split()) for name, text in re.findall(r"^ +(\w+): (.*(?:\n {6,}.*)*)", listed, re.M)}
 
 
 _SCHEMES: dict[str, SchemeInfo] = {}
 
 
 def scheme(
-    name: str, *, paper: str, summary: str, protects: str, default_loss: str = "auto"
+    name: str, *, paper: str = "", summary: str = "", protects: str = "", default_loss: str = "auto"
 ) -> Callable[[Callable[..., Scheme]], Callable[..., Scheme]]:
-    """Register a function (setting, *, options) → Scheme under a name."""
+    """Register a function (setting, *, options) → Scheme under a name.
+
+    Args:
+        name: How it is called; the name of a scheme that comes with FedVeil is refused.
+        paper: Where it is from.
+        summary: What it does.
+        protects: What it protects from whom.
+        default_loss: square, cross-entropy, or auto, which goes by the data.
+    """
 
     def register(build: Callable[..., Scheme]) -> Callable[..., Scheme]:
+        if name in _SCHEMES and _ours(_SCHEMES[name].build) and not _ours(build):
+            raise ConfigError(f"{name!r} is a scheme that comes with FedVeil: give yours another name.")
         _SCHEMES[name] = SchemeInfo(name, paper, summary, protects, default_loss, build)
         return build
 
@@ -72,21 +231,34 @@ def schemes() -> tuple[SchemeInfo, ...]:
 
 
 def find(name: str) -> SchemeInfo:
-    """A scheme by name; an unknown name suggests the nearest."""
+    """A scheme by name, or by the user's own code; an unknown name suggests the nearest."""
+    if isinstance(name, Code):
+        return info_of(load(name, what="a scheme"), where=f"Scheme {str(name)!r}")
+    refuse_code(name, what="scheme")
     if name not in _SCHEMES:
-        raise unknown_name("scheme", name, _SCHEMES)
+        raise unknown_name("scheme", name, _SCHEMES, hint="Your own: path/to/file.py:function.")
     return _SCHEMES[name]
 
 
+def info_of(given: object, *, where: str) -> SchemeInfo:
+    """What is known of a function that builds a scheme, registered or not, or of a Scheme that is already built."""
+    if isinstance(given, Scheme):
+        built = given
+
+        def as_it_is(setting: Setting) -> Scheme:
+            return built
+
+        return SchemeInfo(built.name, "", "", "", "auto", as_it_is)
+    if not callable(given):
+        raise ConfigError(f"{where} is {given!r}: a scheme is a function (setting, *, options) or a Scheme.")
+    for info in _SCHEMES.values():
+        if info.build is given:
+            return info
+    said = (inspect.getdoc(given) or "").partition("\n\n")[0]
+    name = getattr(given, "__name__", type(given).__name__).replace("_", "-")
+    return SchemeInfo(name, "", " ".join(said.split()), "", "auto", given)
+
+
 def assemble(name: str, setting: Setting, options: Mapping[str, Option]) -> Scheme:
-    """Build a scheme; options it does not have are refused, options that are None take its defaults."""
-    info = find(name)
-    known = info.options
-    given = {key: value for key, value in options.items() if value is not None}
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"Scheme {name!r} has no option {key!r}. "
-                + (f"It takes: {', '.join(known)}." if known else "It takes no options of its own.")
-            )
-    return info.build(setting, **given)
+    """Build a scheme by name; options it does not have are refused, options that are None take its defaults."""
+    return find(name).assemble(setting, options)

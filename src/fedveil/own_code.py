@@ -1,0 +1,144 @@
+"""The user's own code by name: ``path/to/file.py:name`` or ``package.module:name`` for a scheme, a model or data.
+
+Such a name makes FedVeil import a module and call what is in it, so only the person at the command line, or the
+program that calls us, may give one. Their names are of the type :class:`Code`; what is read from a file, a folder or
+a message is plain text, and plain text is never imported. The mark cannot be stored: writing it down loses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import operator
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from fedveil.errors import ConfigError
+
+SETTINGS = ("scheme", "model", "dataset")
+"""The settings that may name code."""
+
+
+class Code(str):
+    """The name of the user's own code, given by whoever runs it: by hand or in a program, never by a file.
+
+    >>> Code("mypackage.nets:make")
+    'mypackage.nets:make'
+    """
+
+    __slots__ = ()
+
+    def located(self) -> Code:
+        """The same, with a file's path that holds from any folder."""
+        file, _, attribute = self.rpartition(":")
+        return Code(f"{Path(file).resolve()}:{attribute}") if file.endswith(".py") and Path(file).exists() else self
+
+
+def names_code(text: str) -> bool:
+    """Whether a name is written as code is; a file may have a colon in its name."""
+    try:
+        return ":" in text and not Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # no name that a file could have
+        return True
+
+
+def typed(name: str) -> str:
+    """A setting as somebody typed it on the command that runs: a name, a path, or their own code."""
+    return Code(name).located() if names_code(name) else name
+
+
+def refuse_code(name: str | None, *, where: str = "", what: str = "model") -> None:
+    """Refuse a name of code that did not come from whoever runs it."""
+    if name is not None and not isinstance(name, Code) and names_code(name):
+        raise ConfigError(
+            f"{where or 'A file'} names code as its {what}, {name!r}. What a file names is never imported: nothing was "
+            f"run. If you know that code and want it to run, say so on this command: --{what} {name} (in Python: "
+            f"fedveil.models.Factory({name!r}))."
+        )
+
+
+def vouched(
+    stored: str | None, given: str | None, *, where: str, say: Callable[[str], None], what: str = "model"
+) -> str | None:
+    """What `where` names; or what the caller has `given` in its place. Text that names code is refused."""
+    if given is None:
+        refuse_code(stored, where=where, what=what)
+        return stored
+    refuse_code(given, where="A settings file", what=what)
+    used = given.located() if isinstance(given, Code) else given
+    if used != stored:
+        say(f"{where} names the {what} {stored!r}; {str(used)!r} is used instead, as you say.")
+    return used
+
+
+def vouched_settings(
+    stored: Mapping[str, str], given: Mapping[str, str], *, where: str, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Every setting that may name code, as `vouched` has it."""
+    found = {one: vouched(stored.get(one), given.get(one), where=where, say=say, what=one) for one in SETTINGS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def load(reference: Code, *, what: str) -> object:
+    """What ``module:attribute`` names; `what` it is to be, for the errors."""
+    place, _, attribute = reference.rpartition(":")
+    kind = what.split()[-1]
+    if not place or not attribute:
+        raise ConfigError(f"{kind.capitalize()} {reference!r} is not of the form package.module:factory.")
+    module = load_file(Path(place), what=what) if place.endswith(".py") else _import(place, what)
+    try:
+        found: object = operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{kind.capitalize()} {reference!r}: {module.__file__ or place} was imported but has no {attribute!r}."
+        ) from error
+    return found
+
+
+def load_callable(reference: Code, *, what: str) -> Callable[..., object]:
+    """The function that ``module:attribute`` names."""
+    found = load(reference, what=what)
+    if not callable(found):
+        kind, attribute = what.split()[-1].capitalize(), reference.rpartition(":")[2]
+        raise ConfigError(f"{kind} {reference!r}: {attribute!r} is {found!r}, not a callable.")
+    return found
+
+
+def _import(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise ConfigError(
+            f"Tried to import the module {name!r} for {what}: {type(error).__name__}: {error}. "
+            f"Install it or put its folder on PYTHONPATH, or name the file: path/to/file.py:factory."
+        ) from error
+
+
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}
+
+
+def load_file(place: Path, *, what: str) -> ModuleType:
+    """The user's own code in a file, run once as long as it stays as it is; `what` is to be found there."""
+    path = place.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"Tried to load {what} from {path}, but there is no such file.")
+    stands = (path.stat().st_mtime_ns, path.stat().st_size)
+    if path in _loaded and _loaded[path][0] == stands:
+        return _loaded[path][1]
+    name = f"_fedveil_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"Tried to load {what} from {path}, but Python cannot import it.")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickling look a class's module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"Tried to load {what} from {path}: {type(error).__name__}: {error}") from error
+    _loaded[path] = stands, module
+    return module

@@ -1,0 +1,141 @@
+"""Groups of options that several schemes have, each declared once: a scheme takes a group as one parameter.
+
+`dp: DpOptions` in a scheme's signature gives it the options epsilon, delta, clip and accounting; with
+`= DpOptions(clip=0.5)` behind it, with another default.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedveil.downlink.rescaling import HeadNoise
+from fedveil.errors import ConfigError
+from fedveil.schemes.registry import Setting
+from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.masked import Masked, Unmasking
+from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
+from fedveil.uplink.noised import Dropouts, Noised
+from fedveil.uplink.unmasking import Quorum
+from fedveil.work.clipping import ClippedSamples, ClippedUpdate
+from fedveil.work.local_sgd import LocalSteps
+from fedveil.work.losses import SquareLoss, refuse_head_noise
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much may be learnt: (ε, δ)."""
+
+    epsilon: float = 3.0
+    delta: float = 1e-5
+
+    def target(self, setting: Setting) -> Target:
+        """What a whole run aims at."""
+        return Target(self.epsilon, self.delta, setting.rounds, setting.participations, setting.rate)
+
+
+@dataclass(frozen=True)
+class DpOptions(Budget):
+    """Differential privacy that is proven: what is clipped, and who counts."""
+
+    clip: float = 1.0
+    accounting: Accounting = "exact"
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """Training on a client between two rounds."""
+
+    local_steps: int | None = None
+    local_epochs: int | None = None
+
+    @property
+    def one_gradient(self) -> bool:
+        """Whether a round is one gradient."""
+        return self.local_steps in (None, 1) and self.local_epochs is None
+
+    def training(self, setting: Setting, *, epochs: int | None = None) -> LocalSteps:
+        """Steps of SGD; as many `epochs` where nothing is said."""
+        if self.local_steps is not None and self.local_epochs is not None:
+            raise ConfigError("Give local_steps or local_epochs, not both.")
+        epochs = self.local_epochs if self.local_steps is not None or self.local_epochs is not None else epochs
+        return LocalSteps(setting.loss, setting.batches, setting.schedule, self.local_steps, epochs)
+
+    def clipped(
+        self, setting: Setting, clip: float, secret_sampling: float | None = None
+    ) -> ClippedSamples | ClippedUpdate:
+        """One step on clipped samples, or, with local training, a clipped update."""
+        if self.one_gradient:
+            return ClippedSamples(setting.loss, setting.batches, clip, setting.vectorise, secret_sampling)
+        if secret_sampling is not None:
+            raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
+        return ClippedUpdate(self.training(setting), clip)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Noise on the last layer."""
+
+    head_strength: float = 1.0
+    head_noise: bool = True
+
+    def noise(self, setting: Setting, groups: int | None) -> HeadNoise | None:
+        """The head noise that fits the loss, if it is wanted."""
+        if not self.head_noise:
+            return None
+        refuse_head_noise(setting.loss)
+        weighted = isinstance(setting.loss, SquareLoss) and setting.loss.true_weight != 1.0
+        if not self.head_strength > 0:
+            raise ConfigError(f"head_strength must be positive (got {self.head_strength}); 1 is the default.")
+        return HeadNoise(groups, self.head_strength, weighted)
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Noise that pairs of clients share, and that cancels in the sum."""
+
+    collusion: float = 0.0
+    pair_strength: float | None = None
+    dropouts: Dropouts = "repair"
+    repair_limit: float = 1 / 3
+    honest_arrivals: bool = False
+    neighbours: int | None = None
+
+    def noised(self, setting: Setting, dp: DpOptions, *, cancelling: bool = True) -> Noised:
+        """Residual and pair noise; `tolerate` keeps the paper's pair strength, since it may stay behind."""
+        plan = NoisePlan(
+            dp.target(setting),
+            "pairs",
+            dp.accounting,
+            self.pair_strength,
+            self.collusion,
+            self.neighbours,
+            tolerant=self.dropouts == "tolerate",
+            asked=setting.cohort,
+        )
+        return Noised(plan, self.dropouts, self.repair_limit, cancelling=cancelling)
+
+
+@dataclass(frozen=True)
+class AssumedPairOptions:
+    """Pair noise as MP-DP has it."""
+
+    neighbours: int | None = 5
+    pair_strength: float = math.sqrt(1000.0)
+    skip_cancelling: bool = False
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """Masks that pairs of clients share, modulo 2^64."""
+
+    unmask: Unmasking = "always"
+    threshold: float = 2 / 3
+    neighbours: int | None = None
+
+    def masks(
+        self, value_range: float = 2.0**24, *, noise: NoisePlan | None = None, collusion: float = COLLUSION
+    ) -> Masked:
+        """The uplink they make."""
+        quorum = Quorum(self.threshold)
+        return Masked(value_range, self.unmask, quorum, self.neighbours, noise=noise, collusion=collusion)
