@@ -22,16 +22,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from torch import Tensor
 
-from fedveil.audit.registry import ATTACKS, attack_at, target_of
+from fedveil.audit.attack import Attack, Progress, attack_at, silent
+from fedveil.audit.attack import attacks as the_packages
 from fedveil.audit.views import from_bytes
-from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError
+from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError, unknown_name
 from fedveil.protocol.codec import as_bytes, from_stored
 
 TIME_LIMIT = 600.0
@@ -48,12 +49,6 @@ _PASSED_ON = (
 )
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); from fedveil.audit.sandbox import serve; serve()"
 
-OnProgress = Callable[[float], None]
-
-
-def _unwatched(_: float) -> None:
-    """Progress that nobody watches."""
-
 
 class AttackProcess:
     """One attack, ready to be given views.
@@ -65,10 +60,13 @@ class AttackProcess:
     `threads` cores, unless OMP_NUM_THREADS says otherwise.
     """
 
-    def __init__(self, name: str, *, attacks: Mapping[str, str] = ATTACKS, threads: int | None = None) -> None:
+    def __init__(self, name: str, *, attacks: Mapping[str, Attack] | None = None, threads: int | None = None) -> None:
+        known = the_packages() if attacks is None else attacks
+        if name not in known:
+            raise unknown_name("attack", name, known)
         self.name = name
         self._threads = threads
-        self._target = target_of(name, attacks)
+        self._target = known[name].target
         self._child: _Child | None = None
         self._busy = threading.Lock()
 
@@ -86,7 +84,7 @@ class AttackProcess:
         view: bytes,
         *,
         settings: Mapping[str, Any] | None = None,
-        on_progress: OnProgress = _unwatched,
+        on_progress: Progress = silent,
         time_limit: float = TIME_LIMIT,
     ) -> dict[str, Tensor]:
         """The attack's result on a serialised view.
@@ -118,7 +116,7 @@ class AttackProcess:
         return self._child
 
     def _answer(
-        self, child: _Child, told: bytes, view: bytes, on_progress: OnProgress, time_limit: float
+        self, child: _Child, told: bytes, view: bytes, on_progress: Progress, time_limit: float
     ) -> dict[str, Tensor]:
         answered = False
         try:
@@ -152,23 +150,6 @@ class AttackProcess:
         return AttackError(f"The attack {self.name!r} {child.ending()}.{child.last_words()}")
 
 
-def attacked(
-    name: str,
-    view: bytes,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    on_progress: OnProgress = _unwatched,
-    time_limit: float = TIME_LIMIT,
-    attacks: Mapping[str, str] = ATTACKS,
-) -> dict[str, Tensor]:
-    """Run the attack `name` on one serialised view in a process of its own, which then ends."""
-    process = AttackProcess(name, attacks=attacks)
-    try:
-        return process.run(view, settings=settings, on_progress=on_progress, time_limit=time_limit)
-    finally:
-        process.close()
-
-
 class _Child:
     """The process itself, its empty folder, and a file for what it says beside its results."""
 
@@ -188,7 +169,7 @@ class _Child:
             self._held = held.pop_all()
         self._said = 0
 
-    def conversation(self, told: bytes, view: bytes, on_progress: OnProgress) -> tuple[bytes, bytes] | None:
+    def conversation(self, told: bytes, view: bytes, on_progress: Progress) -> tuple[bytes, bytes] | None:
         """The last frame of the answer, or None where the process ended without one."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -294,7 +275,7 @@ def _share(fraction: float) -> float:
     return min(max(fraction, 0.0), 1.0)
 
 
-def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[bytes, bytes]:
+def _tried(told: Mapping[str, Any], view: bytes, progress: Progress) -> tuple[bytes, bytes]:
     """The kind and content of an attack's answer, whatever becomes of it."""
     try:
         found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)
