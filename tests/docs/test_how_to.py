@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_own_scheme(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="proves nothing") as refused:
         _noise_on_what_nothing_bounds()
     assert " ".join(refusal.split()) == str(refused.value)
+
+
+def test_own_attack(tmp_path: Path) -> None:
+    """One file of at most sixty lines; its reference comes out, and so does a finding, like ours."""
+    said = typed("how-to/own-attack.md", tmp_path)
+    assert len((tmp_path / "loss_threshold.py").read_text(encoding="utf-8").splitlines()) <= 60
+    listed, _, tried = said.values()
+    assert "loss-threshold │ client │ the model" in listed
+    assert "A client, after members" in tried
+    (found,) = json.loads((tmp_path / "runs" / "own-attack" / "audit" / "audit.json").read_text())["findings"]
+    assert found["name"] == "client/loss-threshold"
+    assert found["reference"] > found["threshold"] == 0.6
+    assert found["value"] is not None
+    assert found["verdict"] not in ("failed", "not applicable")
 
 
 def _noise_on_what_nothing_bounds() -> None:
