@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 import fedveil
+from federation import job
+from fedveil.schemes import schemes
 
 ROOT = Path(fedveil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -150,6 +153,61 @@ def test_the_rules_that_matter_most_are_in_the_table() -> None:
 )
 def test_a_forbidden_import_is_seen(line: str) -> None:
     assert parts_imported(line, ROOT / "protocol" / "server.py") == {"schemes"}
+
+
+# What a class must have to be a part of a scheme; the classes themselves are found, not listed.
+PART_METHODS = {
+    "uplink": {"protect", "releases"},
+    "downlink": {"veil", "head_tensors"},
+    "work": {"run", "run_many", "layout"},
+    "central": {"on_sum", "on_gradient"},
+    "cipher": {"hide", "read"},
+}
+WHERE_PARTS_LIVE = {"uplink", "downlink", "work", "client_held", "schemes"}
+
+
+def concrete_parts() -> dict[str, type]:
+    """Every class below these packages that is a part and no mere interface, by its dotted name."""
+    found = {}
+    for path in FILES:
+        names = path.relative_to(ROOT).with_suffix("").parts
+        if names[0] not in WHERE_PARTS_LIVE - {"schemes"}:
+            continue
+        module = importlib.import_module(".".join(("fedveil", *names)))
+        for name, one in vars(module).items():
+            own = (
+                isinstance(one, type) and one.__module__ == module.__name__ and not getattr(one, "_is_protocol", False)
+            )
+            if own and any(methods <= set(dir(one)) for methods in PART_METHODS.values()):
+                found[f"{module.__name__}.{name}"] = one
+    return found
+
+
+def test_the_parts_of_every_scheme_are_found() -> None:
+    used = set()
+    for info in schemes():
+        made = job(scheme=info.name).scheme
+        used |= {type(made.downlink), type(made.work), type(made.uplink)}
+        used |= set() if made.central is None else {type(made.central)}
+    assert used <= set(concrete_parts().values())
+
+
+def parts_named(source: str, path: Path) -> set[str]:
+    """The concrete parts that a module imports."""
+    package = ["fedveil", *path.relative_to(ROOT).parts[:-1]]
+    return set(modules_imported(ast.parse(source), package)) & set(concrete_parts())
+
+
+def test_parts_answer_for_themselves() -> None:
+    """Nobody but those who build schemes knows a part by its class: what others must know they ask of it."""
+    outside = [path for path in FILES if path.relative_to(ROOT).parts[0] not in WHERE_PARTS_LIVE]
+    named = {str(path.relative_to(ROOT)): parts_named(path.read_text(), path) for path in outside}
+    assert {name: found for name, found in named.items() if found} == {}
+
+
+def test_a_part_that_is_named_is_seen() -> None:
+    line = "def late():\n    from fedveil.uplink.masked import Masked, pair_seed"
+    assert parts_named(line, ROOT / "runs" / "loop.py") == {"fedveil.uplink.masked.Masked"}
 
 
 def test_no_module_is_longer_than_a_reader_can_bear() -> None:

@@ -1,7 +1,8 @@
-"""The walk of a round: which files of the package it passes through, in order. `python -m tools.round_walk [SCHEME ...]`.
+"""The walk of a round: through which files of the package it goes. `python -m tools.round_walk [SCHEME ...]`.
 
-Every function that Python enters between the boundaries of a run's first and second round is noted by its file; the first
-round is left out because it builds what later rounds find. `--write` puts the walk of `fedavg` into docs/architecture.md.
+Every function that Python enters between the boundaries of a run's first and second round is noted by its file; the
+first round is left out because it builds what later rounds find. `--write` puts the walk of `fedavg` into
+docs/architecture.md.
 """
 
 from __future__ import annotations

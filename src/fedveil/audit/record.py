@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from fedveil.audit.views import (
@@ -40,17 +38,12 @@ from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.releases import Release
 from fedveil.models.custom import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
-from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
 from fedveil.protocol.directory import Announce
 from fedveil.protocol.messages import Train, Upload
-from fedveil.protocol.parts import Channel, RoundContext, Scheme, Terms, planned
+from fedveil.protocol.parts import RoundContext, Scheme, Terms
 from fedveil.protocol.phases import Heard
 from fedveil.secrets import Guarded, SecretStream
-from fedveil.uplink import grid_noise as grid
-from fedveil.uplink.assumed import AssumedNoise
-from fedveil.uplink.masked import Masked, pair_seed
-from fedveil.uplink.noised import Noised
 
 MESSAGES = ("request", "private", "reply")
 SECRETS = ("weights", "recovered", "opened", "shared")
@@ -350,66 +343,6 @@ def _check_client(record: Record, client: int) -> None:
         raise ConfigError(f"Client {client} was not recorded; recorded are the clients {known or 'none'}.")
 
 
-def shared_part(
-    uplink: Channel, terms: Terms, state: ClientState, peer: int, *, round: int, attempt: int
-) -> Tensor | None:
-    """What the pair (client of `state`, `peer`) put into the client's own upload; −1 × that is in the peer's.
-
-    Computed from the client's real keys, right after it answered (`round` counts from 0). Noise and masks come as
-    int64 words modulo 2⁶⁴, noise in floating point (MP-DP's) as float64; None where they share nothing.
-    """
-    if uplink.introduction != "keys" or peer == state.client or peer not in state.seat:
-        return None
-    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
-    if isinstance(uplink, Noised):
-        return _noise(uplink, terms, state, peer, context)
-    if isinstance(uplink, AssumedNoise):
-        return _assumed_noise(uplink, terms, state, peer, context)
-    if isinstance(uplink, Masked):
-        return _mask(uplink, terms, state, peer, context)
-    return None
-
-
-def unit_of(uplink: Channel, terms: Terms, state: ClientState, *, round: int, attempt: int) -> float:
-    """What one of an upload's whole numbers is in the units of a contribution; 1 where they are real numbers."""
-    if not isinstance(uplink, Noised):
-        return 1.0
-    context = RoundContext(round, attempt, state.seat, state.ring().known(), state.ring().beacon)
-    return grid.gridded(uplink.plan, context, terms).step
-
-
-def _noise(uplink: Noised, terms: Terms, state: ClientState, peer: int, context: RoundContext) -> Tensor | None:
-    covering, client = planned(uplink.plan, context, terms.work), state.client
-    variance = dict(grid.partners(covering, covering.members.index(client))).get(peer)
-    if variance is None:
-        return None
-    words = np.zeros(terms.layout.length, dtype=np.uint64)
-    step, seed = grid.gridded(uplink.plan, context, terms).step, grid.pair_seed(state, peer, context)
-    grid.add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=step)
-    return torch.from_numpy(words.view(np.int64))
-
-
-def _assumed_noise(
-    uplink: AssumedNoise, terms: Terms, state: ClientState, peer: int, context: RoundContext
-) -> Tensor | None:
-    if peer not in uplink.graph(context).neighbours(state.client):
-        return None
-    found = torch.zeros(terms.layout.length, dtype=torch.float64)
-    uplink.add_pair(terms.layout.split(found)["gradients"][0], state, peer, context, terms)
-    return found
-
-
-def _mask(uplink: Masked, terms: Terms, state: ClientState, peer: int, context: RoundContext) -> Tensor | None:
-    from fedveil.crypto.streams import add_mask
-
-    if peer not in uplink.graph(context).neighbours(state.client):
-        return None
-    words = np.zeros(terms.layout.length, dtype=np.uint64)
-    seed = pair_seed(state, peer, round=context.round, attempt=context.attempt)
-    add_mask(words, seed, subtract=state.client > peer)
-    return torch.from_numpy(words.view(np.int64))
-
-
 FIRST_ROUNDS = 3
 FIRST_CLIENTS = 2
 
@@ -539,19 +472,21 @@ class Recorder(Guarded):
     def _share(self, heard: Heard, request: Train, veil: WitnessedVeil) -> None:
         """What this client shares with other chosen ones, and what becomes of it in the recovered gradient."""
         state = heard.state
-        if state is None:
+        if state is None or self._uplink.introduction != "keys":
             return
-        for peer in sorted(self._choice.clients - {state.client}):
+        ring = state.ring()
+        context = RoundContext(request.round, request.attempt, state.seat, ring.known(), ring.beacon)
+        for peer in sorted(self._choice.clients & set(state.seat) - {state.client}):
             pair = (min(state.client, peer), max(state.client, peer))
             if pair in self._pairs or not self._choice.shares(*pair):
                 continue
-            part = shared_part(self._uplink, self._terms, state, peer, round=request.round, attempt=request.attempt)
+            part = self._uplink.shared_part(state, peer, context, self._terms)
             if part is None:
                 continue
             self._pairs.add(pair)
             tensors = {"upload": part}
             if self._readable:
-                unit = unit_of(self._uplink, self._terms, state, round=request.round, attempt=request.attempt)
+                unit = self._uplink.unit(context, self._terms)
                 sums = self._terms.layout.split((part.double() * unit).to(veil.weights.parameters.device))
                 tensors["gradient"] = veil.inner.recover(_mean(sums)).gradient
             self._write("shared", {}, tensors, client=state.client, peer=peer)
@@ -587,6 +522,15 @@ class Witnessed:
     def traced(self) -> bool:
         """As the other."""
         return self._inner.traced
+
+    @property
+    def head_noise(self) -> bool:
+        """As the other."""
+        return self._inner.head_noise
+
+    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+        """As the other."""
+        return self._inner.noise_factors(blueprint, stream=stream)
 
     def head_tensors(self, blueprint: Blueprint) -> int:
         """As the other."""

@@ -37,7 +37,6 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
 from fedveil.runs.loop import Row, fresh_state, train_job
 from fedveil.runs.recorded import Recording
-from fedveil.uplink.assumed import AssumedNoise
 from fedveil.work import Batches
 from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
@@ -200,16 +199,14 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
 
 def noisy(subject: Subject) -> bool:
     """Whether noise went into the training."""
-    scheme = subject.job.scheme
-    return scheme.plan is not None or scheme.central is not None or isinstance(scheme.uplink, AssumedNoise)
+    return subject.job.scheme.noisy
 
 
 def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
     config = subject.config
     work = subject.job.scheme.work
-    local = getattr(work, "local", work)  # under a clipping bound, if there is one
-    steps, epochs = getattr(local, "steps", None), getattr(local, "epochs", None)
+    steps, epochs = work.local_training
     if work.returns == "update" and steps is None:
         epochs = epochs or 1
     plain = config.with_changes(

@@ -131,7 +131,7 @@ class _Uploads:
         self.subject = scene.close
         self.facts = scene.close.record.facts
         self.uploads = uploads
-        self.masked = not self.facts.readable
+        self.masked = not self.subject.job.scheme.readable
         self.largest = max(len(self.truth(one)["y"]) for one in uploads)
         self.sent = self.view(uploads[0]).broadcast
         self.bare_tensors = not self.masked and self.sent is not None and self.sent.head is not None
@@ -227,7 +227,7 @@ class _Uploads:
         uplink, recorded = self.subject.job.scheme.uplink, self.subject.record.clients
         if uplink.introduction != "keys" or len(recorded) < 2:
             return  # clients share nothing: they can add nothing to what the server sees
-        if self.masked and uplink.plan is not None:
+        if self.masked and self.subject.job.scheme.plan is not None:
             return  # colluders would take off their own noise too, which no record holds; the ledger counts it
         others = min(len(set(recorded) & set(one.cohort)) for one in self.uploads) - 1
         if not others:
@@ -534,7 +534,7 @@ def missing_trials(scene: Scene) -> Iterator[Finding]:
     elif scene.run.config.secret_sampling:
         yield _untried("server", SERVER, _SECRET)
         yield _untried("wire", OUTSIDER, _SECRET)
-    elif not scene.run.record.facts.readable and scheme.uplink.plan is not None:
+    elif not scheme.readable and scheme.plan is not None:
         yield _untried("coalition", COALITION, _OWN_NOISE)
     yield _untried("client", CLIENT, _SUCCESSIVE)
 

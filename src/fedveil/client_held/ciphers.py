@@ -78,6 +78,15 @@ class Cipher(OpeningKeys, Protocol):
         """The largest number it takes."""
         ...
 
+    @property
+    def masks(self) -> Masked | None:
+        """The masks under which it hides, where it does."""
+        ...
+
+    def prepare(self) -> None:
+        """Refuse to begin where a package is missing; start what takes long to start."""
+        ...
+
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Refuse rounds of so few, or so many, clients that it could not hide or hold their sum (ConfigError)."""
         ...
@@ -125,10 +134,10 @@ class Pads:
 
     masks: Masked
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "pads"
+    name = "pads"
+
+    def prepare(self) -> None:
+        """Nothing."""
 
     @property
     def value_range(self) -> float:
@@ -270,10 +279,13 @@ class Ckks:
     def __post_init__(self) -> None:
         check_value_range(self.value_range)
 
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return "ckks"
+    name = "ckks"
+    masks = None
+
+    def prepare(self) -> None:
+        """Find the package, and start the processes that share its work."""
+        ckks.require()
+        ckks.workers()
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As far as there are parameters for it; the sum of two gives each of them the other's contribution."""

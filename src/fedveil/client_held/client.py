@@ -68,7 +68,7 @@ class HolderRole:
         if policy is not None:
             policy.check_scheme(
                 noised=self._uplink.noises_all,
-                clip=getattr(scheme.work, "clip", None),
+                clip=scheme.work.clip,
                 acquainted=True,
                 repaired=False,
             )

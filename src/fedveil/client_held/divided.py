@@ -16,7 +16,7 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.releases import Party, Protection, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.parts import RoundContext, Terms
+from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.grid_noise import add_residual, gridded
@@ -205,7 +205,7 @@ VOTES = ("tags", "histogram")
 
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(Channel):
     """`ratio` of the coordinates hidden by `cipher`, the others under `noise`; `throughout`, noise lies on all of them.
 
     `ballots` are the pads under which a vote by histogram travels.
@@ -242,14 +242,24 @@ class Parallel:
         return self.noise is not None and (self.throughout or self.ratio.start == 0)
 
     @property
-    def repairs(self) -> bool:
-        """No noise is shared by pairs."""
+    def readable(self) -> bool:
+        """In part only."""
         return False
+
+    @property
+    def loss_limit(self) -> float | None:
+        """What the cipher takes: losses travel hidden."""
+        return None if self.cipher is None else self.cipher.value_range
 
     @property
     def masks(self) -> bool:
         """Whether anything travels under masks."""
-        return isinstance(self.cipher, Pads) or self.ballots is not None
+        return self.ballots is not None or (self.cipher is not None and self.cipher.masks is not None)
+
+    def prepare(self) -> None:
+        """As the cipher has it."""
+        if self.cipher is not None:
+            self.cipher.prepare()
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As the cipher has it."""
@@ -332,8 +342,8 @@ class Parallel:
         """n_k·u·min(1, θ/‖u‖) + N(0, σ²), in whole steps."""
         assert self.noise is not None
         samples = context.samples()[context.cohort.index(state.client)]
-        bounded = clipped(part, samples * terms.work.clip)  # type: ignore[attr-defined]
-        words = gridded(self.noise, context, terms).encode(bounded)
+        short = clipped(part, samples * bounded(terms.work).largest)
+        words = gridded(self.noise, context, terms).encode(short)
         add_residual(words, state.client, self.noise, context, terms, secrets=secrets)
         return torch.from_numpy(words.view(np.int64))
 

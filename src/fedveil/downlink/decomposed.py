@@ -205,6 +205,20 @@ class Decomposed:
 
     traced = True
 
+    @property
+    def head_noise(self) -> bool:
+        """Where it is given."""
+        return self.head is not None
+
+    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+        """|r/r′| of every parameter on which clients draw bounded noise."""
+        cpu = blueprint.to(device=torch.device("cpu"))
+        layers = transitional(scale_table(cpu))
+        factors = layers.table.rescale(
+            torch.ones(cpu.size, dtype=torch.float64), layers.scales(secret_uniforms(stream))
+        )
+        return factors[noise_kinds(cpu) == BOUNDED].abs()
+
     def head_tensors(self, blueprint: Blueprint) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         transitional(scale_table(blueprint))  # what cannot be veiled is refused before the first round

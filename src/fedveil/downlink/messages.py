@@ -85,8 +85,17 @@ class Downlink(Protocol):
         """Whether it needs the network's scale table."""
         ...
 
+    @property
+    def head_noise(self) -> bool:
+        """Whether the last layer is covered by noise."""
+        ...
+
     def head_tensors(self, blueprint: Blueprint) -> int:
         """How many gradients each client returns."""
+        ...
+
+    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+        """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
         ...
 
     def releases(self) -> tuple[Release, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
@@ -17,10 +18,15 @@ class Plain:
     """No veil."""
 
     traced = False
+    head_noise = False
 
     def head_tensors(self, blueprint: Blueprint) -> int:
         """One gradient."""
         return 1
+
+    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+        """Nothing is multiplied."""
+        return None
 
     def releases(self) -> tuple[Release, ...]:
         """Everything, as it is."""

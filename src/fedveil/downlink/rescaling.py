@@ -62,6 +62,15 @@ class Rescaling:
         if not (math.isfinite(self.spread) and self.spread > 1.0):
             raise ConfigError(f"spread must be a number above 1 (got {self.spread}); 4 is the default.")
 
+    @property
+    def head_noise(self) -> bool:
+        """Where it is given."""
+        return self.head is not None
+
+    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+        """No noise of clients is made for these scales."""
+        return None
+
     def head_tensors(self, blueprint: Blueprint) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         return head_tensors(self.head, blueprint)

@@ -141,7 +141,7 @@ class BoundedWork(LocalWork, Protocol):
 
 def bounded(work: LocalWork) -> BoundedWork:
     """Local work on which a proof can rest; anything else is refused."""
-    if not hasattr(work, "sensitivity"):
+    if work.clip is None:
         raise ConfigError(
             f"Noise on {type(work).__name__} proves nothing: one record can change it without bound. Clip per sample "
             "(ClippedSamples) or clip the update (ClippedUpdate)."
@@ -177,6 +177,11 @@ class Central(Protocol):
         """How much noise there is, where a guarantee rests on it."""
         ...
 
+    @property
+    def assumed_sigma(self) -> float | None:
+        """The deviation of noise that rests on an assumption, where it is such noise."""
+        ...
+
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """The sum of uploads as it may be used."""
         ...
@@ -195,26 +200,69 @@ class Summing(Accumulator, Protocol):
 
 
 class Channel(Protocol):
-    """How contributions travel, as far as everybody needs to know."""
+    """How contributions travel, as far as everybody needs to know.
+
+    What others ask of an uplink, they ask here; a class that inherits from this one answers for itself where the
+    answer given here is not its own.
+    """
 
     @property
     def introduction(self) -> Introduction:
         """What clients must know of each other: nothing, sample counts, or keys."""
-        ...
+        return "none"
 
     @property
     def plan(self) -> NoisePlan | None:
         """How much noise there is, where a guarantee rests on it."""
-        ...
+        return None
 
-    def fits(self, clients: int, *, asked: int | None = None) -> None:
-        """Refuse rounds of so few clients, of those `asked`, that this uplink could hide nothing (ConfigError)."""
-        ...
+    @property
+    def assumed_sigma(self) -> float | None:
+        """The deviation of noise in the sum that rests on an assumption, where there is such noise."""
+        return None
+
+    def own_sigma(self, clients: int) -> float | None:
+        """The deviation of such noise that each of a round's `clients` adds for itself."""
+        return None
+
+    @property
+    def noise_neighbours(self) -> int | None:
+        """With how many others each client shares noise; None: with nobody, or with all."""
+        return None if self.plan is None else self.plan.neighbours
 
     @property
     def repairs(self) -> bool:
         """Whether clients give away, on the server's word, noise that they share with others."""
-        ...
+        return False
+
+    @property
+    def readable(self) -> bool:
+        """Whether the server can read one client's upload, under noise or not."""
+        return True
+
+    @property
+    def loss_limit(self) -> float | None:
+        """Beyond which number a reported loss is cut off, where the uplink cuts it."""
+        return None
+
+    def fits(self, clients: int, *, asked: int | None = None) -> None:
+        """Refuse rounds of so few clients, of those `asked`, that this uplink could hide nothing (ConfigError)."""
+        return
+
+    def prepare(self) -> None:
+        """Refuse to begin where a package is missing; start what takes long to start."""
+        return
+
+    def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
+        """What a client that has answered shares with `peer` in its upload; the peer's holds −1 × that.
+
+        Whole numbers modulo 2⁶⁴ come as int64, real ones as float64; None where the two share nothing.
+        """
+        return None
+
+    def unit(self, context: RoundContext, terms: Terms) -> float:
+        """What one of an upload's numbers is in the units of a contribution."""
+        return 1.0
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """What clients give away, field by field."""
@@ -222,11 +270,15 @@ class Channel(Protocol):
 
 
 class Uplink(Channel, Protocol):
-    """How contributions travel to a server that holds the model, and become a sum."""
+    """How contributions travel to a server that holds the model, and become a sum.
+
+    Inherit from it and write `protect` and `releases`: the rest is as in a round that is over with the upload, whose
+    sum is exact and needs no opening.
+    """
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
         """Client side: refuse a round before any work is done for it, or go into it."""
-        ...
+        return state
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
@@ -236,27 +288,27 @@ class Uplink(Channel, Protocol):
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Client side: answer a phase of the uplink's own (unmasking, repair)."""
-        ...
+        raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
 
     def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
         """Client side: the pairs whose noise is known to the server once clients have answered `request`."""
-        ...
+        return ()
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """Server side: where this round's uploads are folded."""
-        ...
+        return UploadSum(terms.layout, context, device=device)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """Server side: the next phase needed to open the sum, or None when it is open."""
-        ...
+        return None
 
     def parting(self, total: Summing) -> Mapping[int, Request | None]:
         """Server side: what each client is owed in private with the next round's model; None where it cannot be had."""
-        ...
+        return {}
 
     def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
         """Server side: the pairs whose noise this round gives away, once its phases have been asked for."""
-        ...
+        return ()
 
 
 class UploadSum(Inbox[Upload]):
@@ -384,6 +436,21 @@ class Scheme:
     def plan(self) -> NoisePlan | None:
         """The noise plan, wherever the noise is added."""
         return self.uplink.plan if self.central is None else self.central.plan
+
+    @property
+    def assumed_sigma(self) -> float | None:
+        """The deviation of noise in the sum that rests on an assumption, wherever it is added."""
+        return self.uplink.assumed_sigma if self.central is None else self.central.assumed_sigma
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise goes into the training."""
+        return self.plan is not None or self.assumed_sigma is not None
+
+    @property
+    def readable(self) -> bool:
+        """Whether the server can read one client's upload."""
+        return self.holder == "server" and self.uplink.readable
 
     def layout(self, blueprint: Blueprint) -> Layout:
         """The layout of one contribution."""

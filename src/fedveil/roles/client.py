@@ -139,7 +139,7 @@ class ClientRole:
         if policy is not None:
             policy.check_scheme(
                 noised=scheme.uplink.plan is not None,
-                clip=getattr(scheme.work, "clip", None),
+                clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
                 repaired=scheme.repairs and not scheme.honest_arrivals,
             )

@@ -17,10 +17,8 @@ from fedveil.data import Dataset, Split
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
-from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.export import verify
 from fedveil.downlink.report import Coverage, coverage, require_coverage
-from fedveil.downlink.rescaling import Rescaling
 from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
@@ -251,7 +249,7 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     blueprint, weights = draw(model, example, traced=scheme.downlink.traced)
-    if scheme.plan is not None and not getattr(scheme.work, "reports", False):
+    if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(blueprint)
     _refuse_moving_buffers(blueprint, weights, example)
     return blueprint, weights
@@ -280,7 +278,7 @@ def assemble_job(
     found = None
     if blueprint.table is not None:
         scheme.downlink.head_tensors(blueprint)
-        head = isinstance(scheme.downlink, (Rescaling, Decomposed)) and scheme.downlink.head is not None
+        head = scheme.downlink.head_noise
         found = coverage(blueprint.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
         require_coverage(found, minimum=config.min_coverage)
         verify(blueprint, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]

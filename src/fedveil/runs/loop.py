@@ -371,7 +371,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if losses and losses[0] and not losses[-1] < 10 * losses[0]:
         noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, clip"
         summary["warning"] = f"the training loss has grown more than tenfold: lower the learning rate{noise}"
-    limit = getattr(getattr(job.scheme.uplink, "cipher", None), "value_range", None)
+    limit = job.scheme.uplink.loss_limit
     if limit is not None and losses and max(losses) >= limit:
         summary["warning"] = (
             f"the training loss has reached value_range = {limit:g}, beyond which numbers are cut off: lower the "

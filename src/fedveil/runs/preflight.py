@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedveil.client_held.ciphers import Ckks
-from fedveil.crypto import ckks
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.parts import bounded
@@ -23,11 +21,9 @@ def rehearse(job: Job) -> None:
     """Refuse settings under which the first round could not be, or some round probably not: nothing is sent."""
     scheme, policy = job.scheme, job.guard.policy
     client_role(job)
-    if isinstance(getattr(scheme.uplink, "cipher", None), Ckks):
-        ckks.require()
-        ckks.workers()
+    scheme.uplink.prepare()
     uplink, first = scheme.uplink, job.cohort.draw(0)
-    neighbours = getattr(uplink, "neighbours", None) if scheme.plan is None else scheme.plan.neighbours
+    neighbours = uplink.noise_neighbours
     if neighbours is not None:
         _check_graphs(job.cohort, neighbours, rounds=job.config.rounds)
     try:

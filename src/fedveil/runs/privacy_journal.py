@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from fedveil.downlink import Blueprint, noise_kinds
-from fedveil.downlink.decomposed import Decomposed, transitional
-from fedveil.downlink.rescaling import scale_table
-from fedveil.downlink.samplers import BOUNDED, secret_uniforms
+from fedveil.downlink import Blueprint
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.accountant import Account, SampledAccount
 from fedveil.ledger.bounded import delta_floor, delta_floor_even
@@ -32,8 +28,6 @@ from fedveil.runs.job import Job
 from fedveil.schemes import caveats as remarks
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
-from fedveil.uplink.assumed import AssumedNoise
-from fedveil.uplink.central import AssumedCentral
 from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.noise_plan import NoisePlan, Target
 
@@ -76,7 +70,7 @@ class Floors:
 
 def composed(scheme: Scheme, *, rounds: int, delta: float) -> Composed | None:
     """MP-DP's figure for one round, and for `rounds` of them; None for other schemes."""
-    sigma = _sigma(scheme)
+    sigma = scheme.assumed_sigma
     if sigma is None:
         return None
     mu = SENSITIVITY / sigma
@@ -85,21 +79,14 @@ def composed(scheme: Scheme, *, rounds: int, delta: float) -> Composed | None:
 
 def floors(scheme: Scheme, blueprint: Blueprint, *, clients: int, stream: SecretStream) -> Floors | None:
     """The δ floors of a round of `clients` under decomposed noise, for one draw of R; None for other schemes."""
-    uplink = scheme.uplink
-    if not isinstance(scheme.downlink, Decomposed) or not isinstance(uplink, AssumedNoise):
+    scale = scheme.uplink.own_sigma(clients)
+    factors = None if scale is None else scheme.downlink.noise_factors(blueprint, stream=stream)
+    if scale is None or factors is None or not len(factors):
         return None
-    cpu = blueprint.to(device=torch.device("cpu"))
-    layers = transitional(scale_table(cpu))
-    scales = layers.scales(secret_uniforms(stream))
-    factors = layers.table.rescale(torch.ones(cpu.size, dtype=torch.float64), scales)
-    bounded = np.abs(factors[noise_kinds(cpu) == BOUNDED].numpy())
-    if not bounded.size:
-        return None
-    scale = uplink.sigma / math.sqrt(clients) if uplink.shared else uplink.sigma
     return Floors(
-        delta_floor(scale=scale, clients=clients, shift=SENSITIVITY / float(bounded.min())),
-        abs(delta_floor_even(scale=scale, clients=clients, sensitivity=SENSITIVITY, factors=bounded)),
-        bounded.size,
+        delta_floor(scale=scale, clients=clients, shift=SENSITIVITY / float(factors.min())),
+        abs(delta_floor_even(scale=scale, clients=clients, sensitivity=SENSITIVITY, factors=factors.numpy())),
+        len(factors),
     )
 
 
@@ -109,12 +96,6 @@ def notes_on(
     """What a ledger says about noise of an assumed size."""
     found = (composed(scheme, rounds=rounds, delta=delta), floors(scheme, blueprint, clients=clients, stream=stream))
     return tuple(one.said() for one in found if one is not None)
-
-
-def _sigma(scheme: Scheme) -> float | None:
-    if isinstance(scheme.uplink, AssumedNoise):
-        return scheme.uplink.sigma
-    return scheme.central.sigma if isinstance(scheme.central, AssumedCentral) else None
 
 
 _DELTA = 1e-5

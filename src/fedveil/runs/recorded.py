@@ -9,7 +9,6 @@ from pathlib import Path
 from fedveil.audit.record import Choice, Recorder
 from fedveil.audit.views import Facts
 from fedveil.runs.job import Job
-from fedveil.uplink.masked import Masked
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def facts_of(job: Job) -> Facts:
     return Facts(
         scheme=scheme.name,
         uplink=type(scheme.uplink).__name__.lower(),
-        readable=scheme.holder == "server" and not isinstance(scheme.uplink, Masked),
+        readable=scheme.readable,
         model=facts.name,
         options=dict(facts.options),
         input_shape=tuple(facts.input_shape),

@@ -23,12 +23,10 @@ from fedveil.ledger.releases import Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms, Uplink
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import Graph, complete, covering_graph
-from fedveil.uplink.noise_plan import NoisePlan
-from fedveil.uplink.plain import OnePhase
 
 Law = Literal["gaussian", "decomposed"]
 LAWS = ("gaussian", "decomposed")
@@ -36,7 +34,7 @@ _PAIR = "pair noise"
 
 
 @dataclass(frozen=True)
-class AssumedNoise(OnePhase):
+class AssumedNoise(Uplink):
     """Independent noise η and pair noise Δ on one client gradient.
 
     `sigma` is the standard deviation that the sum of K gradients shall carry. With `shared`, each client
@@ -67,9 +65,18 @@ class AssumedNoise(OnePhase):
         return "keys" if self._paired else "sizes"
 
     @property
-    def plan(self) -> NoisePlan | None:
-        """No guarantee rests on this noise."""
-        return None
+    def assumed_sigma(self) -> float:
+        """σ."""
+        return self.sigma
+
+    def own_sigma(self, clients: int) -> float:
+        """σ/√K where it is shared, or σ."""
+        return self.sigma / math.sqrt(clients) if self.shared else self.sigma
+
+    @property
+    def noise_neighbours(self) -> int | None:
+        """As given."""
+        return self.neighbours
 
     def graph(self, context: RoundContext) -> Graph:
         """Who shares noise with whom."""
@@ -98,7 +105,7 @@ class AssumedNoise(OnePhase):
         count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
         payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
         noised = terms.layout.split(payload)["gradients"][0]
-        own = self.sigma / math.sqrt(count) if self.shared else self.sigma
+        own = self.own_sigma(count)
         stream = secrets.stream("residual", state.client, context.round, context.attempt)
         if vector.device.type != "cpu" and stream.simulation:
             noise = simulated_noise(self._kinds(terms), sigma=own, stream=stream, like=vector)
@@ -116,6 +123,14 @@ class AssumedNoise(OnePhase):
         seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
         sigma = self.sigma / math.sqrt(count) * self.strength * mean_size
         self._add(target, terms, sigma=sigma, seed=seed, sign=1.0 if state.client < peer else -1.0)
+
+    def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
+        """The noise of a pair, on the first tensor."""
+        if not self._paired or peer not in self.graph(context).neighbours(state.client):
+            return None
+        found = torch.zeros(terms.layout.length, dtype=torch.float64)
+        self.add_pair(terms.layout.split(found)["gradients"][0], state, peer, context, terms)
+        return found
 
     def _kinds(self, terms: Terms) -> Tensor:
         if self.law == "decomposed":

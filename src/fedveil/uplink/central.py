@@ -22,6 +22,8 @@ class PlannedCentral:
 
     plan: NoisePlan
 
+    assumed_sigma = None
+
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """Σ uploads + N(0, Σ residual variances), in whole steps; the weight is public and stays."""
         one = gridded(self.plan, context, terms)
@@ -40,7 +42,13 @@ class AssumedCentral:
     """σ(ε, δ) of one round, for a mean of K client gradients each assumed to lie within a ball of radius S."""
 
     sigma: float
-    plan: NoisePlan | None = None
+
+    plan = None
+
+    @property
+    def assumed_sigma(self) -> float:
+        """σ of one round."""
+        return self.sigma
 
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """As it is: what is assumed is assumed of the true gradient."""

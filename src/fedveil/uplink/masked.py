@@ -19,7 +19,7 @@ from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Epoch, from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction, Keyring
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, Uplink
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
@@ -158,7 +158,7 @@ def pair_seed(state: ClientState, peer: int, *, round: int, attempt: int) -> byt
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(Uplink):
     """Masks modulo 2⁶⁴; with `noise`, integer Gaussian noise under them, on the grid that the noise asks for.
 
     `unmask = "always"`: a mask of one's own and a second phase every round. `"on-dropout"`: no such mask,
@@ -221,8 +221,8 @@ class Masked:
             )
 
     @property
-    def repairs(self) -> bool:
-        """No noise is shared by pairs."""
+    def readable(self) -> bool:
+        """Sums alone."""
         return False
 
     def graph(self, context: RoundContext) -> Graph:
@@ -416,9 +416,16 @@ class Masked:
             from_bytes(lock_shares(kept, client=keys.client, key=key)),
         )
 
-    def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
-        """No noise is shared by pairs."""
-        return ()
+    def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
+        """The mask of a pair."""
+        from fedveil.crypto.streams import add_mask
+
+        if peer not in self.graph(context).neighbours(state.client):
+            return None
+        words = np.zeros(terms.layout.length, dtype=np.uint64)
+        seed = pair_seed(state, peer, round=context.round, attempt=context.attempt)
+        add_mask(words, seed, subtract=state.client > peer)
+        return torch.from_numpy(words.view(np.int64))
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴."""
@@ -469,10 +476,6 @@ class Masked:
             enough = len(signers) >= self.quorum.of(len(near))
             told[client] = Evidence(torch.tensor(signers, dtype=torch.int64), signed) if enough else None
         return told
-
-    def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
-        """No noise is shared by pairs."""
-        return ()
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything masked; what opens masks is declared too."""

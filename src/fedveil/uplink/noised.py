@@ -7,7 +7,6 @@ What a pair shares is the same integers with opposite signs, so that it cancels 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, planned
+from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, Uplink, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
@@ -58,14 +57,14 @@ class Repaired(Reply):
 
 
 @dataclass(frozen=True)
-class Noised:
+class Noised(Uplink):
     """Gaussian noise by a plan. `repair_limit` is the largest share of a cohort a client helps to repair for.
 
     Without `cancelling`, pair noise is left out altogether: for simulations of accuracy only, where it
     would cancel anyway; such an upload is not covered, and its release says so.
     """
 
-    plan: NoisePlan
+    noise: NoisePlan
     dropouts: Dropouts = "repair"
     repair_limit: float = 1 / 3
     cancelling: bool = True
@@ -81,8 +80,9 @@ class Noised:
         return self.plan.layout == "pairs" and self.cancelling
 
     @property
-    def _repairs(self) -> bool:
-        return self._paired and self.dropouts == "repair"
+    def plan(self) -> NoisePlan:
+        """How much noise there is."""
+        return self.noise
 
     @property
     def repairs(self) -> bool:
@@ -127,7 +127,7 @@ class Noised:
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """Reveal this round's seeds shared with missing clients, once, and for a limited share of the cohort."""
-        if not isinstance(request, Repair) or not self._repairs:
+        if not isinstance(request, Repair) or not self.repairs:
             raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
         advanced = state.revealing(request.round, request.attempt)
         missing = request.missing.tolist()
@@ -170,7 +170,7 @@ class Noised:
             total.check_repaired()
             return None
         missing = sorted(set(context.cohort) - set(gathered.arrived))
-        if not self._repairs or not missing or not gathered.arrived:
+        if not self.repairs or not missing or not gathered.arrived:
             return None
         total.close(gathered.arrived)
         if len(missing) > math.floor(self.repair_limit * len(context.cohort)):
@@ -181,9 +181,20 @@ class Noised:
         request = Repair(context.round, context.attempt, torch.tensor(missing, dtype=torch.int64))
         return Ask(tuple(gathered.arrived), request, total)
 
-    def parting(self, total: Summing) -> Mapping[int, Request]:
-        """Nothing."""
-        return {}
+    def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
+        """The noise of a pair, in whole steps."""
+        covering, client = planned(self.noise, context, terms.work), state.client
+        variance = dict(partners(covering, covering.members.index(client))).get(peer)
+        if not self._paired or variance is None:
+            return None
+        words, seed = np.zeros(terms.layout.length, dtype=np.uint64), pair_seed(state, peer, context)
+        step = self.unit(context, terms)
+        add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=step)
+        return torch.from_numpy(words.view(np.int64))
+
+    def unit(self, context: RoundContext, terms: Terms) -> float:
+        """The step of the round's grid."""
+        return gridded(self.noise, context, terms).step
 
     def revealed(self, total: Summing) -> tuple[tuple[int, int], ...]:
         """Every survivor's pairs with whoever is missing, as soon as survivors are asked for their seeds."""
@@ -216,7 +227,7 @@ class Noised:
             ),
             Release("upload.weight", "client", ("server",), UPLOAD_FIELDS["weight"]),
         )
-        if not self._repairs:
+        if not self.repairs:
             return fields
         return (
             *fields,

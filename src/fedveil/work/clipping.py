@@ -99,6 +99,8 @@ class ClippedSamples:
     sampling: float | None = None
 
     returns = "gradient"
+    local_training = (None, None)
+    reports = False
     unit = "record"
 
     def __post_init__(self) -> None:
@@ -254,6 +256,11 @@ class BoundedUpdate:
         check_bound(self.clip)
 
     @property
+    def local_training(self) -> tuple[int | None, int | None]:
+        """As given."""
+        return self.local.local_training
+
+    @property
     def largest(self) -> float:
         """θ: how long what is clipped of a contribution can be, over n_k."""
         return self.clip
@@ -266,6 +273,8 @@ class BoundedUpdate:
 @dataclass(frozen=True)
 class ClippedUpdate(BoundedUpdate):
     """The whole update is clipped: n_k · u·min(1, θ/‖u‖)."""
+
+    reports = False
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """gradients (here w − w_k) and weight; nothing else leaves."""

@@ -223,6 +223,9 @@ class Gradients:
     refuses: bool = True
 
     returns = "gradient"
+    local_training = (None, None)
+    clip = None
+    reports = True
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """gradients, values, statistics, weight."""

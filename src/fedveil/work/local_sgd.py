@@ -36,11 +36,18 @@ class LocalSteps:
     refuses: bool = True
 
     returns = "update"
+    clip = None
+    reports = True
 
     def __post_init__(self) -> None:
         for name, value in (("local_steps", self.steps), ("local_epochs", self.epochs)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1 (got {value}).")
+
+    @property
+    def local_training(self) -> tuple[int | None, int | None]:
+        """As given."""
+        return self.steps, self.epochs
 
     def count(self, samples: int) -> int:
         """Local steps of a client with `samples` samples."""

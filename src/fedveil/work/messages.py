@@ -49,6 +49,21 @@ class LocalWork(Protocol):
         """ "gradient" at the broadcast point, or "update" after local steps."""
         ...
 
+    @property
+    def local_training(self) -> tuple[int | None, int | None]:
+        """(steps, epochs) as they were given; neither: one gradient a round, or one epoch of training."""
+        ...
+
+    @property
+    def clip(self) -> float | None:
+        """The L2 norm to which it is clipped; None: one unit of data can change it without bound."""
+        ...
+
+    @property
+    def reports(self) -> bool:
+        """Whether the training loss and batch statistics leave with it."""
+        ...
+
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """The sections of one contribution."""
         ...
