@@ -16,9 +16,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from fedveil.audit.findings import SHORT, Finding, best_of
+from fedveil.audit.findings import SHORT, Finding, best_of, finding_from, read_audit
 from fedveil.audit.running import audit_run
-from fedveil.audit.store import finding_from, read_audit
 from fedveil.config import RunConfig
 from fedveil.runs import session
 

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from fedveil.audit.attack import Attack
 from fedveil.audit.findings import Found, Score, Trial
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import bootstrap_mean, feature_mse
-from fedveil.audit.references import References
-from fedveil.audit.registry import ATTACKS
 from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.scene import Effort
+from fedveil.audit.subject import Effort
+from fedveil.audit.trials import References
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, NotApplicableError
 from papers.cells import Figures
@@ -46,7 +46,7 @@ def tried(
     views: Sequence[View],
     settings: Sequence[Mapping[str, Any]],
     *,
-    attacks: Mapping[str, str] = ATTACKS,
+    attacks: Mapping[str, Attack] | None = None,
 ) -> Tried:
     """One attack on view after view, in one process; one it cannot be tried on ends the matter."""
     found = []

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.probe import read_head
+from fedveil.audit.attacks.extraction import read_head
 from fedveil.audit.findings import Found, Score, Verdict, judged
 from fedveil.audit.judge import Judge
 from fedveil.audit.measures import Classes
 from fedveil.audit.metrics import knn_distance
 from fedveil.audit.record import client_view, server_view
-from fedveil.audit.scene import Effort
-from fedveil.audit.subject import Subject, enacted
+from fedveil.audit.subject import Effort, Subject, enacted
 from fedveil.audit.views import ClientView
 from fedveil.data import Dataset
 from fedveil.downlink import Blueprint

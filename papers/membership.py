@@ -15,16 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fedveil.audit.attempts.membership import LAYERS
-from fedveil.audit.client_trials import model_trials
-from fedveil.audit.findings import Score, Trial, judged
+from fedveil.audit.attacks.membership import LAYERS
+from fedveil.audit.findings import TOLD_APART, Score, Trial, judged
 from fedveil.audit.measures import Members
 from fedveil.audit.metrics import CHANCE
-from fedveil.audit.references import TOLD_APART, References
 from fedveil.audit.running import TIME_LIMIT
 from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.scene import Effort, Scene
-from fedveil.audit.subject import Subject, enacted
+from fedveil.audit.subject import Effort, Scene, Subject, enacted
+from fedveil.audit.trials import References, model_trials
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, NotApplicableError, NumericError
 from fedveil.runs.evaluation import predict

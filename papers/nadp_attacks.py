@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedveil.audit.attacks.averaging import averaged
 from fedveil.audit.attacks.collusion import remaining_variance, sharpest_estimate, sharpest_variance
-from fedveil.audit.attacks.matching import client_gradient
+from fedveil.audit.attacks.gradients import client_gradient
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import feature_mse, mse, ssim
 from fedveil.audit.record import server_history, server_view

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedveil.audit.attacks.matching import client_gradient
+from fedveil.audit.attacks.gradients import client_gradient
 from fedveil.audit.findings import Found, Score, Truth, Verdict, judged
 from fedveil.audit.measures import Labels, Likeness
 from fedveil.audit.record import server_view
-from fedveil.audit.scene import Effort
-from fedveil.audit.server_trials import uploads_of
-from fedveil.audit.subject import Subject, enacted
+from fedveil.audit.subject import Effort, Subject, enacted
+from fedveil.audit.trials import uploads_of
 from fedveil.audit.views import ServerView
 from fedveil.engine import ClientPool
 from fedveil.runs.job import Job

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from fedveil.audit import running
-from fedveil.audit.registry import ATTACKS, attack_at
+from fedveil.audit.attack import attacks
 from fedveil.audit.views import ServerHistory, View, from_bytes
 
 Substitute = Callable[[View, Mapping[str, Any]], Mapping[str, Tensor]]
@@ -51,7 +51,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> Calls:
             on_progress(0.5)
             if self.name in calls.instead:
                 return calls.instead[self.name](opened, settings)
-            return attack_at(ATTACKS[self.name])(opened, settings, on_progress)
+            return attacks()[self.name](opened, settings, on_progress)
 
     monkeypatch.setattr(running, "AttackProcess", InProcess)
     return calls

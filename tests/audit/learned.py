@@ -9,13 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil import data, models
-from fedveil.audit.attacks.matching import Budget
 from fedveil.audit.attacks.prior import Prior, train_prior
 from fedveil.audit.judge import Judge, train_judge
+from fedveil.audit.metrics import psnr
 
 DIGITS = data.load("digits", seed=0)
 PUBLIC, PRIVATE, JUDGES = slice(0, 450), slice(450, 900), slice(900, None)
-QUICK = Budget(quick=True)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -24,7 +23,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 @cache
 def digits_prior() -> Prior:
-    return train_prior(DIGITS.train.x[PUBLIC], generator=generator(), box=(0.0, 1.0), budget=QUICK)
+    return train_prior(DIGITS.train.x[PUBLIC], generator=generator(), box=(0.0, 1.0), quick=True)
 
 
 @cache
@@ -48,3 +47,12 @@ def digits_model(name: str = "cnn", *, steps: int = 400) -> nn.Module:
 
 def accuracy(scores: Tensor, y: Tensor) -> float:
     return float((scores.argmax(1) == y).double().mean())
+
+
+def blind_level(prior: Prior, original: Tensor, *, generator: torch.Generator, draws: int = 64) -> float:
+    """The mean PSNR, in units of the box, of the prior's random pictures: what an attack that saw nothing comes to."""
+    low, high = prior.box
+    with torch.no_grad():
+        guesses = prior.decode(prior.sample(draws, generator=generator)).to(original)
+    pairs = [(guesses, one.expand_as(guesses)) for one in original]
+    return float(torch.stack([psnr(a, b, peak=high - low).mean() for a, b in pairs]).mean())

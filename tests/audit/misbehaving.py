@@ -3,70 +3,112 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fedveil.audit.attack import AttackContext, attack
 from fedveil.errors import NotApplicableError
 
+wrong = partial(attack, sees="upload", asset="data", reference="mlp", how="goes wrong in its own way")
 
-def counts(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+
+@wrong("counts")
+def counts(view: Any, context: AttackContext, *, number: int) -> dict[str, torch.Tensor]:
     print("chatter that must not run into the result")
     for step in range(4):
-        progress(step / 4)
-    progress(7.0)
+        context.progress(step / 4)
+    context.progress(7.0)
     parameters = torch.cat([one.detach().reshape(-1) for one in view.model().parameters()])
     return {
         "messages": torch.tensor([len(view.messages)]),
-        "given": torch.tensor([settings["number"]]),
+        "given": torch.tensor([number]),
         "parameters": parameters,
     }
 
 
-def raises(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+@wrong("raises")
+def raises(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
     raise ValueError("the picture would not come out")
 
 
-def dies(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
-    progress(0.5)
+@wrong("dies")
+def dies(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
+    context.progress(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
 
-def leaves(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+@wrong("leaves")
+def leaves(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
     os.write(2, b"no more of this")
     os._exit(3)
 
 
-def hangs(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
-    progress(0.25)
+@wrong("hangs")
+def hangs(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
+    context.progress(0.25)
     time.sleep(600)
     return {}
 
 
-def declines(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+@wrong("declines")
+def declines(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
     raise NotApplicableError("no head noise")
 
 
-def moody(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+@wrong("moody")
+def moody(view: Any, context: AttackContext, *, mood: str) -> dict[str, torch.Tensor]:
     """Goes well, or wrong in the way that the settings say."""
-    if settings["mood"] == "leave":
-        leaves(view, settings, progress)
-    if settings["mood"] == "raise":
+    if mood == "leave":
+        leaves.function(view, context)
+    if mood == "raise":
         raise ValueError("not today")
-    if settings["mood"] == "decline":
-        declines(view, settings, progress)
+    if mood == "decline":
+        declines.function(view, context)
     length = len(view.known.get("more", ()))
     found = {"victim": view.victim, "length": length, "process": os.getpid()}
     return {name: torch.tensor(value) for name, value in found.items()}
 
 
-def babbles(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
+@wrong("babbles")
+def babbles(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
     """Writes to the descriptor on which results leave, which nobody told it."""
     for one in range(3, 20):
         with contextlib.suppress(OSError):
             os.write(one, b"?" * 64)
     os._exit(0)
+
+
+@wrong("surroundings")
+def surroundings(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
+    """Working folder and what lies in it, environment, arguments, open files and import paths, as JSON."""
+    here = Path.cwd()
+    seen = {
+        "folder": str(here),
+        "lies here": sorted(one.name for one in here.iterdir()),
+        "environment": dict(os.environ),
+        "arguments": [*sys.argv, *sys.orig_argv],
+        "open files": _open_files(),
+        "import paths": sys.path,
+    }
+    context.progress(1.0)
+    return {"seen": torch.frombuffer(bytearray(json.dumps(seen).encode()), dtype=torch.uint8)}
+
+
+def _open_files() -> list[str]:
+    folder = Path("/proc/self/fd")
+    found = []
+    for one in folder.iterdir() if folder.is_dir() else ():
+        try:
+            found.append(str(one.readlink()))
+        except OSError:  # the descriptor with which the folder itself was read
+            continue
+    return sorted(found)

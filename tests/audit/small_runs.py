@@ -7,8 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fedveil.audit.scene import Effort, Scene, scene_of
-from fedveil.audit.subject import Subject, cut, enacted
+from fedveil.audit.subject import Effort, Scene, Subject, cut, enacted, scene_of
 from fedveil.config import RunConfig
 from fedveil.runs.job import Job, job_from_config, settled
 

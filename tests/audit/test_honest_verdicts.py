@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from audit.small_runs import scene, subject_of
-from fedveil.audit.client_trials import _Maker, _paired
-from fedveil.audit.findings import Finding, Score, judged, sentences
+from fedveil.audit.findings import AuditStore, Finding, Score, judged, sentences
 from fedveil.audit.measures import Likeness, Members
 from fedveil.audit.record import client_view
 from fedveil.audit.running import all_trials, missing_trials
-from fedveil.audit.scene import Effort
-from fedveil.audit.store import AuditStore
-from fedveil.audit.subject import noisy
+from fedveil.audit.subject import Effort, noisy
+from fedveil.audit.trials import _Model, _paired
 from fedveil.errors import ConfigError
 
 
@@ -63,8 +61,8 @@ def test_labels_alone_do_not_tell_members_apart() -> None:
 
 
 def test_candidates_have_the_same_labels_under_a_skewed_partition() -> None:
-    found = _Maker(scene(scheme="fedavg", partition="dirichlet", alpha=0.1))
-    known, member = found.candidates()
+    found = _Model(scene(scheme="fedavg", partition="dirichlet", alpha=0.1))
+    known, member = found.candidates
     asked = known["candidates.membership"] == -1
     y = known["candidates.y"]
     told = torch.full((len(y),), -1)

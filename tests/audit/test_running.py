@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 import time
@@ -18,12 +17,10 @@ from torch import Tensor
 from audit.in_process import without_processes
 from audit.small_runs import QUICK, subject_of
 from fedveil.audit import running
-from fedveil.audit.findings import Finding
-from fedveil.audit.registry import ATTACKS
-from fedveil.audit.running import Tick, audit
-from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.scene import Effort, scene_of
-from fedveil.audit.store import AuditStore, identity_of
+from fedveil.audit.attack import Attack, attacks
+from fedveil.audit.findings import AuditStore, Finding
+from fedveil.audit.running import Tick, audit, identity_of
+from fedveil.audit.subject import Effort, scene_of
 from fedveil.audit.views import View
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
 
@@ -104,13 +101,10 @@ def test_an_attack_that_gets_nothing_even_without_protection_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = without_processes(monkeypatch)
-    original = ATTACKS["closed-form"]
 
     def only_plain(view: View, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        from fedveil.audit.registry import attack_at
-
         if calls[-1][1] == "fedavg":
-            return attack_at(original)(view, settings, lambda part: None)
+            return attacks()["closed-form"](view, settings)
         return blank(view, settings)
 
     calls.instead["closed-form"] = only_plain
@@ -209,17 +203,15 @@ def test_ticks_count_trials_up_to_all_of_them(tmp_path: Path, monkeypatch: pytes
     assert ticks[-1].running == {}
 
 
-def misbehaving(monkeypatch: pytest.MonkeyPatch, **instead: str) -> None:
-    """Real processes, in which some attacks go wrong."""
-    attacks = {**ATTACKS, **{name: f"audit.misbehaving:{how}" for name, how in instead.items()}}
-    monkeypatch.setattr(running, "AttackProcess", functools.partial(AttackProcess, attacks=attacks))
+def misbehaving(**instead: str) -> Mapping[str, Attack]:
+    """Attacks of which some go wrong in their processes."""
+    wrong = {name: replace(attacks()[name], target=f"audit.misbehaving:{how}") for name, how in instead.items()}
+    return {**attacks(), **wrong}
 
 
-def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    misbehaving(monkeypatch, received="dies", probe="declines", labels="dies")
-    found = audited(tmp_path, "closed-form", "received", "probe", "labels")
+def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(tmp_path: Path) -> None:
+    known = misbehaving(received="dies", probe="declines", labels="dies")
+    found = audited(tmp_path, "closed-form", "received", "probe", "labels", known=known)
     assert found["client/received"].verdict == "failed"
     assert "killed by signal 9" in found["client/received"].reason
     assert (found["client/probe"].verdict, found["client/probe"].reason) == ("not applicable", "no head noise")
@@ -232,7 +224,7 @@ def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(
 def test_ctrl_c_ends_what_runs_at_once_and_keeps_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    misbehaving(monkeypatch, probe="hangs")
+    known = misbehaving(probe="hangs")
     children = running_children()
     main = threading.main_thread().ident
     assert main is not None
@@ -245,7 +237,7 @@ def test_ctrl_c_ends_what_runs_at_once_and_keeps_what_was_found(
             signal.pthread_kill(main, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        audited(tmp_path, "received", "probe", "parameters", tick=tick)
+        audited(tmp_path, "received", "probe", "parameters", known=known, tick=tick)
     assert begun
     assert time.perf_counter() - begun[0] < 30
     assert running_children() == children

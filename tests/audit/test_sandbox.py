@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from audit import misbehaving
 from audit.recorded import recorded_once
+from fedveil.audit.attack import Attack, attack_at
 from fedveil.audit.record import server_view
-from fedveil.audit.registry import attack_at
-from fedveil.audit.sandbox import AttackProcess, attacked
+from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import to_bytes
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
 
-NAMES = ("counts", "raises", "declines", "dies", "leaves", "hangs", "moody", "babbles", "missing")
-ATTACKS = {name: f"audit.misbehaving:{name}" for name in NAMES}
+ATTACKS = {name: one for name, one in vars(misbehaving).items() if isinstance(one, Attack)}
 
 
 def view() -> bytes:
@@ -26,7 +26,12 @@ def view() -> bytes:
 
 
 def run(name: str, **more: Any) -> dict[str, torch.Tensor]:
-    return attacked(name, view(), attacks=ATTACKS, **more)
+    return run_on(name, view(), **more)
+
+
+def run_on(name: str, seen: bytes, **more: Any) -> dict[str, torch.Tensor]:
+    with AttackProcess(name, attacks=ATTACKS) as process:
+        return process.run(seen, **more)
 
 
 def test_an_attack_gets_its_view_and_settings_and_sends_progress_and_tensors() -> None:
@@ -51,7 +56,7 @@ def test_what_is_not_in_the_view_cannot_be_seen(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", str(run_folder))
     with (run_folder / "config.toml").open() as held_open:
         os.set_inheritable(held_open.fileno(), True)
-        seen = json.loads(attacked("surroundings", seen_by_server)["seen"].numpy().tobytes())
+        seen = json.loads(run_on("surroundings", seen_by_server)["seen"].numpy().tobytes())
     assert seen["lies here"] == []
     assert not Path(seen["folder"]).exists()
     assert set(seen["environment"]) <= {
@@ -86,8 +91,10 @@ def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> No
         run("count")
     with pytest.raises(ConfigError, match="plain data"):
         run("counts", settings={"number": torch.ones(1)})
+    with pytest.raises(AttackError, match="'counts' failed: The attack 'counts' has no setting 'nubmer'"):
+        run("counts", settings={"nubmer": 1})
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        attack_at(ATTACKS["missing"])
+        attack_at("audit.misbehaving:missing")
 
 
 def test_a_process_takes_one_view_after_the_other() -> None:

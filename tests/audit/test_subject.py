@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from audit.small_runs import QUICK, folder, job_of, scene, subject_of
-from fedveil.audit.client_trials import model_trials
 from fedveil.audit.record import server_view
-from fedveil.audit.scene import scene_of
-from fedveil.audit.server_trials import uploads_of
-from fedveil.audit.subject import Subject, enacted, plain_gradient, replayed
+from fedveil.audit.subject import Subject, enacted, plain_gradient, replayed, scene_of
+from fedveil.audit.trials import model_trials, uploads_of
 from fedveil.errors import ConfigError
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from audit.small_runs import scene, subject_of
-from fedveil.audit.client_trials import model_trials
 from fedveil.audit.record import client_view, server_history, server_view
 from fedveil.audit.subject import (
     alike,
@@ -17,6 +16,7 @@ from fedveil.audit.subject import (
     unprotected_model,
     unprotected_upload,
 )
+from fedveil.audit.trials import model_trials
 from fedveil.audit.views import ClientView, ServerView, to_bytes
 from fedveil.downlink import assemble
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedveil.audit.running import LISTING
+from fedveil.audit.attack import attacks
 from fedveil.errors import CheckpointError, ConfigError, FedVeilError
 from shell import Done, fedveil
 
@@ -124,7 +124,7 @@ def test_an_audit_of_another_effort_is_said_to_be_replaced(ran: Path, first: Don
 def test_attacks_are_listed() -> None:
     done = fedveil("audit", "--list")
     assert (done.code, done.error) == (0, "")
-    assert all(name in done.output for name in LISTING)
+    assert all(name in done.output for name in attacks())
 
 
 def test_help_shows_examples() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_own_uplink(tmp_path: Path) -> None:
     assert float(accuracy) > 0.8
     assert verdicts in ("{'aggregate only', 'none'}", "{'none', 'aggregate only'}")
     assert fields == next(text for language, text in blocks("how-to/own-uplink.md") if language == "text")
+
+
 def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_a_shell(tmp_path: Path) -> None:
     (code,) = (text for _, text in blocks("how-to/own-scheme.md") if text.startswith("# my_scheme.py"))
     assert len(code.splitlines()) <= 45
@@ -94,6 +97,20 @@ def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_a_shell(tmp_path
     done = shell(*own, "--set", "kept=0.2", "--out", "wrong")
     assert done.returncode == ConfigError.exit_code
     assert "has no option 'kept'. Did you mean 'keep'?" in done.stderr
+
+
+def test_own_attack(tmp_path: Path) -> None:
+    """One file of at most sixty lines; its reference comes out, and so does a finding, like ours."""
+    said = typed("how-to/own-attack.md", tmp_path)
+    assert len((tmp_path / "loss_threshold.py").read_text(encoding="utf-8").splitlines()) <= 60
+    listed, _, tried = said.values()
+    assert "loss-threshold │ client │ the model" in listed
+    assert "A client, after members" in tried
+    (found,) = json.loads((tmp_path / "runs" / "own-attack" / "audit" / "audit.json").read_text())["findings"]
+    assert found["name"] == "client/loss-threshold"
+    assert found["reference"] > found["threshold"] == 0.6
+    assert found["value"] is not None
+    assert found["verdict"] not in ("failed", "not applicable")
 
 
 def _noise_on_what_nothing_bounds() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedveil import models
-from fedveil.audit.attacks.direction import read_class
-from fedveil.audit.attacks.matching import Problem, client_gradient
+from fedveil.audit.attacks.closed_form import read_class
+from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.work.losses import make_loss
 from papers import reconstruction
 from papers.attacking import REFERENCES, Scale, from_text, interval, proven

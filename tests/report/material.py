@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from fedveil.audit.findings import Finding, sentences
+from fedveil.audit.findings import AuditStore, Finding, sentences
 from fedveil.audit.pictures import contact_sheet
-from fedveil.audit.store import AuditStore
 from fedveil.config import RunConfig
 
 SCHEMES = ("fedavg", "lossless", "nadp")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save
 
-from fedveil.audit.store import finding_from, read_audit
+from fedveil.audit.findings import finding_from, read_audit
 from fedveil.compare.results import read_results
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError

@@ -1,18 +1,89 @@
-"""What an audit consists of: trials of attacks on views, and what was found."""
+"""What an audit consists of: trials of attacks on views, what was found, and audit.json, which keeps it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from fedveil.audit.views import View
+from fedveil.errors import CheckpointError, ConfigError
+from fedveil.plain import made, read_named
+from fedveil.runs.folder import write_atomically
+from fedveil.version import __version__
+
+RECOGNISABLE = 20.0
+"""The decibels from which a picture can be recognised."""
+TOLD_APART = 0.6
 
 Settings = Mapping[str, Any]
 Found = Mapping[str, Tensor]
 Truth = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Asset:
+    """What an attack can be after: what an adversary does that gets all of it, a part, nothing.
+
+    `asked` is the figure that an attack has to exceed on an unprotected reference before it is believed, `needs` what a
+    run must have for it to be there at all.
+    """
+
+    whole: str
+    part: str
+    nothing: str
+    asked: float
+    needs: tuple[str, ...] = ()
+
+
+ASSETS = {
+    "labels": Asset(
+        "reads the labels of what a client trained on",
+        "reads some of the labels",
+        "cannot tell labels",
+        asked=0.9,
+        needs=("classes",),
+    ),
+    "data": Asset(
+        "rebuilds what a client trained on",
+        "sees traces of what a client trained on",
+        "cannot rebuild what a client trained on",
+        asked=RECOGNISABLE,
+    ),
+    "the model's function": Asset(
+        "can use the model as if it were its own",
+        "can use a worse copy of the model",
+        "cannot use the model",
+        asked=1.0,
+    ),
+    "the model's parameters": Asset(
+        "knows the parameters up to scales that leave the function as it is",
+        "knows part of the parameters, up to scales that leave the function as it is",
+        "knows none of the parameters, not even up to scales",
+        asked=1.0,
+    ),
+    # Chance is one half, and the reference an overfitted model.
+    "members": Asset(
+        "tells whose data was trained on",
+        "tells members better than by chance",
+        "cannot tell members",
+        asked=TOLD_APART,
+        needs=("classes",),
+    ),
+    # Chance is one in ten on a reference of digits.
+    "what classes look like": Asset(
+        "makes recognisable pictures of the classes",
+        "makes pictures that are sometimes recognised",
+        "cannot picture the classes",
+        asked=0.5,
+        needs=("classes", "pictures"),
+    ),
+}
 
 NOT_TRIED = "–"
 """Stands for an attack where none was tried."""
@@ -194,30 +265,6 @@ CAVEAT = (
     "different models, poisoning, side channels."
 )
 
-_GETS = {
-    "data": "rebuilds what a client trained on",
-    "labels": "reads the labels of what a client trained on",
-    "the model's function": "can use the model as if it were its own",
-    "the model's parameters": "knows the parameters up to scales that leave the function as it is",
-    "members": "tells whose data was trained on",
-    "what classes look like": "makes recognisable pictures of the classes",
-}
-_GETS_PART = {
-    "data": "sees traces of what a client trained on",
-    "labels": "reads some of the labels",
-    "the model's function": "can use a worse copy of the model",
-    "the model's parameters": "knows part of the parameters, up to scales that leave the function as it is",
-    "members": "tells members better than by chance",
-    "what classes look like": "makes pictures that are sometimes recognised",
-}
-_GETS_NOTHING = {
-    "data": "cannot rebuild what a client trained on",
-    "labels": "cannot tell labels",
-    "the model's function": "cannot use the model",
-    "the model's parameters": "knows none of the parameters, not even up to scales",
-    "members": "cannot tell members",
-    "what classes look like": "cannot picture the classes",
-}
 SHORT = {
     "as if unprotected": "as if unprotected",
     "in part": "in part",
@@ -274,13 +321,13 @@ def _got(best: Finding) -> str:
         f"({best.attack} on {best.seen}: {shown.get('value')}; chance {shown.get('chance')}, without protection "
         f"{shown.get('unprotected')})"
     )
-    asset = best.asset
+    asset, words = best.asset, ASSETS[best.asset]
     if best.verdict == "as if unprotected":
-        return f"{_GETS[asset]} {figures}"
+        return f"{words.whole} {figures}"
     if best.verdict == "in part":
-        return f"{_GETS_PART[asset]} {figures}"
+        return f"{words.part} {figures}"
     if best.verdict == "nothing":
-        return f"{_GETS_NOTHING[asset]} by these attacks {figures}"
+        return f"{words.nothing} by these attacks {figures}"
     if best.verdict == "not decided":
         return f"was measured on {asset} with too few samples to decide {figures}"
     if best.verdict == "not effective":
@@ -296,3 +343,91 @@ def _reached(one: Finding) -> float:
     if one.value is None or one.chance is None or one.unprotected is None or one.unprotected == one.chance:
         return 0.0
     return (one.value - one.chance) / (one.unprotected - one.chance)
+
+
+FORMAT = "fedveil-audit-1"
+
+
+class AuditStore:
+    """Findings by trial in FOLDER/audit.json, pictures in FOLDER/pictures."""
+
+    def __init__(self, folder: Path, *, identity: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.path = folder / "audit.json"
+        self.pictures = folder / "pictures"
+        self.findings: dict[str, Finding] = {}
+        self.replaced = False
+        self._identity = json.loads(json.dumps(identity))
+        self._about = dict(about)
+        self._sentences: dict[str, str] = {}
+        self._own_code: dict[str, str] = {}
+        if self.path.exists():
+            stored = read_audit(self.path)
+            if stored["identity"] == self._identity:
+                self.findings = {one.name: one for one in map(finding_from, stored["findings"])}
+                self._own_code = {str(name): str(digest) for name, digest in stored.get("own", {}).items()}
+            elif {**stored["identity"], "quick": True} == self._identity and stored["findings"]:
+                raise ConfigError(
+                    f"{self.path} holds a full audit of this run, which a quick one would replace: give another --out, "
+                    "or leave --quick out."
+                )
+            else:
+                self.replaced = True
+
+    def has(self, name: str, *, code: str = "") -> bool:
+        """Whether a trial was made; one that failed to run is made again, and one whose attack is another code by now.
+
+        `code` is the digest of a file that came with the command; the package's own attacks have none.
+        """
+        made = name in self.findings and self.findings[name].verdict != "failed"
+        return made and self._own_code.get(name, "") == code
+
+    def keep(self, finding: Finding, *, code: str = "") -> None:
+        """Write a finding down."""
+        self.findings[finding.name] = finding
+        if code:
+            self._own_code[finding.name] = code
+        self._write()
+
+    def conclude(self, sentences: Mapping[str, str]) -> None:
+        """Write the verdict on each adversary down."""
+        self._sentences = dict(sentences)
+        self._write()
+
+    def _write(self) -> None:
+        content = {
+            "format": FORMAT,
+            "identity": self._identity,
+            **self._about,
+            "versions": {"fedveil": __version__, "torch": torch.__version__},
+            **({"own": self._own_code} if self._own_code else {}),
+            "adversaries": self._sentences,
+            "findings": [asdict(one) for one in self.findings.values()],
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_audit(path: Path) -> dict[str, Any]:
+    """What an audit.json holds; anything else is refused."""
+    try:
+        content = read_named(path)
+    except CheckpointError as reason:
+        raise CheckpointError(f"{reason} Remove it to audit anew.") from reason
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path} is no audit of this version. Remove it to audit anew.")
+    findings = content.get("findings")
+    plain = isinstance(content.get("identity"), dict) and isinstance(content.get("own", {}), dict)
+    if not plain or not isinstance(findings, list):
+        raise CheckpointError(f"{path} is damaged: it holds no findings. Remove it to audit anew.")
+    return content
+
+
+def finding_from(data: object) -> Finding:
+    """A finding back from plain data."""
+    own = {one.name for one in fields(Finding)}
+    given = {name: value for name, value in data.items() if name in own} if isinstance(data, Mapping) else data
+    try:
+        return made(Finding, given, where="A finding of an audit")
+    except CheckpointError as reason:
+        raise CheckpointError(f"{reason} Remove audit.json to audit anew.") from reason

@@ -11,8 +11,7 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from fedveil.audit.attacks.parameters import parameter_knowledge
-from fedveil.audit.findings import Found, Score, Truth, enough_above
+from fedveil.audit.findings import RECOGNISABLE, Found, Score, Truth, enough_above
 from fedveil.audit.judge import Judge
 from fedveil.audit.metrics import (
     CHANCE,
@@ -21,13 +20,13 @@ from fedveil.audit.metrics import (
     exact_interval,
     feature_mse,
     knn_distance,
+    parameter_knowledge,
     psnr,
     rates,
     ssim,
 )
 from fedveil.downlink import Blueprint
 
-RECOGNISABLE = 20.0
 _CONFIDENCE = 0.95
 _DECIDING = 0.99
 _MOST_DECIBELS = 100.0

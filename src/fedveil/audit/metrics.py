@@ -1,9 +1,9 @@
-"""How sure a finite number of trials makes us of a rate."""
+"""Figures: how alike reconstructions are, how sure a finite number of trials makes us, what is known of parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from scipy.stats import beta
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedveil.downlink import Blueprint
 from fedveil.errors import ConfigError, DataError, NumericError
 
 
@@ -106,38 +107,13 @@ def knn_distance(found: Tensor, private: Tensor, *, extractor: Extractor | None 
         return torch.cdist(ours.flatten(1), theirs.flatten(1)).topk(k, dim=1, largest=False).values.mean(1)
 
 
-@dataclass(frozen=True)
-class Rate:
-    """A share of trials and the interval that holds the true rate with the stated confidence."""
-
-    successes: int
-    trials: int
-    low: float
-    high: float
-    confidence: float
-
-    @property
-    def value(self) -> float:
-        """successes / trials."""
-        return self.successes / self.trials
-
-
-def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.95) -> Rate:
-    """The exact two-sided binomial interval: it covers the true rate at least as often as stated."""
-    _check_confidence(confidence)
-    if not 0 <= successes <= trials or trials < 1:
-        raise ConfigError(f"{successes} successes in {trials} trials: give 1 trial or more and 0 to all successes.")
-    low, high = exact_interval(successes, trials, confidence=confidence)
-    return Rate(successes=successes, trials=trials, low=low, high=high, confidence=confidence)
-
-
-def attack_success(found: Tensor, labels: Tensor, *, classifier: Extractor, confidence: float = 0.95) -> Rate:
+def attack_success(found: Tensor, labels: Tensor, *, classifier: Extractor, confidence: float = 0.95) -> Estimate:
     """How often an independent classifier gives a reconstruction the label it was meant to have."""
     if len(found) != len(labels):
         raise DataError(f"{len(found)} reconstructions but {len(labels)} labels: give one label for each.")
     with torch.no_grad():
         hits = classifier(found).argmax(1).cpu() == labels.cpu()
-    return clopper_pearson(int(hits.sum()), len(found), confidence=confidence)
+    return proportion(int(hits.sum()), len(found), confidence=confidence)
 
 
 def bootstrap_mean(
@@ -170,11 +146,6 @@ def _check_alike(found: Tensor, original: Tensor) -> None:
             f"Reconstructions of shape {tuple(found.shape)} and originals of shape {tuple(original.shape)} cannot be "
             "compared sample by sample: both must be (batch, ...), equal and not empty."
         )
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ConfigError(f"A confidence lies strictly between 0 and 1; {confidence} does not.")
 
 
 CHANCE = 0.5
@@ -244,7 +215,7 @@ def rates(
 
 def proportion(count: int, total: int, *, confidence: float = 0.95) -> Estimate:
     """count/total with the exact interval of Clopper and Pearson."""
-    _check_confidence_rates(confidence)
+    _check_confidence(confidence)
     if not 0 <= count <= total or total < 1:
         raise DataError(f"A proportion needs 0 ≤ count ≤ total and a total of at least 1, not {count} of {total}.")
     return Estimate(count / total, *exact_interval(count, total, confidence=confidence))
@@ -274,7 +245,7 @@ def area_under_curve(scores: Tensor, *, member: Tensor, confidence: float = 0.95
     """
     from scipy.stats import norm, rankdata
 
-    _check_confidence_rates(confidence)
+    _check_confidence(confidence)
     inside, outside = _split(scores, member)
     m, n = len(inside), len(outside)
     if min(m, n) < 2:
@@ -328,10 +299,100 @@ def _split(scores: Tensor, member: Tensor) -> tuple[Floats, Floats]:
     return values[truth], values[~truth]
 
 
-def _check_confidence_rates(confidence: float) -> None:
+def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
         raise ConfigError(f"The confidence must lie between 0 and 1, not {confidence}.")
 
 
 def _logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+EXACT = 1e-6
+DETERMINED = 1e-3
+_SWEEPS = 50
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class ParameterKnowledge:
+    """What a client learns of the parameters as numbers: shares of all that are not zero, from 0 to 1.
+
+    A veil of secret positive scales multiplies row i and column j of every weight by numbers of their own. The
+    function the network computes stays as it is, and so does most of what its weights say: their signs, and every
+    ratio W_ij·W_kl / (W_il·W_kj). Numbers that are hidden are not a model that is hidden.
+
+    `exact`: received as they are, to one millionth. `signs`: received with their sign (chance: one half).
+    `determined`: known to a thousandth once every row and column may be rescaled; parameters that no other one
+    shares a row or column with are not counted. `residuals`, by layer: ‖Ŵ − e^{a_i + b_j}·W‖ / ‖Ŵ‖ with the best
+    a and b; 0 means that only the scales are unknown, about 1 or more that the layer says nothing.
+    """
+
+    exact: float
+    signs: float
+    determined: float
+    residuals: Mapping[str, float]
+
+
+def parameter_knowledge(received: Tensor, true: Tensor, blueprint: Blueprint) -> ParameterKnowledge:
+    """Compare flat parameters as a client received them (or made of them) with the true ones.
+
+    a and b are the least-squares fit of log|Ŵ_ij| − log|W_ij| ≈ a_i + b_j, a bias being one more column.
+    """
+    if received.shape != true.shape or len(true) != blueprint.size:
+        raise DataError(
+            f"{tuple(received.shape)} received and {tuple(true.shape)} true parameters do not fit a model of "
+            f"{blueprint.size}."
+        )
+    got, truth = received.double().cpu(), true.double().cpu()
+    close = (got - truth).abs() <= EXACT * truth.abs()
+    there = truth != 0
+    residuals, known, counted = {}, 0, 0
+    for name, ours, theirs in _tables(blueprint, got, truth):
+        error = (ours - _rescaled(theirs, ours)).abs()
+        residuals[name] = float(error.norm() / ours.norm().clamp_min(1e-300))
+        numbers = (ours != 0) | (theirs != 0)
+        known += int((error <= DETERMINED * ours.abs())[numbers].sum())
+        counted += int(numbers.sum())
+    return ParameterKnowledge(
+        exact=float(close[there].double().mean()),
+        signs=float((got.sign() == truth.sign())[there].double().mean()),
+        determined=known / max(1, counted),
+        residuals=residuals,
+    )
+
+
+def _tables(blueprint: Blueprint, got: Tensor, truth: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Every weight with its bias as rows × columns × kernel, received and true; lone vectors are left out."""
+    ours, theirs = blueprint.parameters.split(got), blueprint.parameters.split(truth)
+    for name, one in ours.items():
+        path, _, own = name.rpartition(".")
+        bias = f"{path}.{own.replace('weight', 'bias')}" if path else own.replace("weight", "bias")
+        if "weight" not in own or (one.dim() < 2 and bias not in ours):
+            continue
+        transposed = isinstance(blueprint.skeleton.get_submodule(path), _TRANSPOSED)
+        tables = [_table(side[name], side.get(bias), transposed=transposed) for side in (ours, theirs)]
+        yield name, tables[0], tables[1]
+
+
+def _table(weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    rows = weight.transpose(0, 1) if transposed else weight
+    rows = rows[:, None, None] if rows.dim() == 1 else rows.flatten(2) if rows.dim() > 2 else rows[:, :, None]
+    if bias is None or len(bias) != len(rows):
+        return rows
+    # A kernel has several numbers in a cell and a bias has one: the others are absent.
+    column = rows.new_zeros(len(rows), 1, rows.shape[2])
+    column[:, 0, 0] = bias
+    return torch.cat([rows, column], 1)
+
+
+def _rescaled(truth: Tensor, received: Tensor) -> Tensor:
+    """e^{a_i + b_j}·W with the best a and b, by alternating means over numbers that are not zero."""
+    there = (truth != 0) & (received != 0)
+    ratio = torch.where(there, (received / torch.where(there, truth, 1.0)).abs().log(), 0.0)
+    rows, columns = (there.sum((1 - side, 2)).clamp_min(1) for side in (0, 1))
+    a, b = ratio.new_zeros(ratio.shape[0]), ratio.new_zeros(ratio.shape[1])
+    for _ in range(_SWEEPS):
+        a = torch.where(there, ratio - b[None, :, None], 0.0).sum((1, 2)) / rows
+        b = torch.where(there, ratio - a[:, None, None], 0.0).sum((0, 2)) / columns
+    return (a[:, None] + b).exp()[:, :, None] * truth

@@ -1,92 +1,36 @@
-"""What an audit does not try on a run, and why: said, so that silence is not taken for safety."""
+"""An audit: every attack proves itself on its reference, then is tried on the run; findings are kept as they come."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event, Lock
+from typing import Any
 
-from fedveil.audit.client_trials import CLIENT, model_trials
-from fedveil.audit.findings import NOT_TRIED, Finding, Found, Settings, Trial, judged, sentences
+from fedveil.audit.attack import Attack, with_own
+from fedveil.audit.findings import AuditStore, Finding, Found, Settings, Trial, judged, sentences
 from fedveil.audit.pictures import sheet_of
-from fedveil.audit.references import References
-from fedveil.audit.registry import ATTACKS
+from fedveil.audit.record import Record
 from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.scene import Effort, Scene, scene_of
-from fedveil.audit.server_trials import OUTSIDER, SERVER, upload_trials
-from fedveil.audit.store import AuditStore, identity_of
-from fedveil.audit.subject import Subject, alike, from_folder
+from fedveil.audit.subject import Effort, Subject, alike, from_folder, scene_of
+from fedveil.audit.trials import References, all_trials, missing_trials
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, unknown_name
 from fedveil.runs.job import device_of
-
-COALITION = "the server with some clients"
-_HELD = "the server holds no model, and what it sees is hidden or noised: no attack on that is built; see ledger.json"
-_TOLD = (
-    "a client that sides with the server tells it the model and, under a cipher, the key: see ledger.json for what is "
-    "then open"
-)
-_SECRET = "which records were in a secret batch is not recorded, so that nothing can be scored; see ledger.json"
-_OWN_NOISE = "colluders would take their own noise off the sum, which no record holds; the ledger counts them"
-_SUCCESSIVE = (
-    "two successive models less a client's own part are the others' sum; where few take part that could say much, "
-    "and no attack on it is built"
-)
-
-
-def missing_trials(scene: Scene) -> Iterator[Finding]:
-    """Every adversary and asset of which this audit measures nothing, or not all."""
-    scheme = scene.run.job.scheme
-    if scene.run.held:
-        yield _untried("server", SERVER, _HELD)
-        yield _untried("coalition", COALITION, _TOLD)
-        yield _untried("wire", OUTSIDER, _HELD)
-    elif scene.run.config.secret_sampling:
-        yield _untried("server", SERVER, _SECRET)
-        yield _untried("wire", OUTSIDER, _SECRET)
-    elif not scheme.readable and scheme.plan is not None:
-        yield _untried("coalition", COALITION, _OWN_NOISE)
-    yield _untried("client", CLIENT, _SUCCESSIVE)
-
-
-def _untried(where: str, adversary: str, reason: str) -> Finding:
-    return Finding(f"{where}/not tried", adversary, "data", NOT_TRIED, "–", False, "–", "not applicable", reason)
-
-
-LISTING: dict[str, tuple[str, str, str]] = {
-    "labels": ("server", "an upload", "labels read off the last layer's gradient"),
-    "closed-form": ("server, wire", "an upload", "the first linear layer's gradient is the input, up to a factor"),
-    "dlg": ("server", "an upload", "gradient matching by L-BFGS, labels too (Zhu et al. 2019)"),
-    "idlg": ("server, wire", "an upload, a sum", "the same after reading the labels (Zhao et al. 2020)"),
-    "inverting": ("server", "an upload", "cosine distance, total variation, Adam (Geiping et al. 2020)"),
-    "generative": ("server", "an upload", "matching within a prior learned from public pictures"),
-    "phi": ("server, wire", "Ψ and Φ", "what travels bare beside a noised gradient, read or matched (ours)"),
-    "averaging": ("server", "many uploads", "noise averaged away over rounds (ours)"),
-    "received": ("client", "the model", "used as it is"),
-    "calibration": ("client", "the model", "head noise estimated from few samples and taken off (ours)"),
-    "probe": ("client", "the model", "a last layer of one's own on the model's features (ours)"),
-    "parameters": ("client", "the model", "numbers known up to scales that leave the function as it is (ours)"),
-    "membership": ("client", "the model", "attack network on outputs, half of the members known"),
-    "membership-layers": ("client", "the model", "the same on the last three layers"),
-    "likelihood": ("client", "the model", "likelihood ratio with shadow models (Carlini et al. 2022)"),
-    "class-inversion": ("client", "the model", "pictures of each class within a learned prior (Zhang et al. 2020)"),
-}
-"""By name: who, on what, how. A client's attacks are also made after the head noise is taken off."""
-
+from fedveil.version import __version__
 
 TIME_LIMIT = 1800.0
-_NOT_ATTACKS = ("surroundings",)
-_SLOWEST = ("likelihood", "generative", "dlg", "inverting", "idlg", "class-inversion", "membership-layers")
 _MOST_WORKERS = 8
 _UNUSABLE = (FedVeilError, RuntimeError, ValueError, LookupError)
 """What attacks and their results may raise: the audit notes it and goes on."""
 
-Attack = Callable[[View, Settings], Found]
+Tried = Callable[[View, Settings], Found]
 
 
 @dataclass(frozen=True)
@@ -98,47 +42,37 @@ class Tick:
     running: dict[str, float]
 
 
-def attack_names() -> tuple[str, ...]:
-    """Every attack that can be asked for."""
-    return tuple(one for one in ATTACKS if one not in _NOT_ATTACKS)
-
-
-def all_trials(scene: Scene, attacks: Sequence[str] = ()) -> Iterator[Trial]:
-    """Every trial of `attacks` (all, unless some are named) that fits a run."""
-    for one in (*upload_trials(scene), *model_trials(scene, attacks)):
-        if not attacks or one.attack in attacks:
-            yield one
-
-
 def audit(
     subject: Subject,
     store: AuditStore,
     *,
     attacks: Sequence[str] = (),
+    known: Mapping[str, Attack] | None = None,
     effort: Effort | None = None,
     workers: int | None = None,
     say: Callable[[str], None] = lambda text: None,
     tick: Callable[[Tick], None] = lambda now: None,
 ) -> list[Finding]:
-    """Try `attacks` (all, unless some are named) on a run; findings that `store` holds are not made again."""
+    """Try `attacks` (all that are `known`, unless some are named) on a run; what `store` holds is not made again."""
     effort = effort or Effort()
+    known = with_own() if known is None else known
     for one in attacks:
-        if one not in attack_names():
-            raise unknown_name("attack", one, attack_names())
+        if one not in known:
+            raise unknown_name("attack", one, known)
     device_of(subject.config.with_changes(device=effort.device))
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1 (got {workers}).")
     with tempfile.TemporaryDirectory(prefix="fedveil-audit-") as scratch:
         scene = scene_of(subject, effort, Path(scratch), say=say)
-        trials = list(all_trials(scene, attacks))
+        trials = list(all_trials(scene, [one for name, one in known.items() if not attacks or name in attacks]))
         if not trials:
             raise ConfigError(f"None of these attacks fits a run of {subject.config.scheme}: {', '.join(attacks)}.")
         if store.replaced:
             say(f"{store.path} holds an audit of another record or effort: it is replaced.")
-        waiting = [one for one in trials if not store.has(one.name)]
+        waiting = [one for one in trials if not store.has(one.name, code=known[one.attack].digest)]
         if len(waiting) < len(trials):
             say(f"{len(trials) - len(waiting)} of {len(trials)} trials are in {store.path} already.")
-        runner = _Runner(References(Path(scratch), effort), store, tick, total=len(trials), waiting=len(waiting))
+        runner = _Runner(known, References(Path(scratch), effort), store, tick, total=len(trials), waiting=len(waiting))
         runner.run(waiting, workers=workers or min(os.cpu_count() or 1, _MOST_WORKERS))
     untried = [] if attacks else list(missing_trials(scene))
     for finding in untried:
@@ -159,6 +93,7 @@ class _Proof:
 class _Runner:
     def __init__(
         self,
+        known: Mapping[str, Attack],
         references: References,
         store: AuditStore,
         tick: Callable[[Tick], None],
@@ -166,6 +101,7 @@ class _Runner:
         total: int,
         waiting: int,
     ) -> None:
+        self._known = known
         self._references = references
         self._store = store
         self._tick = tick
@@ -183,7 +119,7 @@ class _Runner:
         for one in trials:
             groups.setdefault(one.attack, []).append(one)
         # The slowest first, so that no long one is left for the end.
-        order = sorted(groups, key=lambda name: _SLOWEST.index(name) if name in _SLOWEST else len(_SLOWEST))
+        order = sorted(groups, key=lambda name: not self._known[name].slow)
         # Processes that each take all cores stand in one another's way.
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -205,7 +141,7 @@ class _Runner:
                 process.close()
 
     def _group(self, name: str, trials: Sequence[Trial]) -> None:
-        with AttackProcess(name, threads=self._threads) as process:
+        with AttackProcess(name, attacks=self._known, threads=self._threads) as process:
             with self._lock:
                 self._processes.append(process)
 
@@ -223,7 +159,7 @@ class _Runner:
                 with self._lock:
                     if self._stopped.is_set():
                         return
-                    self._store.keep(replace(finding, seconds=round(seconds, 2)))
+                    self._store.keep(replace(finding, seconds=round(seconds, 2)), code=self._known[name].digest)
                     self._done += 1
                 started = time.perf_counter()
                 self._watch(name, 0.0)
@@ -237,8 +173,8 @@ class _Runner:
                 self._running[name] = part
             self._tick(Tick(self._done, self._total, dict(self._running)))
 
-    def _proof(self, name: str, attack: Attack) -> _Proof:
-        reference = self._references.of(name)
+    def _proof(self, name: str, attack: Tried) -> _Proof:
+        reference = self._references.of(self._known[name])
         if reference is None:
             return _Proof()
         trial = reference.trial
@@ -257,7 +193,7 @@ class _Runner:
             "asked for",
         )
 
-    def _tried(self, trial: Trial, attack: Attack, proof: _Proof) -> Finding:
+    def _tried(self, trial: Trial, attack: Tried, proof: _Proof) -> Finding:
         finding = Finding(
             trial.name,
             trial.adversary,
@@ -306,7 +242,7 @@ class _Runner:
             pictures=sheet_of(trial, found, bare, folder=self._store.pictures),
         )
 
-    def _unprotected(self, trial: Trial, attack: Attack, found: Sequence[Found]) -> list[Found]:
+    def _unprotected(self, trial: Trial, attack: Tried, found: Sequence[Found]) -> list[Found]:
         """Results on the twins; where nothing was hidden, or nothing hides, they are the same ones."""
         if trial.unprotected is not None:
             return []
@@ -334,6 +270,7 @@ def audit_run(
     run: str | Path,
     *,
     attacks: Sequence[str] = (),
+    own_attacks: Sequence[str] = (),
     quick: bool = False,
     seed: int = 0,
     device: str = "cpu",
@@ -345,17 +282,32 @@ def audit_run(
 ) -> Audit:
     """Attack a recorded run with everything that fits, and write RUN/audit/audit.json and pictures.
 
-    An audit that was stopped goes on where it ended, if it is asked for with the same effort. `own` is the
-    caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names is not run.
+    An audit that was stopped goes on where it ended, if it is asked for with the same effort.
+
+    Args:
+        run: The folder of a recorded run.
+        attacks: Only these, by name.
+        own_attacks: Attacks of one's own besides, as FILE.py:function or package.module:function.
+        own: The caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names
+            is not run.
     """
     started = time.perf_counter()
+    known = with_own(own_attacks)
     effort = Effort(quick=quick, seed=seed, device=device)
     subject = from_folder(run, device=device, own=own, say=say)
     facts = subject.record.facts
     about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}
     folder = Path(run) / "audit" if out is None else Path(out)
     store = AuditStore(folder, identity=identity_of(subject.record, effort), about=about)
-    findings = audit(subject, store, attacks=attacks, effort=effort, workers=workers, say=say, tick=tick)
+    findings = audit(subject, store, attacks=attacks, known=known, effort=effort, workers=workers, say=say, tick=tick)
     told = sentences(store.findings.values())  # of all that was ever tried, whatever was asked for now
     store.conclude(told)
     return Audit(facts.scheme, tuple(findings), told, folder, time.perf_counter() - started)
+
+
+def identity_of(record: Record, effort: Effort) -> dict[str, Any]:
+    """What decides the findings: the record and the effort."""
+    digest = hashlib.sha256()
+    for name in ("index.jsonl", "facts.json"):
+        digest.update((record.folder / name).read_bytes())
+    return {"record": digest.hexdigest(), "fedveil": __version__, "quick": effort.quick, "seed": effort.seed}

@@ -20,7 +20,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Self
@@ -28,9 +28,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from fedveil import framing
-from fedveil.audit.registry import ATTACKS, attack_at, target_of
+from fedveil.audit.attack import Attack, Progress, attack_at, silent
+from fedveil.audit.attack import attacks as the_packages
 from fedveil.audit.views import from_bytes
-from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError
+from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError, unknown_name
 from fedveil.processes import ChildDiedError, ChildProcess, channel, python
 from fedveil.protocol.codec import as_bytes, from_stored
 
@@ -41,12 +42,6 @@ _PASSED_ON = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH"),
     *("CUBLAS_WORKSPACE_CONFIG", "SYSTEMROOT"),
 )
-
-OnProgress = Callable[[float], None]
-
-
-def _unwatched(_: float) -> None:
-    """Progress that nobody watches."""
 
 
 class AttackProcess:
@@ -59,10 +54,13 @@ class AttackProcess:
     `threads` cores, unless OMP_NUM_THREADS says otherwise.
     """
 
-    def __init__(self, name: str, *, attacks: Mapping[str, str] = ATTACKS, threads: int | None = None) -> None:
+    def __init__(self, name: str, *, attacks: Mapping[str, Attack] | None = None, threads: int | None = None) -> None:
+        known = the_packages() if attacks is None else attacks
+        if name not in known:
+            raise unknown_name("attack", name, known)
         self.name = name
         self._threads = threads
-        self._target = target_of(name, attacks)
+        self._target = known[name].target
         self._child: _Child | None = None
         self._busy = threading.Lock()
 
@@ -80,7 +78,7 @@ class AttackProcess:
         view: bytes,
         *,
         settings: Mapping[str, Any] | None = None,
-        on_progress: OnProgress = _unwatched,
+        on_progress: Progress = silent,
         time_limit: float = TIME_LIMIT,
     ) -> dict[str, Tensor]:
         """The attack's result on a serialised view.
@@ -112,7 +110,7 @@ class AttackProcess:
         return self._child
 
     def _answer(
-        self, child: _Child, told: bytes, view: bytes, on_progress: OnProgress, time_limit: float
+        self, child: _Child, told: bytes, view: bytes, on_progress: Progress, time_limit: float
     ) -> dict[str, Tensor]:
         try:
             kind, content = child.conversation(told, view, on_progress, deadline=time.monotonic() + time_limit)
@@ -135,23 +133,6 @@ class AttackProcess:
         if kind is not _Frame.RESULT:
             raise AttackError(f"The attack {self.name!r} failed: {said}")
         return found
-
-
-def attacked(
-    name: str,
-    view: bytes,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    on_progress: OnProgress = _unwatched,
-    time_limit: float = TIME_LIMIT,
-    attacks: Mapping[str, str] = ATTACKS,
-) -> dict[str, Tensor]:
-    """Run the attack `name` on one serialised view in a process of its own, which then ends."""
-    process = AttackProcess(name, attacks=attacks)
-    try:
-        return process.run(view, settings=settings, on_progress=on_progress, time_limit=time_limit)
-    finally:
-        process.close()
 
 
 class _Frame(IntEnum):
@@ -180,9 +161,7 @@ class _Child(ChildProcess):
             self._empty.cleanup()
             raise
 
-    def conversation(
-        self, told: bytes, view: bytes, on_progress: OnProgress, *, deadline: float
-    ) -> tuple[_Frame, bytes]:
+    def conversation(self, told: bytes, view: bytes, on_progress: Progress, *, deadline: float) -> tuple[_Frame, bytes]:
         """The last frame of the answer."""
         self.mark()
         self.send(_Frame.VIEW, told, view, deadline=deadline)
@@ -215,7 +194,7 @@ def _share(fraction: float) -> float:
     return min(max(fraction, 0.0), 1.0)
 
 
-def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[_Frame, bytes]:
+def _tried(told: Mapping[str, Any], view: bytes, progress: Progress) -> tuple[_Frame, bytes]:
     """The kind and content of an attack's answer, whatever becomes of it."""
     try:
         found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)

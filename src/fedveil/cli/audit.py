@@ -25,6 +25,12 @@ def audit(
     attacks: str | None = typer.Option(
         None, help="Only these attacks, by commas (see --list). (default: all that fit)"
     ),
+    own: list[str] = typer.Option(
+        [],
+        "--attack",
+        metavar="FILE.py:NAME",
+        help="Your own attack besides, repeatable; its code is run. (docs/how-to/own-attack.md)",
+    ),
     quick: bool = typer.Option(False, "--quick", help="Fewer victims and shorter searches: minutes on two cores."),
     list_attacks: bool = typer.Option(False, "--list", help="List the attacks and stop."),
     out: Path | None = typer.Option(None, help="Folder for audit.json and pictures. (default: RUN/audit)"),
@@ -52,12 +58,14 @@ def audit(
       fedveil audit runs/a --attacks calibration,probe,phi
 
       fedveil audit runs/a --device cuda --workers 4
+
+      fedveil audit runs/a --attack my_attack.py:loss_threshold --attacks loss-threshold
     """
     from fedveil.audit.running import audit_run
     from fedveil.errors import ConfigError
 
     if list_attacks:
-        _show_attacks()
+        _show_attacks(own)
         return
     if run is None:
         raise ConfigError(
@@ -68,6 +76,7 @@ def audit(
         found = audit_run(
             run,
             attacks=names,
+            own_attacks=own,
             quick=quick,
             seed=seed,
             device=device,
@@ -138,10 +147,10 @@ def _figure(one: Finding) -> str:
     return f"{one.shown['value']} [{100 * one.low:.0f}–{100 * one.high:.0f}]"
 
 
-def _show_attacks() -> None:
-    from fedveil.audit.running import LISTING
+def _show_attacks(own: Sequence[str]) -> None:
+    from fedveil.audit.attack import with_own
 
-    rows = [(name, *said) for name, said in LISTING.items()]
+    rows = [(name, *one.listing) for name, one in with_own(own).items()]
     table("Attacks", ("name", "by", "on", "how"), rows)
 
 

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedveil.audit.findings import Finding
-from fedveil.audit.store import finding_from, read_audit
+from fedveil.audit.findings import Finding, finding_from, read_audit
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line

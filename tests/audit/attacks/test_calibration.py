@@ -12,17 +12,18 @@ from torch import Tensor
 from audit.attacks.listening import Heard, listen, percent
 from federation import job
 from fedveil import data
-from fedveil.audit.attacks.calibration import (
+from fedveil.audit.attacks.extraction import (
     Calibrated,
     from_balance,
     from_expected,
     from_total,
     head_calibration,
+    read_head,
+    received,
     targets_of,
     uncovered,
     without_noise,
 )
-from fedveil.audit.attacks.probe import read_head, received
 from fedveil.errors import ConfigError, DataError
 
 SCHEMES = ("pbpfl", "lossless")

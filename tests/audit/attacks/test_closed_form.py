@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from audit.attacks.unprotected import on_reference, unprotected
 from fedveil import data, models
-from fedveil.audit.attacks.closed_form import closed_form, closed_form_reference, inferred_labels
-from fedveil.audit.attacks.matching import Problem, client_gradient, unprotected
+from fedveil.audit.attacks.closed_form import closed_form, inferred_labels
+from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.audit.metrics import assignment, psnr, random_level
 from fedveil.errors import ConfigError
 from fedveil.work.losses import CrossEntropy, Loss, SquareLoss
@@ -25,7 +26,7 @@ def problem_with(gradient: Tensor, like: Problem) -> Problem:
 
 
 def test_the_reference_digit_is_read_off_the_gradient() -> None:
-    result = closed_form_reference()
+    result = on_reference(closed_form, model="mlp")
     assert result.psnr > 100
     assert result.label_found
     assert result.loss < 1e-10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -15,19 +16,39 @@ from torch import Tensor
 from audit.attacks.listening import Heard, listen
 from federation import job
 from fedveil.audit.attacks.collusion import (
-    pair_noise,
     remaining_variance,
     sharpest_estimate,
     sharpest_variance,
-    without_shared,
 )
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import charges
-from fedveil.uplink.grid_noise import pair_purpose, pair_seed, partners
+from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed, partners
 
 CLIENTS = 6
 VICTIM = 2
 SIGMAS = 5.0  # less than one false alarm in a million
+
+
+def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, step: float, length: int) -> Tensor:
+    """The noise that a colluder put into its own upload for the victim's sake, in steps, from this round's pair seed.
+
+    The smaller number adds, the larger subtracts; the last entry (the weight) carries none.
+    """
+    words = np.zeros(length, dtype=np.uint64)
+    add_shared(words[:-1], seed, client=colluder, peer=victim, variance=variance, step=step)
+    return torch.from_numpy(words.view(np.int64))
+
+
+def without_shared(upload: Tensor, shared: Iterable[Tensor]) -> Tensor:
+    """The victim's upload plus what each colluder put into its own for the victim's sake: the pair's part cancels.
+
+    Noise and masks are int64 words, which cancel modulo 2⁶⁴; noise in floating point is float64.
+    """
+    words = not upload.is_floating_point()
+    left = upload.clone() if words else upload.double()
+    for part in shared:
+        left = left + part.to(left)
+    return left
 
 
 @cache
@@ -136,7 +157,3 @@ def test_bad_requests_are_refused() -> None:
         remaining_variance(covering, VICTIM, colluders=(VICTIM,))
     with pytest.raises(ConfigError, match="not of this round"):
         sharpest_variance(covering, 99)
-    with pytest.raises(DataError, match="does not fit"):
-        without_shared(torch.zeros(3), [torch.zeros(2)])
-    with pytest.raises(DataError, match="does not fit"):
-        without_shared(torch.zeros(3), [torch.zeros(3, dtype=torch.int64)])

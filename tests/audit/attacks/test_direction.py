@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fedveil import data, models
-from fedveil.audit.attacks.direction import likeliest_label
-from fedveil.audit.attacks.matching import Problem, client_gradient
+from fedveil.audit.attacks.closed_form import likeliest_label
+from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.errors import ConfigError
 from fedveil.work.losses import CrossEntropy, Loss, SquareLoss
 

@@ -2,27 +2,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from audit.learned import DIGITS, QUICK, accuracy, digits_judge, digits_model, digits_prior, generator
+from audit.attacks.unprotected import on_reference, unprotected
+from audit.learned import DIGITS, accuracy, blind_level, digits_judge, digits_model, digits_prior, generator
 from fedveil import data
 from fedveil.audit.attacks.generative import (
     Inversion,
     Search,
-    blind_level,
     class_inversion,
     generative,
-    generative_reference,
 )
-from fedveil.audit.attacks.matching import unprotected
 from fedveil.audit.attacks.membership import Criterion
 from fedveil.audit.attacks.prior import train_prior
-from fedveil.audit.metrics import Rate, assignment, attack_success, knn_distance, psnr, random_level
+from fedveil.audit.metrics import Estimate, assignment, attack_success, knn_distance, psnr, random_level
 from fedveil.errors import ConfigError, DataError
 
 CROSS_ENTROPY = Criterion()
@@ -34,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> None:
-    result = generative_reference(budget=QUICK)
+    others = data.load("digits", seed=0).train.x[1:501]
+    prior = train_prior(others, generator=generator(), box=(0.0, 1.0), quick=True)
+    result = on_reference(partial(generative, prior=prior), model="lenet-sigmoid", quick=True)
     assert result.effective, result.psnr
     assert result.label_found
 
@@ -44,7 +44,7 @@ def test_digits_are_found_on_every_small_model(model: str) -> None:
     found = []
     for i in range(1 if model == "lenet-sigmoid" else 3):
         x, y = TEST.x[i : i + 1], TEST.y[i : i + 1]
-        result = generative(unprotected(model, x, y), digits_prior(), generator=generator(), budget=QUICK)
+        result = generative(unprotected(model, x, y), digits_prior(), generator=generator(), quick=True)
         assert result.labels.tolist() == y.tolist()
         found.append(float(psnr(result.inputs, x)))
     assert sorted(found)[len(found) // 2] > 20, found
@@ -53,7 +53,7 @@ def test_digits_are_found_on_every_small_model(model: str) -> None:
 @pytest.mark.parametrize("count", [2, 8])
 def test_batches_are_reconstructed(count: int) -> None:
     x, y = TEST.x[:count], TEST.y[:count]
-    result = generative(unprotected("lenet-sigmoid", x, y), digits_prior(), generator=generator(), budget=QUICK)
+    result = generative(unprotected("lenet-sigmoid", x, y), digits_prior(), generator=generator(), quick=True)
     order = assignment(result.inputs, x)
     assert float(psnr(result.inputs[order], x).min()) > 20
     assert sorted(result.labels.tolist()) == sorted(y.tolist())
@@ -69,7 +69,7 @@ def test_noise_and_a_mask_leave_no_more_than_a_blind_guess(hiding: str) -> None:
             hidden = torch.randn(size, generator=generator(seed)) * problem.gradient.std()
         else:
             hidden = problem.gradient + (torch.rand(size, generator=generator(seed)) - 0.5) * 2.0**32
-        result = generative(replace(problem, gradient=hidden), digits_prior(), generator=generator(seed), budget=QUICK)
+        result = generative(replace(problem, gradient=hidden), digits_prior(), generator=generator(seed), quick=True)
         assert result.loss > 0.1
         found.append(float(psnr(result.inputs, x)))
     blind = max(blind_level(digits_prior(), x, generator=generator()), random_level(x, generator=generator()))
@@ -79,7 +79,7 @@ def test_noise_and_a_mask_leave_no_more_than_a_blind_guess(hiding: str) -> None:
 def test_another_digits_gradient_gives_the_other_digit() -> None:
     x, other = TEST.x[:1], TEST.x[1:2]
     problem = unprotected("lenet-sigmoid", other, TEST.y[1:2])
-    result = generative(problem, digits_prior(), generator=generator(), budget=QUICK)
+    result = generative(problem, digits_prior(), generator=generator(), quick=True)
     assert float(psnr(result.inputs, other)) > 20
     assert float(psnr(result.inputs, x)) < float(psnr(other, x)) + 1
 
@@ -125,11 +125,11 @@ def inverted(steps: int) -> tuple[Tensor, Tensor]:
         per_class=10,
         criterion=CROSS_ENTROPY,
         generator=generator(),
-        budget=QUICK,
+        quick=True,
     )
 
 
-def recognised(steps: int) -> Rate:
+def recognised(steps: int) -> Estimate:
     pictures, labels = inverted(steps)
     return attack_success(pictures, labels, classifier=digits_judge().scores)
 
@@ -158,7 +158,7 @@ def test_inverted_pictures_lie_near_the_private_ones_of_their_class() -> None:
 def test_classes_that_the_prior_never_saw_are_recognised_too() -> None:
     """Public pictures of 0 to 4, private classes 5 to 9, as in the literature."""
     public = DIGITS.train.x[:450][DIGITS.train.y[:450] < 5]
-    prior = train_prior(public, generator=generator(), budget=QUICK)
+    prior = train_prior(public, generator=generator(), quick=True)
     pictures, labels = class_inversion(
         digits_model(),
         prior,
@@ -166,7 +166,7 @@ def test_classes_that_the_prior_never_saw_are_recognised_too() -> None:
         per_class=10,
         criterion=CROSS_ENTROPY,
         generator=generator(),
-        budget=QUICK,
+        quick=True,
     )
     assert attack_success(pictures, labels, classifier=digits_judge().scores).value > 0.5
 
@@ -185,7 +185,7 @@ def test_the_square_loss_is_inverted_at_its_own_scale() -> None:
         per_class=5,
         criterion=Criterion("square", 5.0),
         generator=generator(),
-        budget=QUICK,
+        quick=True,
     )
     assert labels.tolist() == [3] * 5 + [8] * 5
     assert accuracy(scaled(pictures), labels) > 0.9
@@ -219,6 +219,11 @@ def test_what_cannot_be_inverted_is_refused() -> None:
 @pytest.mark.skipif("FEDVEIL_DATA" not in os.environ, reason="FEDVEIL_DATA names no folder of data sets")
 def test_a_larger_real_picture_is_reconstructed() -> None:
     clothes = data.load(Path(os.environ["FEDVEIL_DATA"]) / "fashion-mnist", normalise=False)
-    prior = train_prior(clothes.train.x[:5000], generator=generator(), budget=QUICK)
-    result = generative_reference(prior=prior, picture=clothes.test.x[0], label=int(clothes.test.y[0]), budget=QUICK)
+    prior = train_prior(clothes.train.x[:5000], generator=generator(), quick=True)
+    result = on_reference(
+        partial(generative, prior=prior),
+        model="lenet-sigmoid",
+        picture=(clothes.test.x[:1], clothes.test.y[:1]),
+        quick=True,
+    )
     assert result.effective, result.psnr

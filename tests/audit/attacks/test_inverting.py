@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from audit.attacks.unprotected import on_reference, unprotected
 from fedveil import data
-from fedveil.audit.attacks.inverting import Descent, inverting, inverting_reference, total_variation
-from fedveil.audit.attacks.matching import Budget, unprotected
+from fedveil.audit.attacks.deep_leakage import Descent, inverting, total_variation
 from fedveil.audit.metrics import assignment, psnr, random_level, ssim
 
 DIGITS = data.load("digits", seed=0).train
 MODEL = "lenet-sigmoid"
-QUICK = Budget(quick=True)
 ONE_TRY = Descent(steps=150, restarts=1)
 
 
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_reference_digits_are_reconstructed(seed: int) -> None:
-    result = inverting_reference(seed=seed, budget=QUICK)
+    result = on_reference(inverting, model=MODEL, seed=seed, quick=True)
     assert result.effective, result.psnr
     assert result.label_found
     assert float(ssim(result.found[None], result.original[None])) > 0.9
@@ -35,7 +34,7 @@ def test_the_reference_digits_are_reconstructed(seed: int) -> None:
 
 def test_a_batch_of_two_is_reconstructed_with_its_labels() -> None:
     x, y = DIGITS.x[:2], DIGITS.y[:2]
-    result = inverting(unprotected(MODEL, x, y), generator=generator(), budget=QUICK)
+    result = inverting(unprotected(MODEL, x, y), generator=generator(), quick=True)
     order = assignment(result.inputs, x)
     assert float(psnr(result.inputs[order], x).mean()) > 20
     assert result.labels[order].tolist() == y.tolist()
@@ -108,5 +107,5 @@ def test_progress_rises_to_one() -> None:
 @pytest.mark.skipif("FEDVEIL_DATA" not in os.environ, reason="FEDVEIL_DATA names no folder of data sets")
 def test_a_larger_real_picture_is_reconstructed() -> None:
     clothes = data.load(Path(os.environ["FEDVEIL_DATA"]) / "fashion-mnist", normalise=False).train
-    result = inverting_reference(picture=clothes.x[2], label=int(clothes.y[2]), budget=QUICK)
+    result = on_reference(inverting, model=MODEL, picture=(clothes.x[2:3], clothes.y[2:3]), quick=True)
     assert result.effective, result.psnr

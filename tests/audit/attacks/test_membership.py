@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import data, models
-from fedveil.audit.attacks.layers import class_fit, last_layers
 from fedveil.audit.attacks.membership import (
     FEATURES,
     UNKNOWN,
@@ -22,7 +21,9 @@ from fedveil.audit.attacks.membership import (
     Criterion,
     Features,
     Guess,
+    class_fit,
     describe,
+    last_layers,
     membership,
 )
 from fedveil.audit.metrics import CHANCE, Estimate, area_under_curve, success_rate

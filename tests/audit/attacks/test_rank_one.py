@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fedveil import data, models
-from fedveil.audit.attacks.closed_form import closed_form
-from fedveil.audit.attacks.matching import Problem, client_gradient
-from fedveil.audit.attacks.rank_one import rank_one
+from fedveil.audit.attacks.closed_form import closed_form, rank_one
+from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.audit.metrics import psnr
 from fedveil.errors import ConfigError
 from fedveil.work.losses import CrossEntropy, Loss, SquareLoss

@@ -5,20 +5,65 @@ weighted by 1/v_t is the best linear estimate of c, with variance
 
     1 / Σ_t 1/v_t        (v/T where all are alike)
 
-so noise falls as 1/√T and no faster: what composition charges for. Whether noise is fresh and as large as stated
-shows in how the uploads scatter (`excess`), without knowing c.
+so noise falls as 1/√T and no faster: what composition charges for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from fedveil.errors import DataError
+from fedveil.audit.attack import AttackContext, attack, seen_by
+from fedveil.audit.attacks.closed_form import has_closed_form
+from fedveil.audit.attacks.deep_leakage import READERS
+from fedveil.audit.attacks.gradients import as_result, observed_in, problem_from
+from fedveil.audit.views import ServerHistory, ServerView, View
+from fedveil.errors import ConfigError, DataError, NotApplicableError, unknown_name
+
+
+@attack(
+    "averaging",
+    sees="rounds",
+    asset="data",
+    reference="mlp",
+    adaptive=True,
+    how="noise averaged away over rounds (ours)",
+)
+def averaging_attack(
+    view: View, context: AttackContext, *, variances: Sequence[float] | None = None, with_: str | None = None
+) -> dict[str, Tensor]:
+    """Σ_t g_t/v_t / Σ_t 1/v_t over the recorded rounds, read by the attack that `with` names.
+
+    All v_t count alike unless `variances` gives one for each round. That the model barely moved in between is an
+    assumption: the mean is read as a gradient of the last round's model. Without `with`, the closed form is taken
+    where the model allows it, otherwise inverting.
+    """
+    rounds = [one for one in seen_by(view, ServerHistory).rounds if _has_gradient(one, context)]
+    if len(rounds) < 2:
+        raise NotApplicableError(
+            f"a gradient that the server can read in {len(rounds)} of the recorded rounds: a mean takes at least two"
+        )
+    last = rounds[-1]
+    if last.samples is not None and last.facts.batch_of(last.samples) < last.samples and context.batch is None:
+        raise NotApplicableError("the client draws other samples in every round: there is no one gradient to average")
+    if variances is not None and len(variances) != len(rounds):
+        raise ConfigError(f"{len(variances)} variances for {len(rounds)} rounds: pass one for each with a gradient.")
+    if with_ is not None and with_ not in READERS:
+        raise unknown_name("reading attack", str(with_), READERS)
+    seen = [observed_in(one, context) for one in rounds]
+    weighted = [1.0] * len(rounds) if variances is None else [float(one) for one in variances]
+    mean = averaged([one.gradient for one in seen], variances=weighted).estimate.to(seen[-1].gradient.dtype)
+    problem = problem_from(replace(seen[-1], gradient=mean), context)
+    reader = with_ or ("closed-form" if has_closed_form(problem) else "inverting")
+    return as_result(READERS[reader](problem, context))
+
+
+def _has_gradient(one: ServerView, context: AttackContext) -> bool:
+    return (one.summed if context.target == "sum" else one.recovered) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +98,6 @@ def averaged(uploads: Sequence[Tensor] | Tensor, *, variances: Sequence[float]) 
     precision = torch.tensor([1.0 / one for one in variances], dtype=torch.float64, device=rows.device)
     weights = precision / precision.sum()
     return Averaged(weights @ rows, 1.0 / math.fsum(1.0 / one for one in variances), weights)
-
-
-def excess(uploads: Sequence[Tensor] | Tensor, *, variances: Sequence[float]) -> float:
-    """(observed scatter of the uploads about their weighted mean) / (what the ledger states); needs no truth.
-
-    Σ_t ‖u_t − û‖²/v_t over (T − 1)·d: about 1 where noise is fresh every round and as large as stated, near 0
-    where it repeats, above 1 where the model moves. Its standard deviation is √(2/((T − 1)·d)).
-    """
-    rows = _rows(uploads)
-    found = averaged(rows, variances=variances)
-    if len(rows) < 2:
-        raise DataError("The scatter of a single upload says nothing: give at least two rounds.")
-    stated = torch.tensor(list(variances), dtype=torch.float64, device=rows.device)
-    scatter = ((rows - found.estimate).square().sum(1) / stated).sum()
-    return float(scatter) / ((len(rows) - 1) * rows.shape[1])
 
 
 def _rows(uploads: Sequence[Tensor] | Tensor) -> Tensor:

@@ -1,47 +1,109 @@
-"""What a gradient gives away without any search: the first linear layer's input, and the labels."""
+"""What a gradient gives away without any search: the first linear layer's input, and the labels.
+
+For a batch of one the first layer's gradient is a matrix of rank one, [∂L/∂W, ∂L/∂b] = δ·(x, 1)ᵀ. With Gaussian
+noise of one size on every entry, the likeliest (x, 1) is the first right singular vector of what was observed: every
+unit adds its part, where a single row's ratio would use one unit and its noise.
+"""
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.matching import (
-    FULL_BUDGET,
+from fedveil.audit.attack import AttackContext, Progress, applicable, attack, silent
+from fedveil.audit.attacks.gradients import (
+    MOST_READ,
     MOST_SAMPLES,
-    Budget,
     Problem,
-    Progress,
     Reconstruction,
+    as_result,
     boxed,
+    client_gradient,
+    cosine_distance,
     first_guess,
     matching_loss,
+    observed_in,
     private_copy,
-    proven,
-    silent,
+    problem_from,
 )
-from fedveil.errors import ConfigError
+from fedveil.audit.views import View
+from fedveil.errors import ConfigError, NotApplicableError
 from fedveil.tensors import Layout
 from fedveil.work.losses import CrossEntropy
 
-REFERENCE_MODEL = "mlp"
 PROBES = 64
 SAME = 1e-3
 FAINTEST = 1e-5
 
 
-def closed_form(
-    problem: Problem, *, generator: torch.Generator, budget: Budget = FULL_BUDGET, progress: Progress = silent
-) -> Reconstruction:
+@attack(
+    "labels",
+    sees=("upload", "sum"),
+    asset="labels",
+    reference="lenet",
+    how="labels read off the last layer's gradient",
+)
+def labels_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
+    """The batch's labels as the last layer's gradient shows them; labels the attacker knows are not looked at."""
+    problem = problem_from(replace(observed_in(view, context), labels=None), context, most=MOST_READ)
+    with applicable():
+        found = labels_of(with_label(problem, context.generator()), generator=context.generator())
+    context.progress(1.0)
+    return {"labels": found.cpu()}
+
+
+@attack(
+    "closed-form",
+    sees=("upload", "masked upload", "sum", "coalition", "wire"),
+    asset="data",
+    reference="mlp",
+    how="the first linear layer's gradient is the input, up to a factor",
+)
+def closed_form_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
+    """The input of a first linear layer from the ratio of its gradients; nothing is searched."""
+    return as_result(read_closed_form(problem_from(observed_in(view, context), context, most=MOST_READ), context))
+
+
+def read_closed_form(problem: Problem, context: AttackContext) -> Reconstruction:
+    """`rank_one`, where the model allows it."""
+    if not has_closed_form(problem):
+        raise NotApplicableError("no linear layer with a bias reads the input: there is no closed form")
+    with applicable():
+        return rank_one(problem, generator=context.generator(), progress=context.progress)
+
+
+def has_closed_form(problem: Problem) -> bool:
+    """Whether the first layer is linear, has a bias and reads the raw input."""
+    try:
+        first_linear_gradients(problem)
+    except ConfigError:
+        return False
+    return True
+
+
+def with_label(problem: Problem, generator: torch.Generator) -> Problem:
+    """A batch of one with its class, as its gradient tells it; larger batches as they are."""
+    if problem.labels is not None or problem.batch > 1:
+        return problem
+    if problem.clipped:
+        return replace(problem, labels=likeliest_label(problem, generator=generator))
+    try:
+        return replace(problem, labels=read_class(problem))
+    except ConfigError:  # no bias at the end: signs may still tell
+        return problem
+
+
+def closed_form(problem: Problem, *, generator: torch.Generator, progress: Progress = silent) -> Reconstruction:
     """Inputs of a model that begins with a linear layer, row by row: x = (∂L/∂W_k) / (∂L/∂b_k).
 
     Every row k gives Σ_i δ_ik·x_i / Σ_i δ_ik, a mixture of the batch's samples; with a batch of one, x itself.
     A unit that one sample alone activates gives that sample exactly, and all such units agree, so that rows
-    which agree are taken first, then rows whose mixture lies in the box. Any budget suffices: nothing is searched.
+    which agree are taken first, then rows whose mixture lies in the box.
     """
     weight, bias = first_linear_gradients(problem)
     rows = bias.abs() > FAINTEST * bias.abs().max()
@@ -56,8 +118,34 @@ def closed_form(
     return Reconstruction(inputs=inputs, labels=labels, loss=matching_loss(problem, inputs, labels))
 
 
-closed_form_reference = partial(proven, closed_form, model=REFERENCE_MODEL)
-"""`closed_form` on the multilayer perceptron: exact up to rounding."""
+def rank_one(problem: Problem, *, generator: torch.Generator, progress: Progress = silent) -> Reconstruction:
+    """`closed_form`, and for a batch of one the best fit over all units, with the class that explains it best.
+
+    The loss is then 1 − cos between the gradient at what was found and the observed one: clipping and weights
+    change the size of a gradient, but not its direction.
+    """
+    if problem.batch > 1:
+        return closed_form(problem, generator=generator, progress=progress)
+    weight, bias = first_linear_gradients(problem)
+    _, _, rows = torch.linalg.svd(torch.cat([weight, bias[:, None]], dim=1).double(), full_matrices=False)
+    inputs = boxed(problem, rows[0, :-1] / rows[0, -1]).reshape(1, *problem.input_shape)
+    progress(0.5)
+    label, loss = _likeliest_class(problem, inputs)
+    progress(1.0)
+    return Reconstruction(inputs=inputs.to(problem.gradient.dtype), labels=label, loss=loss)
+
+
+def _likeliest_class(problem: Problem, inputs: Tensor) -> tuple[Tensor, float]:
+    module, observed = private_copy(problem, dtype=torch.float64), problem.gradient.double()
+    classes = torch.arange(problem.outputs, device=observed.device) if problem.labels is None else problem.labels
+    apart = torch.stack(
+        [
+            cosine_distance(client_gradient(module, problem.loss, inputs, one.reshape(1)), observed)
+            for one in classes.to(observed.device)
+        ]
+    )
+    best = int(apart.argmin())
+    return classes[best].reshape(1), float(apart[best])
 
 
 def labels_of(problem: Problem, *, generator: torch.Generator) -> Tensor:
@@ -198,3 +286,49 @@ def _reads_the_input(problem: Problem, name: str) -> bool:
         module(probe)
     handle.remove()
     return bool(heard) and heard[0].numel() == probe.numel() and torch.equal(heard[0].flatten(), probe.flatten())
+
+
+def read_class(problem: Problem) -> Tensor:
+    """argmin_c ‖∂loss(Wh + b, c)/∂output − G[b]‖ with h = Σ G[b]·G[W]/Σ G[b]²: exact for one sample without noise.
+
+    The last layer's gradient is δ·(h, 1)ᵀ for one sample: it gives away h, so the outputs, so the class whose
+    ∂loss/∂output is δ. This holds for any loss; under the square loss a class cannot be told by a sign.
+    """
+    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    prefix = f"{linear[-1]}." if linear and linear[-1] else ""
+    parts, held = named_gradients(problem), dict(problem.module.named_parameters())
+    if not linear or f"{prefix}bias" not in parts:
+        raise ConfigError("The class is read off a last layer that is linear and has a bias.")
+    weight, bias = parts[f"{prefix}weight"].double(), parts[f"{prefix}bias"].double()
+    features = (bias @ weight) / bias.square().sum().clamp_min(1e-300)
+    with torch.no_grad():
+        output = held[f"{prefix}weight"].double() @ features + held[f"{prefix}bias"].double()
+    apart = [(_slope(problem, output[None], one) - bias).norm() for one in range(problem.outputs)]
+    return torch.stack(apart).nan_to_num(nan=torch.inf).argmin().reshape(1)
+
+
+def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:
+    """argmax_c cos(E_c, ∂L/∂b): E_c is the mean gradient of the last layer's bias for random inputs of class c.
+
+    Without a bias, the last layer's weight stands in.
+    """
+    if problem.batch != 1:
+        raise ConfigError(f"The direction of a gradient tells the label of one sample, not of {problem.batch}.")
+    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    if not linear:
+        raise ConfigError("Labels can be inferred only where the last layer is linear.")
+    parts = named_gradients(problem)
+    prefix = f"{linear[-1]}." if linear[-1] else ""
+    name = f"{prefix}bias" if f"{prefix}bias" in parts else f"{prefix}weight"
+    module = private_copy(problem, dtype=torch.float64)
+    probes = torch.cat([first_guess(problem, generator=generator, dtype=torch.float64) for _ in range(PROBES)])
+    apart = [
+        cosine_distance(_expected(problem, module, probes, one)[name].reshape(-1), parts[name].double().reshape(-1))
+        for one in range(problem.outputs)
+    ]
+    return torch.stack(apart).argmin().reshape(1)
+
+
+def _expected(problem: Problem, module: nn.Module, probes: Tensor, label: int) -> dict[str, Tensor]:
+    labels = torch.full((len(probes),), label, device=probes.device)
+    return named_gradients(replace(problem, gradient=client_gradient(module, problem.loss, probes, labels)))

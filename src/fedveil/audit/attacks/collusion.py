@@ -12,42 +12,14 @@ remains on the victim's upload is its own noise and what it shares with honest c
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import Covering
-from fedveil.uplink.grid_noise import add_shared
-
-
-def pair_noise(seed: bytes, *, colluder: int, victim: int, variance: float, step: float, length: int) -> Tensor:
-    """The noise that a colluder put into its own upload for the victim's sake, in steps, from this round's pair seed.
-
-    The smaller number adds, the larger subtracts; the last entry (the weight) carries none.
-    """
-    words = np.zeros(length, dtype=np.uint64)
-    add_shared(words[:-1], seed, client=colluder, peer=victim, variance=variance, step=step)
-    return torch.from_numpy(words.view(np.int64))
-
-
-def without_shared(upload: Tensor, shared: Iterable[Tensor]) -> Tensor:
-    """The victim's upload plus what each colluder put into its own for the victim's sake: the pair's part cancels.
-
-    Noise and masks are int64 words, which cancel modulo 2⁶⁴; noise in floating point is float64.
-    """
-    words = not upload.is_floating_point()
-    left = upload.clone() if words else upload.double()
-    for part in shared:
-        if part.shape != upload.shape or part.is_floating_point() == words:
-            raise DataError(
-                f"A shared part of shape {tuple(part.shape)} ({part.dtype}) does not fit an upload of shape "
-                f"{tuple(upload.shape)} ({upload.dtype})."
-            )
-        left = left + part.to(left)
-    return left
 
 
 def remaining_variance(covering: Covering, victim: int, *, colluders: Collection[int] = ()) -> float:

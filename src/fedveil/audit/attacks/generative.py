@@ -2,45 +2,173 @@
 
 From a gradient: over the latent code, then over the generator's features stage by stage (GIFD, Fang et al. 2023).
 From a model: over the latent code for pictures in which the model is sure of a class (GMI, Zhang et al. 2020).
+The attacker's pictures are `public.x` among what the view knows; their labels are not looked at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedveil import data
-from fedveil.audit.attacks.closed_form import labels_of
-from fedveil.audit.attacks.matching import (
-    FULL_BUDGET,
-    Budget,
-    Problem,
+from fedveil.audit.attack import (
+    AttackContext,
     Progress,
+    applicable,
+    attack,
+    counted,
+    require_classes,
+    seen_by,
+    silent,
+)
+from fedveil.audit.attacks.closed_form import labels_of, with_label
+from fedveil.audit.attacks.extraction import calibrated, held_model
+from fedveil.audit.attacks.gradients import (
+    Problem,
     Reconstruction,
-    Reference,
+    as_result,
     best,
     boxed,
     cosine_distance,
     gradient_at,
     normalised,
     private_copy,
-    proven,
+    problem_of,
     restarted,
-    silent,
 )
-from fedveil.audit.attacks.membership import Criterion
-from fedveil.audit.attacks.prior import Prior, train_prior
-from fedveil.audit.metrics import psnr
-from fedveil.errors import ConfigError, DataError
+from fedveil.audit.attacks.membership import Criterion, criterion_of
+from fedveil.audit.attacks.prior import FEWEST_PICTURES, LARGEST_SIDE, SMALLEST_SIDE, Prior, train_prior
+from fedveil.audit.views import ClientView, Facts, ServerHistory, View
+from fedveil.errors import ConfigError, DataError, NotApplicableError
 
-REFERENCE_MODEL = "lenet-sigmoid"
-REFERENCE_PICTURES = 500
+PER_CLASS = 10
+_FOR_THE_PRIOR = 0.7
 
 Outputs = Callable[[Tensor], Tensor]
+
+
+@attack(
+    "generative",
+    sees="upload",
+    asset="data",
+    needs=("pictures",),
+    granted=("public",),
+    reference="lenet",
+    slow=True,
+    how="matching within a prior learned from public pictures",
+)
+def generative_attack(view: View, context: AttackContext, *, thorough_prior: bool = False) -> dict[str, Tensor]:
+    """Gradient matching over what a generator makes: its latent code, then its features.
+
+    With `thorough_prior` the prior is learned at length, whatever the attack itself may take.
+    """
+    if isinstance(view, ServerHistory | ClientView):
+        raise NotApplicableError("this attack reads one upload: it is made on what the server or an outsider sees")
+    _require_small_pictures(view.facts)
+    prior = _prior(view.known, context, quick=context.quick and not thorough_prior)
+    with applicable():
+        problem = with_label(problem_of(view, context), context.generator())
+        found = generative(
+            problem,
+            prior,
+            generator=context.generator(),
+            quick=context.quick,
+            progress=context.part(_FOR_THE_PRIOR, 1.0),
+        )
+    return as_result(found)
+
+
+@attack(
+    "class-inversion",
+    sees="model",
+    asset="what classes look like",
+    granted=("public",),
+    reference="trained",
+    slow=True,
+    how="pictures of each class within a learned prior (Zhang et al. 2020)",
+)
+def class_inversion_attack(
+    view: View,
+    context: AttackContext,
+    *,
+    adaptive: bool = False,
+    classes: Sequence[int] | None = None,
+    per_class: int | None = None,
+    thorough_prior: bool = False,
+) -> dict[str, Tensor]:
+    """Pictures in which the model a client holds is sure of a class, `per_class` of each.
+
+    `adaptive`: with the head noise taken off first; otherwise the model is taken as it was sent.
+    """
+    seen = seen_by(view, ClientView)
+    require_classes(seen.facts)
+    _require_small_pictures(seen.facts)
+    wanted = _classes(classes, seen.facts.outputs)
+    module = calibrated(seen, device=context.device) if adaptive else held_model(seen, device=context.device)[1]
+    module.requires_grad_(False)
+    example = next(module.parameters())
+    prior = _prior(seen.known, context, quick=context.quick and not thorough_prior)
+    with applicable():
+        inputs, labels = class_inversion(
+            lambda pictures: module(pictures.to(example)),
+            prior,
+            classes=wanted,
+            per_class=counted("per_class", per_class) or PER_CLASS,
+            criterion=criterion_of(seen.facts),
+            generator=context.generator(),
+            quick=context.quick,
+            progress=context.part(_FOR_THE_PRIOR, 1.0),
+        )
+    return {"inputs": inputs.cpu(), "labels": labels.cpu()}
+
+
+def _require_small_pictures(facts: Facts) -> None:
+    if facts.input_dtype.startswith("int") or len(facts.input_shape) != 3:
+        raise NotApplicableError("inputs that are no pictures: this attack makes pictures")
+    if not all(SMALLEST_SIDE <= side <= LARGEST_SIDE for side in facts.input_shape[1:]):
+        shown = "×".join(map(str, facts.input_shape[1:]))
+        raise NotApplicableError(
+            f"pictures of {shown}: the prior learns sides of {SMALLEST_SIDE} to {LARGEST_SIDE} pixels"
+        )
+
+
+_LEARNED: list[tuple[Tensor, Prior]] = []
+
+
+def _prior(known: Mapping[str, Tensor], context: AttackContext, *, quick: bool) -> Prior:
+    """The prior of these pictures, learned once for all views of a process.
+
+    It knows public pictures alone, so nothing of one view reaches the next.
+    """
+    pictures = known.get("public.x")
+    if pictures is None or len(pictures) < FEWEST_PICTURES:
+        raise NotApplicableError(f"fewer than {FEWEST_PICTURES} public pictures: no prior can be learned from them")
+    for learned_from, prior in _LEARNED:
+        if learned_from.shape == pictures.shape and torch.equal(learned_from, pictures):
+            return prior
+    prior = train_prior(
+        pictures,
+        generator=context.generator(),
+        box=context.box,
+        quick=quick,
+        progress=context.part(0.0, _FOR_THE_PRIOR),
+        device=context.device,
+    )
+    _LEARNED[:] = [(pictures, prior)]
+    return prior
+
+
+def _classes(given: Sequence[int] | None, outputs: int) -> list[int]:
+    if given is None:
+        return list(range(outputs))
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"classes must be a list of class numbers, or left out for all (got {given!r}).")
+    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < outputs for one in given):
+        raise ConfigError(f"classes must be whole numbers from 0 to {outputs - 1} (got {given!r}).")
+    return list(given)
 
 
 @dataclass(frozen=True)
@@ -63,8 +191,7 @@ class Search:
     good_enough: float = 1e-5
 
 
-FULL = Search()
-QUICK = Search(steps=150, feature_steps=150, restarts=1)
+QUICK_SEARCH = Search(steps=150, feature_steps=150, restarts=1)
 
 
 def generative(
@@ -72,7 +199,7 @@ def generative(
     prior: Prior,
     *,
     generator: torch.Generator,
-    budget: Budget = FULL_BUDGET,
+    quick: bool = False,
     search: Search | None = None,
     progress: Progress = silent,
 ) -> Reconstruction:
@@ -82,7 +209,7 @@ def generative(
     """
     if tuple(problem.input_shape) != prior.shape:
         raise ConfigError(f"The prior makes pictures of shape {prior.shape}, not of {tuple(problem.input_shape)}.")
-    search = search or (QUICK if budget.quick else FULL)
+    search = search or (QUICK_SEARCH if quick else Search())
     labels = labels_of(problem, generator=generator)
     match = _matcher(problem, labels)
     found = best(
@@ -95,43 +222,6 @@ def generative(
     )
     inputs = boxed(problem, found.inputs).to(problem.gradient.dtype)
     return Reconstruction(inputs=inputs, labels=labels, loss=found.loss)
-
-
-def generative_reference(
-    *,
-    prior: Prior | None = None,
-    picture: Tensor | None = None,
-    label: int | None = None,
-    seed: int = 0,
-    budget: Budget = FULL_BUDGET,
-    progress: Progress = silent,
-) -> Reference:
-    """`generative` on the sigmoid LeNet; unless a prior is given, one of digits other than the one to be found."""
-    if prior is None:
-        others = data.load("digits", seed=seed).train.x[1 : 1 + REFERENCE_PICTURES]
-        teacher = torch.Generator().manual_seed(seed)
-        prior = train_prior(
-            others, generator=teacher, box=(0.0, 1.0), budget=budget, progress=lambda part: progress(part / 2)
-        )
-    known = prior
-    return proven(
-        lambda problem, **how: generative(problem, known, **how),
-        model=REFERENCE_MODEL,
-        picture=picture,
-        label=label,
-        seed=seed,
-        budget=budget,
-        progress=lambda part: progress((1 + part) / 2),
-    )
-
-
-def blind_level(prior: Prior, original: Tensor, *, generator: torch.Generator, draws: int = 64) -> float:
-    """The mean PSNR, in units of the box, of the prior's random pictures: what an attack that saw nothing comes to."""
-    low, high = prior.box
-    with torch.no_grad():
-        guesses = prior.decode(prior.sample(draws, generator=generator)).to(original)
-    pairs = [(guesses, one.expand_as(guesses)) for one in original]
-    return float(torch.stack([psnr(a, b, peak=high - low).mean() for a, b in pairs]).mean())
 
 
 def _matcher(problem: Problem, labels: Tensor) -> Callable[[Tensor, bool], Tensor]:
@@ -229,7 +319,6 @@ class Inversion:
     at_once: int = 200
 
 
-FULL_INVERSION = Inversion()
 QUICK_INVERSION = Inversion(draws=1000, steps=150)
 
 
@@ -241,7 +330,7 @@ def class_inversion(
     per_class: int,
     criterion: Criterion,
     generator: torch.Generator,
-    budget: Budget = FULL_BUDGET,
+    quick: bool = False,
     inversion: Inversion | None = None,
     progress: Progress = silent,
 ) -> tuple[Tensor, Tensor]:
@@ -252,7 +341,7 @@ def class_inversion(
     """
     if not classes or per_class < 1:
         raise ConfigError(f"Class inversion needs a class and a picture of each, not {len(classes)} and {per_class}.")
-    plan = inversion or (QUICK_INVERSION if budget.quick else FULL_INVERSION)
+    plan = inversion or (QUICK_INVERSION if quick else Inversion())
     pool = prior.sample(max(plan.draws, per_class), generator=generator)
     table = _losses_of(outputs, prior, pool, classes=classes, criterion=criterion, at_once=plan.at_once)
     scale = float(table.mean()) or 1.0

@@ -14,13 +14,94 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.membership import Candidates, Criterion, Guess, Outputs, class_scores, evaluating
+from fedveil.audit.attack import AttackContext, attack, counted
+from fedveil.audit.attacks.extraction import fitting
+from fedveil.audit.attacks.membership import (
+    Candidates,
+    Criterion,
+    Guess,
+    Outputs,
+    alike,
+    candidates_in,
+    class_scores,
+    criterion_of,
+    evaluating,
+    granted_in,
+    held_by,
+)
+from fedveil.audit.views import Facts, View
 from fedveil.errors import ConfigError, DataError, NumericError
 
 OWN_SPREAD_FROM = 64
 """From this many shadow models on, each candidate's σ is estimated by itself; below, one σ serves all."""
 
 _LARGEST_SEED = 2**31
+
+
+@attack(
+    "likelihood",
+    sees="model",
+    asset="members",
+    granted=("public",),
+    reference="overfitted",
+    slow=True,
+    how="likelihood ratio with shadow models (Carlini et al. 2022)",
+)
+def likelihood_attack(
+    view: View,
+    context: AttackContext,
+    *,
+    adaptive: bool = False,
+    shadows: int | None = None,
+    epochs: int | None = None,
+) -> dict[str, Tensor]:
+    """By the ratio of likelihoods under shadow models, trained on public.x and public.y: `shadows` for `epochs`."""
+    seen, model = held_by(view, context, adaptive=adaptive)
+    # Shadow models have a precision of their own, which need not be the run's.
+    candidates = candidates_in(seen, like=next(seen.facts.module().parameters()).to(context.device))
+    usual = Shadows(count=6, epochs=60) if context.quick else Shadows()
+    plan = Shadows(count=counted("shadows", shadows) or usual.count, epochs=counted("epochs", epochs) or usual.epochs)
+    x, y = granted_in(seen, "public.x"), granted_in(seen, "public.y")
+    public = (alike(x, candidates.x), y.to(candidates.x.device))
+    guess = likelihood(
+        model,
+        candidates,
+        public=public,
+        fresh=lambda seed: seen.facts.module(seed=seed),
+        generator=context.generator(),
+        outputs=lambda samples: model(fitting(model, samples)),
+        criterion=criterion_of(seen.facts),
+        strangers=_strangers(seen.facts, candidates, public, plan, context),
+    )
+    return guess.result
+
+
+_TRAINED: list[tuple[tuple[Tensor, ...], tuple[object, ...], Tensor]] = []
+
+
+def _strangers(
+    facts: Facts, candidates: Candidates, public: tuple[Tensor, Tensor], shadows: Shadows, context: AttackContext
+) -> Tensor:
+    """What shadow models make of the candidates, found once for all views of a process that ask about the same ones.
+
+    Shadows know public data alone, so nothing of one view reaches the next.
+    """
+    tensors = (*public, candidates.x, candidates.y)
+    about = (facts.model, tuple(sorted(facts.options.items())), facts.loss, facts.target_scale, shadows)
+    for known, same, found in _TRAINED:
+        if same == about and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(known, tensors, strict=True)):
+            return found
+    found = strangers_to(
+        candidates,
+        public=public,
+        fresh=lambda seed: facts.module(seed=seed),
+        generator=context.generator(),
+        criterion=criterion_of(facts),
+        shadows=shadows,
+        progress=context.progress,
+    )
+    _TRAINED[:] = [(tensors, about, found)]
+    return found
 
 
 @dataclass(frozen=True)

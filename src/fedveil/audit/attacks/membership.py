@@ -3,6 +3,13 @@
 The attacker knows of some candidates (half of them, in the papers) whether they were members. It describes every
 candidate by what the model makes of it, trains a small network to tell known members from known non-members, and
 scores the rest. A blind guess is right half the time.
+
+An auditor grants candidates.x, candidates.y, and candidates.membership, which is 1 or 0 where the client knows the
+answer and −1 where it is asked for. The result are `scores` of those it is asked for, in their order, and the
+`threshold` above which it says "member".
+
+With the setting `adaptive` the client first takes the head noise off by calibration on its own samples. Secret scales
+on hidden layers need no such step: every activation is standardised over the candidates, which undoes them.
 """
 
 from __future__ import annotations
@@ -10,21 +17,105 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.layers import activations, class_fit, last_layers, parts_of, reordered
+from fedveil.audit.attack import AttackContext, attack, require_classes, seen_by
+from fedveil.audit.attacks.extraction import calibrated, held_model
+from fedveil.audit.views import ClientView, Facts, View
 from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError, unknown_name
 
 Outputs = Callable[[Tensor], Tensor]
 Features = Literal["outputs", "classes", "layers", "second", "third", "gradients"]
 FEATURES: tuple[Features, ...] = ("outputs", "classes", "layers", "second", "third", "gradients")
+LAYERS: dict[str, Features] = {"last": "outputs", "second": "second", "third": "third", "three": "layers"}
+"""What the setting `layer` stands for."""
+
 UNKNOWN = -1
+LAST_LAYERS = 3
 _PLACES: dict[Features, tuple[int, ...]] = {"second": (2,), "third": (3,), "layers": (3, 2, 1)}
 _WIDEST = 5.0
+_AT_ONCE = 256
+_PENALTY = 0.3
+
+
+@attack(
+    "membership",
+    sees="model",
+    asset="members",
+    granted=("public",),
+    reference="overfitted",
+    how="attack network on outputs, half of the members known",
+)
+def membership_attack(
+    view: View, context: AttackContext, *, adaptive: bool = False, features: str = "outputs"
+) -> dict[str, Tensor]:
+    """By an attack network on the outputs (or on other `features`)."""
+    return _by_network(view, context, adaptive=adaptive, features=features)
+
+
+@attack(
+    "membership-layers",
+    sees="model",
+    asset="members",
+    granted=("public",),
+    reference="overfitted",
+    how="the same on the last three layers",
+)
+def membership_layers_attack(
+    view: View, context: AttackContext, *, adaptive: bool = False, layer: str = "three", features: str | None = None
+) -> dict[str, Tensor]:
+    """By an attack network on layers: all of the last three, or the one that `layer` names."""
+    if layer not in LAYERS:
+        raise unknown_name("layer", str(layer), LAYERS)
+    return _by_network(view, context, adaptive=adaptive, features=features or LAYERS[layer])
+
+
+def _by_network(view: View, context: AttackContext, *, adaptive: bool, features: str) -> dict[str, Tensor]:
+    seen, model = held_by(view, context, adaptive=adaptive)
+    guess = membership(
+        model,
+        candidates_in(seen, like=next(model.parameters())),
+        generator=context.generator(),
+        features=cast(Features, str(features)),
+        criterion=criterion_of(seen.facts),
+        progress=context.progress,
+    )
+    return guess.result
+
+
+def held_by(view: View, context: AttackContext, *, adaptive: bool) -> tuple[ClientView, nn.Module]:
+    """The model as the client holds it, or as it is after calibration."""
+    seen = seen_by(view, ClientView)
+    require_classes(seen.facts)
+    return seen, (calibrated(seen, device=context.device) if adaptive else held_model(seen, device=context.device)[1])
+
+
+def candidates_in(view: ClientView, *, like: Tensor) -> Candidates:
+    """The candidates that an auditor grants, where and as `like` is; tokens keep their type."""
+    x, y, shown = (granted_in(view, f"candidates.{name}") for name in ("x", "y", "membership"))
+    return Candidates(alike(x, like), y.to(like.device), shown.to(like.device))
+
+
+def granted_in(view: ClientView, name: str) -> Tensor:
+    """What the auditor grants under a name."""
+    found = view.known.get(name)
+    if found is None:
+        raise ConfigError(f"The view holds no {name}: membership is told of candidates that an auditor grants.")
+    return found
+
+
+def alike(x: Tensor, like: Tensor) -> Tensor:
+    """Inputs where `like` is, in its precision; tokens keep their type."""
+    return x.to(like.device, like.dtype if x.is_floating_point() else None)
+
+
+def criterion_of(facts: Facts) -> Criterion:
+    """How the run's loss judges one sample."""
+    return Criterion("square" if facts.loss == "square" else "cross-entropy", facts.target_scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +159,11 @@ class Guess:
     rows: Tensor
     scores: Tensor
     threshold: float
+
+    @property
+    def result(self) -> dict[str, Tensor]:
+        """The guess as it leaves the process."""
+        return {"scores": self.scores.double(), "threshold": torch.tensor(self.threshold, dtype=torch.float64)}
 
 
 @dataclass(frozen=True)
@@ -329,3 +425,96 @@ def _held(count: int, folds: int) -> Tensor:
 def _batch(count: int, size: int, folds: int, generator: torch.Generator) -> Tensor:
     """For each fold, ``size`` random rows that are not held out of it."""
     return torch.multinomial(1 - _held(count, folds), size, replacement=True, generator=generator)
+
+
+def parts_of(count: int) -> list[Tensor]:
+    """Rows in equal parts of bounded size, mixed.
+
+    A norm that takes its statistics from the batch would otherwise mark candidates listed side by side, and a list
+    that begins with the members would give them away whatever the model had learned.
+    """
+    mixed = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return list(mixed.tensor_split(-(-count // _AT_ONCE)))
+
+
+def reordered(results: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """What was computed in parts, in the order of the candidates."""
+    return torch.cat(list(results))[torch.cat(list(parts)).argsort().to(results[0].device)]
+
+
+def last_layers(model: nn.Module, x: Tensor) -> list[nn.Module]:
+    """The last layers with a weight matrix or kernel, in the order in which a sample passes them."""
+    passed: dict[nn.Module, None] = {}
+
+    def note(layer: nn.Module, _: object, __: object) -> None:
+        passed.pop(layer, None)
+        passed[layer] = None
+
+    layers = [part for part in model.modules() if _weighted(part)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(x[:2])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not passed:
+        raise DataError("The model has no layer with a weight matrix to look into: use the features 'outputs'.")
+    return list(passed)[-LAST_LAYERS:]
+
+
+def _weighted(part: nn.Module) -> bool:
+    weight = part._parameters.get("weight")
+    return weight is not None and weight.ndim >= 2 and not isinstance(part, nn.Embedding)
+
+
+def activations(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What the last layers give: each as the next one reads it, the last one's as it is.
+
+    Those with an extent in space are averaged over it.
+    """
+    read: dict[nn.Module, Tensor] = {}
+    given: list[Tensor] = []
+
+    def keep(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        read[layer] = _pooled(args[0])
+        given[:] = [_pooled(output)]
+
+    layers = last_layers(model, x)
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    parts, found = parts_of(len(x)), []
+    try:
+        with torch.no_grad():
+            for rows in parts:
+                model(x[rows.to(x.device)])
+                found.append([*(read[layer] for layer in layers[1:]), *given])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [reordered(results, parts) for results in zip(*found, strict=True)]
+
+
+def class_fit(activation: Tensor, y: Tensor, *, classes: int) -> Tensor:
+    """How well a linear map from all other candidates' activations to their classes tells each candidate's own.
+
+    Leave-one-out ridge regression on standardised activations Z, with K = ZZᵀ/width + λ·1 and one-hot targets T:
+    the residual of candidate i is [K⁻¹(T − T̄)]_i / [K⁻¹]_ii. Columns: −log of its square, the margin of the own
+    class over the next, whether it comes first. Positive scales on the activations change nothing; who is a member
+    is not used, so members and others are treated alike.
+    """
+    values, y = activation.double(), y.to(activation.device)
+    spread, middle = torch.std_mean(values, dim=0, correction=0)
+    varied = spread > 1e-9 * spread.max().clamp_min(1e-300)
+    standard = (values - middle)[:, varied] / spread[varied]
+    kernel = standard @ standard.T / max(1, standard.shape[1])
+    inverse = torch.linalg.inv(kernel + _PENALTY * torch.eye(len(y)).to(kernel))
+    targets = F.one_hot(y, classes).double()
+    residual = inverse @ (targets - targets.mean(0)) / inverse.diagonal()[:, None]
+    told = targets - residual
+    own = told.gather(1, y[:, None])[:, 0]
+    margin = own - told.scatter(1, y[:, None], -torch.inf).amax(1)
+    return torch.stack([-residual.square().sum(1).clamp_min(1e-30).log(), margin, (margin > 0).double()], 1)
+
+
+def _pooled(values: Tensor) -> Tensor:
+    return values.flatten(2).mean(2) if values.ndim > 2 else values

@@ -13,25 +13,139 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.probe import head_path, received
+from fedveil.audit.attack import AttackContext, Progress, applicable, attack, counted, require_numbers, silent
+from fedveil.audit.attacks.closed_form import closed_form, has_closed_form
+from fedveil.audit.attacks.deep_leakage import read_by
+from fedveil.audit.attacks.extraction import head_path, received
+from fedveil.audit.attacks.gradients import (
+    MOST_SAMPLES,
+    Problem,
+    Reconstruction,
+    as_result,
+    batch_seen,
+    exchange_in,
+    gradient_at,
+    observed_in,
+    problem_from,
+    squared_distance,
+)
+from fedveil.audit.views import Facts, ServerView, View
 from fedveil.downlink import Blueprint, Broadcast, PublicHead
-from fedveil.errors import ConfigError, NumericError
-from fedveil.tensors import Layout, flatten
+from fedveil.errors import ConfigError, NotApplicableError, NumericError
+from fedveil.tensors import Layout
 from fedveil.work.gradients import head_alpha
 from fedveil.work.losses import SquareLoss
 
-Match = Callable[[Tensor, Tensor], Tensor]
-"""How far a found gradient is from the observed one: a scalar that can be differentiated."""
-
-Progress = Callable[[float], None]
-
+UNREAD = -1
+"""The label of a sample of which the label was not read."""
+RESTARTS = 3
+STEPS = 300
+"""How long a search takes; larger pictures need more."""
 _CERTAIN = 1e3
 _ONE_SAMPLE = 1e-3
+
+
+@attack(
+    "phi",
+    sees=("bare tensors", "bare tensors on the wire"),
+    asset="data",
+    reference="bare",
+    adaptive=True,
+    how="what travels bare beside a noised gradient, read or matched (ours)",
+)
+def phi_attack(
+    view: View, context: AttackContext, *, restarts: int | None = None, steps: int | None = None
+) -> dict[str, Tensor]:
+    """A batch from Ψ and Φ alone, with the model as it was sent: the server needs none of its secrets for this.
+
+    In closed form where a linear layer with a bias reads the whole input (`loss` is how badly one sample explains
+    the gradients; labels of batches above one stay unread), otherwise by matching. Words under masks are read as
+    numbers, for what that is worth. An upload that is nothing but a gradient, as plain averaging sends it, is read in
+    the same way.
+    """
+    if isinstance(view, ServerView) and view.broadcast is None and view.recovered is not None:
+        observed = observed_in(view, context)
+        problem = problem_from(observed, context)
+        return read_by("closed-form" if has_closed_form(problem) else "idlg", observed, context)
+    seen = exchange_in(view, context)
+    head, facts = seen.broadcast.head, seen.facts
+    if head is None:
+        raise NotApplicableError("there is no head noise, so neither Ψ nor Φ is sent")
+    require_numbers(facts)
+    batch = batch_seen(facts, seen.samples, context)
+    if batch > MOST_SAMPLES:
+        raise NotApplicableError(f"a gradient of {batch} samples: this attack takes up to {MOST_SAMPLES}")
+    blueprint, broadcast = facts.blueprint().to(device=context.device), _placed(seen.broadcast, context.device)
+    bare = bare_tensors(seen.numbers.to(context.device), Layout(facts.contribution), head)
+    try:
+        reading = read_first_layer(blueprint, torch.cat([bare.phi, bare.psi]))
+    except ConfigError:  # no closed form for this model
+        if facts.task != "classification":
+            raise NotApplicableError(
+                f"a {facts.task} task, and no linear layer that reads the input: classes are needed"
+            ) from None
+        with applicable():
+            found = invert_bare(
+                blueprint,
+                broadcast,
+                bare,
+                loss=_objective(facts),
+                generator=context.generator(),
+                batch=batch,
+                restarts=counted("restarts", restarts) or (1 if context.quick else RESTARTS),
+                steps=counted("steps", steps) or STEPS,
+                box=context.box,
+                progress=context.progress,
+            )
+        return as_result(Reconstruction(found.inputs, found.labels.argmax(1), found.loss))
+    inputs, labels = reading.x[None], torch.full((batch,), UNREAD)
+    if batch > 1:
+        inputs = _rows(facts, blueprint, broadcast, bare, batch, context)
+    elif facts.task == "classification":
+        with applicable():
+            labels[0] = read_label(blueprint, broadcast, bare, loss=_objective(facts))
+    context.progress(1.0)
+    inputs = inputs if context.box is None else inputs.clamp(*context.box)
+    return as_result(Reconstruction(inputs, labels, reading.misfit))
+
+
+def _rows(
+    facts: Facts, blueprint: Blueprint, broadcast: Broadcast, bare: BareTensors, batch: int, context: AttackContext
+) -> Tensor:
+    """Several samples from the first layer's gradient in Φ, row by row, as from any other gradient."""
+    problem = Problem(
+        module=received(blueprint, broadcast),
+        loss=facts.objective(),
+        gradient=bare.phi.sum(0),
+        input_shape=facts.input_shape,
+        outputs=facts.outputs,
+        batch=batch,
+        # Φ knows no labels: equal ones keep the attack from looking for them.
+        labels=torch.zeros(batch, dtype=torch.int64, device=bare.phi.device),
+        box=context.box,
+    )
+    with applicable():
+        return closed_form(problem, generator=context.generator()).inputs
+
+
+def _objective(facts: Facts) -> SquareLoss:
+    loss = facts.objective()
+    if not isinstance(loss, SquareLoss):
+        raise NotApplicableError(f"the loss {loss.name}: Ψ and Φ belong to the square loss")
+    return loss
+
+
+def _placed(broadcast: Broadcast, device: torch.device) -> Broadcast:
+    head = broadcast.head
+    moved = {name: getattr(broadcast, name).to(device) for name in ("parameters", "epsilon", "statistics")}
+    if head is not None:
+        head = replace(head, vector=head.vector.to(device), groups=head.groups.to(device))
+    return replace(broadcast, **moved, multipliers=broadcast.multipliers.to(device), head=head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,11 +242,6 @@ class Inverted:
     loss: float
 
 
-def squared(found: Tensor, observed: Tensor) -> Tensor:
-    """‖g − ĝ‖²/‖ĝ‖², the match of deep leakage from gradients."""
-    return (found - observed).square().sum() / observed.square().sum().clamp_min(1e-300)
-
-
 def invert_bare(
     blueprint: Blueprint,
     broadcast: Broadcast,
@@ -140,20 +249,19 @@ def invert_bare(
     *,
     loss: SquareLoss,
     generator: torch.Generator,
-    match: Match = squared,
     batch: int = 1,
     restarts: int = 3,
     steps: int = 300,
     rate: float = 0.1,
     good_enough: float = 1e-9,
     box: tuple[float, float] | None = (0.0, 1.0),
-    progress: Progress = lambda done: None,
+    progress: Progress = silent,
 ) -> Inverted:
     """Inputs and labels whose G_β and Σ_s G_s are the uploaded ones, by Adam; the best of `restarts` attempts.
 
-    `match` compares found and observed gradients. Ψ is linear in e, so its rows are matched by their sum: one
-    more backward pass, however many groups there are. A batch of one has its label read off, and what the linear
-    layers read of it is matched too. `box` bounds the inputs' values.
+    Ψ is linear in e, so its rows are matched by their sum: one more backward pass, however many groups there are. A
+    batch of one has its label read off, and what the linear layers read of it is matched too. `box` bounds the
+    inputs' values.
     """
     if broadcast.head is None:
         raise ConfigError("This broadcast has no head noise, so there is no Ψ and no Φ: match the gradient itself.")
@@ -166,10 +274,10 @@ def invert_bare(
     if batch == 1:
         label = read_label(blueprint, broadcast, bare, loss=loss)
         readings = _linear_readings(blueprint, torch.cat([bare.phi, bare.psi]))
-    search = _Search(blueprint, module, broadcast.head, bare, loss, match, box, label, readings)
+    search = _Search(blueprint, module, broadcast.head, bare, loss, box, label, readings)
     best: Inverted | None = None
     for attempt in range(restarts):
-        watched = _part_of(progress, attempt, restarts)
+        watched = lambda done, attempt=attempt: progress((attempt + done) / restarts)  # noqa: E731
         found = search.attempt(batch, generator, steps, rate, watched)
         if best is None or found.loss < best.loss or math.isnan(best.loss):
             best = found
@@ -186,7 +294,6 @@ class _Search:
     head: PublicHead
     bare: BareTensors
     loss: SquareLoss
-    match: Match
     box: tuple[float, float] | None
     label: int | None
     readings: Mapping[str, Tensor]
@@ -225,10 +332,9 @@ class _Search:
         target = self.loss.target_scale * labels
         basis = self.loss.basis(output, head_alpha(self.blueprint, self.module), target, self.head)
         psi, phi = basis[1 : 1 + self.head.count].sum(), basis[1 + self.head.count :].sum()
-        gradients = self.match(self._gradient(phi), self.bare.phi.sum(0)) + self.match(
-            self._gradient(psi), self.bare.psi.sum(0)
-        )
-        return sum((squared(read[path], known) for path, known in self.readings.items()), gradients)
+        gradients = squared_distance(gradient_at(self.module, phi), self.bare.phi.sum(0))
+        gradients = gradients + squared_distance(gradient_at(self.module, psi), self.bare.psi.sum(0))
+        return sum((squared_distance(read[path], known) for path, known in self.readings.items()), gradients)
 
     def _run(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and what the layers of `readings` read on the way."""
@@ -239,11 +345,6 @@ class _Search:
         finally:
             for one in handles:
                 one.remove()
-
-    def _gradient(self, value: Tensor) -> Tensor:
-        parameters = list(self.module.parameters())
-        found = torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True, materialize_grads=True)
-        return flatten(found)
 
 
 def _keeper(read: dict[str, Tensor], path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -262,10 +363,6 @@ def _linear_readings(blueprint: Blueprint, gradients: Tensor) -> dict[str, Tenso
             if reading.misfit < _ONE_SAMPLE:
                 found[path] = reading.x
     return found
-
-
-def _part_of(progress: Progress, attempt: int, attempts: int) -> Progress:
-    return lambda done: progress((attempt + done) / attempts)
 
 
 def _first_layer(blueprint: Blueprint) -> tuple[str, nn.Module]:

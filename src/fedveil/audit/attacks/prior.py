@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.audit.attacks.matching import FULL_BUDGET, Budget, Progress, silent
+from fedveil.audit.attack import Progress, silent
 from fedveil.errors import DataError, NumericError
 
 SMALLEST_SIDE, LARGEST_SIDE = 8, 64
@@ -100,7 +100,7 @@ def train_prior(
     *,
     generator: torch.Generator,
     box: tuple[float, float] | None = None,
-    budget: Budget = FULL_BUDGET,
+    quick: bool = False,
     lessons: Lessons | None = None,
     progress: Progress = silent,
     device: str | torch.device = "cpu",
@@ -114,7 +114,7 @@ def train_prior(
     low, high = box if box is not None else (float(x.min()), float(x.max()))
     if not low < high:
         raise DataError(f"All public pictures are the number {low}: there is nothing to learn from them.")
-    lessons = lessons or _lessons(shape, budget)
+    lessons = lessons or _lessons(shape, quick=quick)
     scaled = ((x.detach().to(device, torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
     order = torch.randperm(len(x), generator=generator, device=generator.device).to(device)
     kept = scaled[order[: max(2, min(len(x) // 10, 500))]]
@@ -142,10 +142,10 @@ def _checked(x: Tensor) -> tuple[int, int, int]:
     return int(x.shape[1]), int(x.shape[2]), int(x.shape[3])
 
 
-def _lessons(shape: tuple[int, int, int], budget: Budget) -> Lessons:
+def _lessons(shape: tuple[int, int, int], *, quick: bool) -> Lessons:
     if math.prod(shape) <= _SMALL_PICTURE:
-        return SMALL_QUICK if budget.quick else SMALL
-    return LARGE_QUICK if budget.quick else LARGE
+        return SMALL_QUICK if quick else SMALL
+    return LARGE_QUICK if quick else LARGE
 
 
 def _sizes(height: int, breadth: int) -> list[tuple[int, int]]:

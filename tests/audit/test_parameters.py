@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from audit.attempts.digit_runs import Run, digits_run
-from fedveil.audit.attacks.parameters import parameter_knowledge
-from fedveil.audit.attempts.held import calibrated
+from audit.attacks.digit_runs import Run, digits_run
+from fedveil.audit.attacks.extraction import calibrated
+from fedveil.audit.metrics import parameter_knowledge
 from fedveil.downlink.architecture import draw
 from fedveil.errors import DataError
 from fedveil.tensors import flatten

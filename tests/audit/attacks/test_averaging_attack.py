@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from audit.attempts.reading import QUICK, batch_of, decibels, run_of, tried
-from fedveil.audit.attempts.history import averaging
-from fedveil.audit.attempts.reconstruction import closed_form
+from audit.attacks.reading import QUICK, batch_of, decibels, run_of, tried
+from fedveil.audit.attacks.averaging import averaging_attack as averaging
+from fedveil.audit.attacks.closed_form import closed_form_attack as closed_form
 from fedveil.audit.record import server_history, server_view
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import Opened, ServerHistory, to_bytes

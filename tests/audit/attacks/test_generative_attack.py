@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.attempts.digit_runs import Run, digits_run
-from audit.attempts.reading import PICTURES, QUICK, batch_of, decibels, run_of, tried
-from audit.learned import DIGITS, JUDGES, PUBLIC, digits_judge, digits_prior, generator
-from fedveil.audit.attacks.generative import blind_level
+from audit.attacks.digit_runs import Run, digits_run
+from audit.attacks.reading import PICTURES, QUICK, batch_of, decibels, run_of, tried
+from audit.learned import DIGITS, JUDGES, PUBLIC, blind_level, digits_judge, digits_prior, generator
+from fedveil.audit.attacks import generative as module
+from fedveil.audit.attacks.generative import class_inversion_attack as class_inversion
+from fedveil.audit.attacks.generative import generative_attack as generative
 from fedveil.audit.attacks.prior import Prior
-from fedveil.audit.attempts import generative as attempts
-from fedveil.audit.attempts.generative import class_inversion, generative
-from fedveil.audit.metrics import Rate, attack_success
+from fedveil.audit.metrics import Estimate, attack_success
 from fedveil.audit.record import server_view
-from fedveil.audit.registry import attack_at, target_of
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ServerView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
@@ -37,7 +36,7 @@ def learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         progress(1.0)
         return digits_prior()
 
-    monkeypatch.setattr(attempts, "train_prior", handed)
+    monkeypatch.setattr(module, "train_prior", handed)
 
 
 def upload(scheme: str) -> tuple[ServerView, Tensor, Tensor]:
@@ -63,7 +62,7 @@ def trained(scheme: str) -> Run:
 
 
 @cache
-def recognised(scheme: str, *, adaptive: bool = False) -> Rate:
+def recognised(scheme: str, *, adaptive: bool = False) -> Estimate:
     view = trained(scheme).view(public__x=DIGITS.train.x[PUBLIC])
     found = tried(class_inversion, view, adaptive=adaptive, per_class=10)
     assert found["inputs"].shape == (100, 1, 8, 8)
@@ -89,8 +88,7 @@ def test_classes_and_their_number_can_be_chosen() -> None:
             tried(class_inversion, view, classes=wrong)
 
 
-def test_both_are_found_by_name_and_run_in_a_process_that_gets_the_view_alone() -> None:
-    assert attack_at(target_of("generative")) is generative
+def test_it_runs_in_a_process_that_gets_the_view_alone() -> None:
     view = trained("fedavg").view(public__x=DIGITS.train.x[PUBLIC][:16])
     with AttackProcess("class-inversion") as process:
         found = process.run(to_bytes(view), settings={**QUICK, "per_class": 1, "classes": [1]})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import models
-from fedveil.audit.attacks.matching import (
+from fedveil.audit.attacks.gradients import (
     Problem,
     Reconstruction,
     best,
@@ -18,9 +18,7 @@ from fedveil.audit.attacks.matching import (
     gradient_at,
     matching_loss,
     normalised,
-    on_reference,
     squared_distance,
-    unprotected,
 )
 from fedveil.errors import ConfigError, NumericError
 from fedveil.work.losses import CrossEntropy, SquareLoss
@@ -109,27 +107,3 @@ def test_problems_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(error, match=text):
         linear_problem(gradient, **known)
-
-
-def test_a_reference_scores_the_truth_as_effective_and_a_blank_as_not() -> None:
-    def blank(problem: Problem) -> Reconstruction:
-        return Reconstruction(inputs=torch.zeros(1, 1, 8, 8), labels=torch.tensor([99]), loss=1.0)
-
-    failed = on_reference(blank, model="mlp")
-    assert not failed.effective
-    assert not failed.label_found
-
-    def oracle(problem: Problem) -> Reconstruction:
-        return Reconstruction(inputs=failed.original[None] + 0.01, labels=torch.tensor([0]), loss=0.0)
-
-    assert on_reference(oracle, model="mlp").effective
-    with pytest.raises(ConfigError, match="both or neither"):
-        on_reference(blank, model="mlp", label=3)
-    with pytest.raises(ConfigError, match="without normalisation"):
-        on_reference(blank, model="mlp", picture=torch.full((1, 8, 8), 2.0), label=3)
-
-
-def test_the_unprotected_problem_does_not_tell_the_labels() -> None:
-    problem = unprotected("mlp", torch.zeros(2, 1, 8, 8), torch.tensor([1, 2]))
-    assert problem.labels is None
-    assert problem.batch == 2

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.attempts.digit_runs import Run, digits_run, percent
+from audit.attacks.digit_runs import Run, digits_run, percent
 from audit.recorded import recorded
 from audit.test_views import own_data
-from fedveil.audit.attempts.extraction import calibration, probe, received
-from fedveil.audit.attempts.held import calibrated, held_model
+from fedveil.audit.attacks.extraction import calibrated, held_model
+from fedveil.audit.attacks.extraction import calibration_attack as calibration
+from fedveil.audit.attacks.extraction import probe_attack as probe
+from fedveil.audit.attacks.extraction import received_attack as received
 from fedveil.audit.record import client_view, server_view
-from fedveil.audit.registry import ATTACKS
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes, weights_by_name
 from fedveil.downlink.architecture import assemble
@@ -181,7 +182,6 @@ def test_clients_that_hold_the_model_attack_what_they_hold(tmp_path: Path) -> No
 
 
 def test_a_process_of_its_own_finds_the_same() -> None:
-    assert ATTACKS["calibration"] == "fedveil.audit.attempts.extraction:calibration"
     view = asked("lossless")
     with AttackProcess("calibration") as process:
         outputs = process.run(to_bytes(view), settings={"counts": [10]})

@@ -9,9 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from audit.attempts.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
-from fedveil.audit.attempts.gradients import observed_in, quiet
-from fedveil.audit.attempts.reconstruction import closed_form, dlg, idlg, inverting, labels, problem_of
+from audit.attacks.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
+from fedveil.audit.attack import AttackContext
+from fedveil.audit.attacks.closed_form import closed_form_attack as closed_form
+from fedveil.audit.attacks.closed_form import labels_attack as labels
+from fedveil.audit.attacks.deep_leakage import dlg_attack as dlg
+from fedveil.audit.attacks.deep_leakage import idlg_attack as idlg
+from fedveil.audit.attacks.deep_leakage import inverting_attack as inverting
+from fedveil.audit.attacks.gradients import observed_in, problem_of, quiet
 from fedveil.audit.record import client_view, outsider_view, server_history, server_view
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import to_bytes
@@ -51,7 +56,7 @@ def test_the_wire_shows_the_gradient_itself_at_its_size() -> None:
         job, record = run_of(scheme)
         for victim in VICTIMS:
             x, y = batch_of(job, victim)
-            seen = observed_in(outsider_view(record), {"client": victim, "round": 1})
+            seen = observed_in(outsider_view(record), AttackContext(client=victim, round=1))
             seen.facts.objective().mean(seen.module(x), y).backward()  # type: ignore[no-untyped-call]
             gradient = torch.cat([one.grad.reshape(-1) for one in seen.module.parameters() if one.grad is not None])
             assert torch.allclose(seen.gradient, gradient, rtol=1e-6, atol=1e-9)
@@ -157,7 +162,9 @@ def test_the_sum_is_read_as_one_batch_of_all() -> None:
     found = tried(closed_form, view, target="sum", batch=3)
     assert found["inputs"].shape == (3, 1, 8, 8)
     _, bare = run_of("lossless")
-    ours, theirs = (observed_in(server_view(one, 0, round=1), {"target": "sum", "batch": 3}) for one in (record, bare))
+    ours, theirs = (
+        observed_in(server_view(one, 0, round=1), AttackContext(target="sum", batch=3)) for one in (record, bare)
+    )
     assert torch.allclose(ours.gradient, theirs.gradient, rtol=1e-4, atol=1e-7)
     with pytest.raises(NotApplicableError, match="set batch"):
         tried(closed_form, view, target="sum")
@@ -171,7 +178,7 @@ def test_an_update_of_local_steps_stands_in_for_a_gradient() -> None:
     for lr in (0.01, 0.0001):
         job, record = run_of("fedavg", local_steps=3, lr=lr, model="lenet-sigmoid", **PICTURES)
         view = server_view(record, 0, round=1)
-        seen = observed_in(view, {})
+        seen = observed_in(view, AttackContext())
         assert (view.facts.returns, seen.batch) == ("update", 3)
         own = job.pool.clients[0]
         batches: Any = job.scheme.work.batches  # type: ignore[attr-defined]
@@ -193,14 +200,14 @@ def test_dropout_is_left_out_and_normalisation_is_not() -> None:
 def test_a_problem_holds_what_the_settings_say() -> None:
     job, record = run_of("fedavg", batch_size=2)
     view = server_view(record, 0, round=1, labels=batch_of(job, 0)[1])
-    problem = problem_of(view, {"box": [-1, 2]})
+    problem = problem_of(view, AttackContext(box=(-1, 2)))
     assert (problem.batch, problem.box, problem.input_shape) == (2, (-1.0, 2.0), (1, 8, 8))
     assert problem.labels is not None
-    assert problem_of(view, {}).box is None
-    assert problem_of(dataclasses.replace(view, labels=None), {"batch": 5}).batch == 5
+    assert problem_of(view, AttackContext()).box is None
+    assert problem_of(dataclasses.replace(view, labels=None), AttackContext(batch=5)).batch == 5
     for bad in ({"box": [1]}, {"box": "ab"}, {"batch": 0}, {"batch": True}, {"device": "abacus"}):
         with pytest.raises(ConfigError):
-            problem_of(view, bad)
+            problem_of(view, AttackContext.of(bad))
 
 
 def test_what_cannot_be_tried_says_why_across_the_process() -> None:

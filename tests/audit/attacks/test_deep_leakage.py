@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from audit.attacks.unprotected import on_reference, unprotected
 from fedveil import data, models
-from fedveil.audit.attacks.dlg import Search, dlg, dlg_reference, idlg, idlg_reference
-from fedveil.audit.attacks.matching import Budget, Problem, Reconstruction, Reference, client_gradient, unprotected
+from fedveil.audit.attacks.deep_leakage import Search, dlg, idlg
+from fedveil.audit.attacks.gradients import Problem, Reconstruction, client_gradient
 from fedveil.audit.metrics import assignment, psnr, random_level
 from fedveil.work.losses import SquareLoss
 
 DIGITS = data.load("digits", seed=0).train
 MODEL = "lenet-sigmoid"
-QUICK = Budget(quick=True)
 ONE_TRY = Search(steps=6, restarts=1)
 
 Attack = Callable[..., Reconstruction]
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("reference", [dlg_reference, idlg_reference])
-def test_the_reference_digits_are_reconstructed(reference: Callable[..., Reference], seed: int) -> None:
-    result = reference(seed=seed, budget=QUICK)
+@both
+def test_the_reference_digits_are_reconstructed(attack: Attack, seed: int) -> None:
+    result = on_reference(attack, model=MODEL, seed=seed, quick=True)
     assert result.effective, result.psnr
     assert result.label_found
     assert result.loss < 1e-6
@@ -42,7 +42,7 @@ def test_the_reference_digits_are_reconstructed(reference: Callable[..., Referen
 @both
 def test_a_batch_of_four_is_reconstructed_with_its_labels(attack: Attack) -> None:
     x, y = DIGITS.x[:4], DIGITS.y[:4]
-    result = attack(unprotected(MODEL, x, y), generator=generator(), budget=QUICK)
+    result = attack(unprotected(MODEL, x, y), generator=generator(), quick=True)
     order = assignment(result.inputs, x)
     assert float(psnr(result.inputs[order], x).mean()) > 20
     assert result.labels[order].tolist() == y.tolist()
@@ -67,7 +67,7 @@ def test_noise_and_a_uniform_mask_leave_the_level_of_a_random_picture(attack: At
 def test_another_digits_gradient_gives_the_other_digit(attack: Attack) -> None:
     x, other = DIGITS.x[:1], DIGITS.x[1:2]
     problem = unprotected(MODEL, other, DIGITS.y[1:2])
-    result = attack(problem, generator=generator(), budget=QUICK)
+    result = attack(problem, generator=generator(), quick=True)
     assert float(psnr(result.inputs, other)) > 20
     assert float(psnr(result.inputs, x)) < float(psnr(other, x)) + 1
 
@@ -77,7 +77,7 @@ def test_soft_labels_serve_the_square_loss_too() -> None:
     module = models.build(MODEL, input_shape=(1, 8, 8), outputs=10)
     x, y = DIGITS.x[:1], DIGITS.y[:1]
     problem = Problem(module, loss, client_gradient(module, loss, x, y), (1, 8, 8), 10)
-    result = dlg(problem, generator=generator(), budget=QUICK)
+    result = dlg(problem, generator=generator(), quick=True)
     assert float(psnr(result.inputs, x)) > 20
     assert result.labels.tolist() == y.tolist()
 

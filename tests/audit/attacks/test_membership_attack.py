@@ -13,10 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.attempts.digit_runs import Run, digits_run
-from fedveil.audit.attempts.membership import LAYERS, likelihood, membership, membership_layers
+from audit.attacks.digit_runs import Run, digits_run
+from fedveil.audit.attack import Attack
+from fedveil.audit.attacks.likelihood import likelihood_attack as likelihood
+from fedveil.audit.attacks.membership import LAYERS
+from fedveil.audit.attacks.membership import membership_attack as membership
+from fedveil.audit.attacks.membership import membership_layers_attack as membership_layers
 from fedveil.audit.metrics import area_under_curve, success_rate
-from fedveil.audit.registry import Attack
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ClientView, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from audit.small_runs import subject_of
-from fedveil.audit.findings import Finding
-from fedveil.audit.scene import Effort
-from fedveil.audit.store import FORMAT, AuditStore, finding_from, identity_of, read_audit
+from fedveil.audit.findings import FORMAT, AuditStore, Finding, finding_from, read_audit
+from fedveil.audit.running import identity_of
+from fedveil.audit.subject import Effort
 from fedveil.errors import CheckpointError
 
 FINDING = Finding(

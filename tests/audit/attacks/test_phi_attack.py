@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from audit.attempts.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
-from fedveil.audit.attempts.veiled import UNREAD, phi
+from audit.attacks.reading import PICTURES, QUICK, VICTIMS, batch_of, by_chance, decibels, run_of, tried
+from fedveil.audit.attacks.phi import UNREAD
+from fedveil.audit.attacks.phi import phi_attack as phi
 from fedveil.audit.record import outsider_view, server_view
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import ServerView, to_bytes
