@@ -175,7 +175,7 @@ _LABELS = {ROWS[0]: "Original", ROWS[1]: "Got from this run", ROWS[2]: "Got with
 
 @dataclass(frozen=True)
 class Row:
-    """One attack's figures."""
+    """One attack's figures: of an audit, or of a paper's table."""
 
     attack: str
     adaptive: bool
@@ -183,8 +183,8 @@ class Row:
     chance: str
     unprotected: str
     verdict: str
-    tone: str
-    reason: str
+    tone: str = "mute"
+    reason: str = ""
 
 
 @dataclass(frozen=True)
