@@ -72,11 +72,10 @@ def reason_of(found: Sequence[Found | str]) -> str:
     return next((one for one in found if isinstance(one, str)), "")
 
 
-def side_by_side(work: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
-    """Every piece of work at once: attacks wait for processes of their own."""
-    with ThreadPoolExecutor(max(1, len(work))) as pool:
-        waiting = {name: pool.submit(one) for name, one in work.items()}
-        return {name: one.result() for name, one in waiting.items()}
+def side_by_side(names: Sequence[str], run: Callable[[str], Result]) -> dict[str, Result]:
+    """What each name's work gives, all at once: attacks wait for processes of their own."""
+    with ThreadPoolExecutor(max(1, len(names))) as pool:
+        return dict(zip(names, pool.map(run, names), strict=True))
 
 
 def reference_figures(attacks: Sequence[str], effort: Effort) -> Figures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,11 +211,7 @@ def _attacked(stage: Stage, subject: Subject, data: str, classes: Sequence[int],
             ATTACK, [seen] * len(ways), [{**settings, "adaptive": way == ADAPTIVE} for way in ways], every=True
         )
 
-    work: dict[str, Callable[[], list[Found | str]]] = {
-        prior: lambda prior=prior: run(prior)  # type: ignore[misc]
-        for prior in PRIORS
-    }
-    for prior, outcome in side_by_side(work).items():
+    for prior, outcome in side_by_side(PRIORS, run).items():
         for way, found in zip(ways, outcome, strict=True):
             if isinstance(found, str):
                 figures[f"{prior} {way} reason"] = found

@@ -244,25 +244,18 @@ def verdict_row(results: Results, cell: str, plain: str, row: str) -> Row:
     """What is told once the noise is taken off, beside what the same run's true model tells."""
     ours, bare = (members_told(results, cell, row, way) for way in (ADAPTIVE, BARE))
     works = None if bare is None else not _blind(bare) and effective(results, plain, row) is not False
-    shares = [
-        None if one is None else Score(*(_share(end) for end in (one.value, one.low, one.high))) for one in (ours, bare)
-    ]
-    word = told(meaning(Members(), *shares, works=works))
+    word = told(meaning(Members(), _share(ours), _share(bare), works=works))
     if ours is not None and bare is not None and nobody_told(results, cell):
         word = UNTRAINED
-    return Row(
-        NAMES[row],
-        True,
-        *(written(results, cell, row, way) for way in (ADAPTIVE,)),
-        paper(GUESS),
-        written(results, cell, row, BARE),
-        word,
-    )
+    gets, unprotected = (written(results, cell, row, way) for way in (ADAPTIVE, BARE))
+    return Row(NAMES[row], True, gets, paper(GUESS), unprotected, word)
 
 
-def _share(value: float | None) -> float:
-    assert value is not None
-    return value / 100
+def _share(found: Score | None) -> Score | None:
+    """A figure in percent as a share of one."""
+    if found is None or found.low is None or found.high is None:
+        return None
+    return Score(found.value / 100, found.low / 100, found.high / 100)
 
 
 def _blind(found: Score) -> bool:

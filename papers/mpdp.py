@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -318,11 +318,7 @@ def _attacked(stage: Stage, subject: Subject, place: Place, scale: Scale, *, see
         **scored(BLIND, blind),
         **scored(RANDOM, random),
     }
-    work: dict[str, Callable[[], list[Found | str]]] = {
-        name: lambda name=name: run(name)  # type: ignore[misc]
-        for name in place.attacks
-    }
-    for name, outcome in side_by_side(work).items():
+    for name, outcome in side_by_side(place.attacks, run).items():
         if reason := reason_of(outcome):
             figures[f"{name} reason"] = reason
             continue

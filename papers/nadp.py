@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,7 @@ from fedveil.trials.subject import Subject, enacted, model_of
 from fedveil.uplink.allocation import collusion_strength
 from fedveil.work.batches import mixed_seed
 from fedveil.work.clipped import ClippedSamples
-from papers.attacks import as_text, draw_sheet, from_text, judge_of, side_by_side, tried
+from papers.attacks import as_text, draw_sheet, from_text, judge_of, reason_of, side_by_side, tried
 from papers.attacks import short as digits
 from papers.cells import (
     Cell,
@@ -606,25 +606,18 @@ class _Attacked:
                 for views in rows.values()
                 for place in range(len(views))
             ]
-            found = iter(tried(attack, [view for views in rows.values() for view in views], settings))
-            made = {}
+            found = tried(attack, [view for views in rows.values() for view in views], settings)
+            if reason := reason_of(found):
+                raise AttackError(f"{attack} on {self.data}: {reason}")
+            left, made = iter([one for one in found if not isinstance(one, str)]), {}
             for row, views in rows.items():
-                parts = list(itertools.islice(found, len(views)))
-                if len(parts) < len(views) or any(isinstance(one, str) for one in parts):
-                    raise AttackError(f"{attack} on {row}: {next((one for one in parts if isinstance(one, str)), '')}")
-                there = [one for one in parts if not isinstance(one, str)]
-                made[row] = (
-                    torch.cat([one["inputs"].float() for one in there]),
-                    torch.cat([one["labels"] for one in there]),
-                )
+                parts = list(itertools.islice(left, len(views)))
+                inputs, labels = ([one[what] for one in parts] for what in ("inputs", "labels"))
+                made[row] = torch.cat(inputs).float(), torch.cat(labels)
             return made
 
         figures, truth = Figures(), self.seen.pictures()[1]
-        work: dict[str, Callable[[], dict[str, tuple[Tensor, Tensor]]]] = {
-            attack: lambda attack=attack: run(attack)  # type: ignore[misc]
-            for attack in wanted
-        }
-        for attack, rows in side_by_side(work).items():
+        for attack, rows in side_by_side(list(wanted), run).items():
             for row, (inputs, labels) in rows.items():
                 figures |= self.measured(f"{row} {attack}", inputs)
                 figures[f"{row} {attack} labels"] = [float(one) for one in labels == truth[: len(labels)]]

@@ -52,7 +52,7 @@ CHANCE = 2.0
 
 
 @dataclass(frozen=True)
-class Row:
+class Algorithm:
     """One algorithm of Table 1. A row with a `twin` trains what its twin trains by construction, up to rounding."""
 
     label: str
@@ -82,7 +82,7 @@ class Row:
         return self.encrypted * (1.0 - decay**rounds) / (rounds * (1.0 - decay))
 
 
-ROWS = tuple(Row(label, **own) for label, own in _T1["rows"].items())
+ROWS = tuple(Algorithm(label, **own) for label, own in _T1["rows"].items())
 BY_LABEL = {row.label: row for row in ROWS}
 STATIC = tuple(BY_LABEL[one] for one in ("r1", "r5", "r10", "r20"))
 DIAL = {
@@ -125,7 +125,9 @@ class Bench:
         """The name of the cell that times training alone."""
         return f"{self.name}/pace"
 
-    def settings(self, row: Row, partition: str = "iid", *, cipher: str = "", **changes: object) -> dict[str, Any]:
+    def settings(
+        self, row: Algorithm, partition: str = "iid", *, cipher: str = "", **changes: object
+    ) -> dict[str, Any]:
         """A row's run."""
         return {
             "dataset": self.data,
@@ -281,7 +283,7 @@ def _update(length: int, client: int) -> Tensor:
     return (common + own) * 1e-3
 
 
-def measure(bench: Bench, row: Row) -> Figures:
+def measure(bench: Bench, row: Algorithm) -> Figures:
     """Seconds that protection adds to a round of a row: one client's and the server's, on one thread.
 
     Processor time, so that what else runs on the machine does not count. A share that shrinks is timed at
@@ -322,7 +324,7 @@ def _cost_rounds(job: Job) -> tuple[list[Spent], Gathered]:
     return clocks.rounds[1:], done[-1].gathered
 
 
-def _standing_job(bench: Bench, row: Row, *, large: bool) -> Job:
+def _standing_job(bench: Bench, row: Algorithm, *, large: bool) -> Job:
     """A row's scheme on a few random samples and with local training that stands still."""
     slice_of = {"model": "mlp", "model_options": {"depth": 2, "width": SLICE // _PER_UNIT}}
     changes: dict[str, object] = {**(slice_of if large else {}), "rounds": _ROUNDS}
@@ -401,7 +403,7 @@ class Trained:
     epsilon: float | None
     noise: float | None
     seconds: float | None
-    of: Row | None = None
+    of: Algorithm | None = None
 
     @property
     def accuracy(self) -> float | None:
@@ -435,7 +437,7 @@ class Run:
         """Whether anything was trained."""
         return any(name.startswith(f"{self.bench.name}/{self.partition}/") for name in self.results)
 
-    def training(self, row: Row) -> Trained:
+    def training(self, row: Algorithm) -> Trained:
         """A row's own training, or its twin's where it was not trained itself."""
         for candidate in (row, *([] if row.twin is None else [BY_LABEL[row.twin]])):
             cell = self.bench.cell(self.partition, candidate.label)
@@ -444,7 +446,7 @@ class Run:
                 return replace(found, of=candidate)
         return trained({}, "", rounds=self.bench["rounds"])
 
-    def cost(self, row: Row, what: str = "protection") -> float | None:
+    def cost(self, row: Algorithm, what: str = "protection") -> float | None:
         """Seconds that protection adds to a round: 0 where there is none."""
         return mean_of(self.results, self.bench.cost(row.label), what) if row.protected else 0.0
 
@@ -453,7 +455,7 @@ class Run:
         """Seconds of a round's training by all clients, one after the other, without protection; timed by itself."""
         return mean_of(self.results, self.bench.pace, "round_seconds")
 
-    def seconds(self, row: Row) -> float | None:
+    def seconds(self, row: Algorithm) -> float | None:
         """Training of all rounds, and T × the protection of one."""
         cost, pace, rounds = self.cost(row), self.pace, self.bench["rounds"]
         training = self.training(row).seconds if pace is None else pace * rounds
@@ -477,7 +479,7 @@ def _table1_report(results: Results, quick: bool) -> Report:
     return _T1.report(rows, checks, quick=quick, notes=[*notes, *_T1.notes(), *([] if quick else _T1["notes_full"])])
 
 
-def _table1_row(run: Run, row: Row, quick: bool) -> tuple[str, ...]:
+def _table1_row(run: Run, row: Algorithm, quick: bool) -> tuple[str, ...]:
     found, time = run.training(row), run.seconds(row)
     ratio = None if found.accuracy is None or not time else 100.0 * found.accuracy / time
     whose = f" (= {found.of.title})" if found.of is not None and found.of is not row else ""
