@@ -20,7 +20,7 @@ from torch import Tensor
 from fedveil.audit.attempts.membership import LAYERS
 from fedveil.audit.rates import CHANCE
 from fedveil.audit.views import View
-from fedveil.errors import NumericError
+from fedveil.errors import AttackError, NotApplicableError, NumericError
 from fedveil.runs.evaluate import predict
 from fedveil.trials.measures import Members
 from fedveil.trials.received import model_trials
@@ -180,10 +180,11 @@ def _attacked(stage: Stage, cell: Cell, subject: Subject, *, seed: int) -> Figur
         settings = [{**own, **effort, **_layer(row)} for row, _, _, own in ways]
         found = tried(attack, [view for *_, view, _ in ways], settings, every=True, time_limit=TIME_LIMIT)
         for (row, way, *_), one in zip(ways, found, strict=True):
-            if isinstance(one, str):
-                figures[f"{row} {way} failed"] = one
-            else:
-                figures |= _kept(f"{row} {way}", plain.score([one]))
+            name = f"{row} {way}"
+            try:
+                figures |= {f"{name} failed": one} if isinstance(one, str) else _kept(name, plain.score([one]))
+            except (AttackError, NotApplicableError) as reason:  # what it gave back cannot be scored
+                figures[f"{name} failed"] = str(reason)
     return figures
 
 

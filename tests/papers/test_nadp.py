@@ -14,7 +14,8 @@ from torch import Tensor
 
 from papers import Options, find, nadp, reproduce
 from papers.cells import Figures, Store
-from papers.nadp import ALL, FEDAVG, LDP, ROUNDS, SHARPEST, Seen, cell_of_row, nadp_row, seen_round, sheet_rows
+from papers.collusion import Seen, seen_round
+from papers.nadp import ALL, FEDAVG, LDP, ROUNDS, SHARPEST, cell_of_row, nadp_row, sheet_rows
 from papers.report import Check
 from papers.stage import Stage
 
