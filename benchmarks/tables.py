@@ -21,22 +21,6 @@ def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def bank() -> str:
-    data = stored("bank.json")
-    schemes = ("fedavg", "pbpfl", "lossless")
-    rows = [
-        [
-            str(r["clients"]),
-            str(r["layers"]),
-            *(f"{r[s]:.6f}" for s in schemes),
-            " / ".join(f"{p:.3f}" for p in r["paper"]),
-        ]
-        for r in data["rows"]
-    ]
-    table = markdown(["clients", "layers", *schemes, "the paper's FedAvg / own"], rows)
-    return f"{table}\n\nlargest difference between the three schemes: {data['largest_spread']:.1e}"
-
-
 def agreement() -> str:
     rows = []
     for name, title in (("digits.json", "digits"), ("fashion-mnist.json", "Fashion-MNIST")):
@@ -60,7 +44,6 @@ def bench(name: str) -> str:
 
 def main() -> int:
     for title, table in (
-        ("bank", bank()),
         ("agreement", agreement()),
         ("bench, CPU", bench("bench-cpu.json")),
         ("bench, GPU", bench("bench-gpu.json")),

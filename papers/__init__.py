@@ -1,9 +1,12 @@
 """The papers' tables and figures, run again: what they say, what comes out here, and a verdict."""
 
-from papers.cells import Cell, Check, Figure, Report
+from papers.cells import Cell
+from papers.entries import Entry
 from papers.page import page
+from papers.report import Check, Figure, Report
 from papers.runner import (
     ALL,
+    Options,
     Outcome,
     Stored,
     Tick,
@@ -15,7 +18,6 @@ from papers.runner import (
     stored_result,
     stored_results,
 )
-from papers.stage import Entry
 
 __all__ = [
     "ALL",
@@ -23,6 +25,7 @@ __all__ = [
     "Check",
     "Entry",
     "Figure",
+    "Options",
     "Outcome",
     "Report",
     "Stored",

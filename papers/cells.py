@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.runs.folder import write_atomically
@@ -26,18 +26,20 @@ _WILD = "*?["
 class Cell:
     """One run of a table. `settings` are those of a run; a cell that is not `usual` runs only when asked for.
 
-    `samples` cuts the training part; `tiers` deals it to clients of so many different sizes.
+    `samples` cuts the training part; `tiers` deals it to clients of so many different sizes; `more` is what else
+    decides the figures, such as an attack's effort.
     """
 
     name: str
-    settings: Mapping[str, object] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     samples: int | None = None
     tiers: int | None = None
     usual: bool = True
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, object]:
         """What decides the figure, as plain data."""
-        own = {"samples": self.samples, "tiers": self.tiers}
+        own = {"samples": self.samples, "tiers": self.tiers, **self.more}
         return {**self.settings, **{name: value for name, value in own.items() if value is not None}}
 
 
@@ -138,112 +140,36 @@ def numbers(results: Results, cell: str, what: str = "accuracy") -> dict[int, fl
     return {seed: float(value) for seed, value in found.items() if isinstance(value, int | float)}
 
 
-EMPTY = "–"
-_TRAINED = 30.0
+def figures_of(results: Results, cell: str) -> list[Figures]:
+    """A cell's figures, one set for each seed."""
+    return list(results.get(cell, {}).values())
 
 
-@dataclass(frozen=True)
-class Check:
-    """One claim of a paper: whether it held here (None: cells are missing), and what was seen.
-
-    A `premise` is what a claim stands on, such as that an attack works without protection: where it holds, nothing of
-    the paper is reproduced yet.
-    """
-
-    claim: str
-    held: bool | None
-    seen: str = ""
-    premise: bool = False
-
-    @property
-    def sign(self) -> str:
-        """yes, no, or open."""
-        return {True: "yes", False: "no", None: "open"}[self.held]
+def listed(results: Results, cell: str, what: str) -> list[float]:
+    """A figure that is a list, such as one for each victim, over all seeds."""
+    lists = (figures.get(what) for figures in figures_of(results, cell))
+    return [float(value) for one in lists if isinstance(one, list) for value in one]
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One number of the table: what it is, what the paper prints, and what came out here."""
-
-    what: str
-    paper: str
-    ours: str
+def average(results: Results, cell: str, what: str) -> float | None:
+    """The mean of such a list."""
+    values = listed(results, cell, what)
+    return sum(values) / len(values) if values else None
 
 
-@dataclass(frozen=True)
-class Report:
-    """A table with its verdict. `figures` are the few of its numbers that stand for it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    checks: tuple[Check, ...] = ()
-    notes: tuple[str, ...] = ()
-    quick: bool = False
-    figures: tuple[Figure, ...] = ()
-
-    @property
-    def word(self) -> str:
-        """reproduced, partly reproduced, not reproduced or not run: what the settled claims amount to."""
-        settled = [one.held for one in self.checks if one.held is not None and not one.premise]
-        if not settled:
-            return "not run"
-        if not any(settled):
-            return "not reproduced"
-        return "partly reproduced" if any(one.held is False for one in self.checks) else "reproduced"
-
-    @property
-    def verdict(self) -> str:
-        """The word, and why; open claims are named, not counted."""
-        waiting = [one for one in self.checks if one.held is None]
-        if self.word == "not run":
-            return "not run: no claim can be judged by the cells there are"
-        word = f"so far {self.word}" if waiting else self.word
-        word = f"in the quick form, which shows directions only, {word}" if self.quick else word
-        why = "; ".join(f"did not hold: {one.claim}" for one in self.checks if one.held is False)
-        rest = f"{len(waiting)} of {len(self.checks)} claims are open" if waiting else ""
-        return ": ".join(filter(None, (word, "; ".join(filter(None, (why, rest))))))
-
-    def as_data(self) -> dict[str, object]:
-        """Figures, claims and verdict as plain data."""
-        return {
-            "title": self.title,
-            "word": self.word,
-            "verdict": self.verdict,
-            "quick": self.quick,
-            "figures": [{"what": one.what, "paper": one.paper, "ours": one.ours} for one in self.figures],
-            "claims": [{"claim": one.claim, "held": one.sign, "seen": one.seen} for one in self.checks],
-        }
-
-    def text(self) -> str:
-        """As plain text."""
-        lines = [self.title, "", *_aligned([self.columns, *self.rows]), ""]
-        lines += [f"[{one.sign:>4}] {one.claim}" + (f" ({one.seen})" if one.seen else "") for one in self.checks]
-        lines += [f"{one.what}: paper {one.paper}, here {one.ours}" for one in self.figures]
-        return "\n".join([*lines, f"verdict: {self.verdict}", *(f"note: {note}" for note in self.notes)])
-
-    def markdown(self) -> str:
-        """As a Markdown page."""
-        table = [
-            "| " + " | ".join(self.columns) + " |",
-            "| " + " | ".join("---" for _ in self.columns) + " |",
-            *("| " + " | ".join(row) + " |" for row in self.rows),
-        ]
-        checks = [f"| {one.claim} | {one.sign} | {one.seen} |" for one in self.checks]
-        judged = ["| claim | held | seen |", "| --- | --- | --- |", *checks, ""] if checks else []
-        notes = [f"- {note}" for note in self.notes]
-        return "\n".join([f"# {self.title}", "", *table, "", *judged, f"**Verdict: {self.verdict}.**", "", *notes, ""])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+def number(results: Results, cell: str, what: str) -> float | None:
+    """A figure of the first seed that has it."""
+    return next(iter(numbers(results, cell, what).values()), None)
 
 
 def mean(values: Mapping[int, float]) -> float | None:
     """The mean over seeds; None where there is none."""
     return sum(values.values()) / len(values) if values else None
+
+
+def mean_of(results: Results, cell: str, what: str = "accuracy") -> float | None:
+    """One figure of a cell, averaged over seeds."""
+    return mean(numbers(results, cell, what))
 
 
 def standard_error(values: Mapping[int, float]) -> float | None:
@@ -254,37 +180,6 @@ def standard_error(values: Mapping[int, float]) -> float | None:
     return math.sqrt(sum((one - centre) ** 2 for one in values.values()) / (len(values) - 1) / len(values))
 
 
-def shown(values: Mapping[int, float], *, signed: bool = False) -> str:
-    """mean ± standard error, or a dash."""
-    centre, error = mean(values), standard_error(values)
-    if centre is None:
-        return EMPTY
-    text = f"{centre:+.1f}" if signed else f"{centre:.1f}"
-    return text if error is None else f"{text} ± {error:.1f}"
-
-
-def paper(value: float | None) -> str:
-    """A paper's figure, or a dash."""
-    return EMPTY if value is None else f"{value:.1f}"
-
-
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
     """ours − theirs, seed by seed, for the seeds both have."""
     return {seed: ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())}
-
-
-def trained(found: Mapping[str, float | None]) -> Check:
-    """What margins between noisy runs stand on: that the same training without noise gets somewhere."""
-    there = {name: value for name, value in found.items() if value is not None}
-    seen = ", ".join(f"{name}: {value:.1f}" for name, value in there.items())
-    held = all(value >= _TRAINED for value in there.values()) if there and len(there) == len(found) else None
-    return Check(f"without DP the model trains (at least {_TRAINED:g} %)", held, seen, premise=True)
-
-
-def rising(claim: str, values: Sequence[float | None], names: Sequence[str]) -> Check:
-    """Whether the numbers grow from the first to the last; open where fewer than two are there."""
-    there = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    seen = ", ".join(f"{name}: {value:+.1f}" for name, value in there)
-    if len(there) < 2:
-        return Check(claim, None, seen)
-    return Check(claim, all(one[1] < other[1] for one, other in itertools.pairwise(there)), seen)

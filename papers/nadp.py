@@ -1,546 +1,747 @@
-"""Numbers as the papers print them, to compare with."""
+"""NADP-FL: Tables 1, 3 and 4, Figures 3 and 4. Settings and printed numbers are in nadp.toml."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from fedveil.audit.metrics import feature_mse, mse, ssim
+from fedveil.audit.views import View
+from fedveil.errors import AttackError
 from fedveil.uplink.noise_plan import collusion_strength
+from fedveil.work.batches import mixed_seed
+from papers.attacks import as_text, draw_sheet, from_text, judge_of, reason_of, side_by_side, tried
+from papers.attacks import short as digits
 from papers.cells import (
-    EMPTY,
     Cell,
-    Check,
     Figures,
-    Report,
     Results,
+    average,
     difference,
+    figures_of,
+    listed,
     mean,
+    mean_of,
+    number,
     numbers,
-    paper,
-    rising,
-    shown,
-    trained,
 )
-from papers.stage import Entry, OnRound, Stage
+from papers.collusion import Seen, seen_round
+from papers.entries import read_paper
+from papers.report import EMPTY, Check, Report, compared, paper, ratio, rising, short, shown, trained
+from papers.stage import OnRound, Stage
 
-COLLUDING = (0.1, 0.2, 0.3, 0.4, 0.5)
+_PAPER = read_paper("nadp")
+_T1, _T3, _T4, _F3, _F4 = (_PAPER.table(one) for one in ("table1", "table3", "table4", "fig3", "fig4"))
 
+# Table 3: the strength of pair noise.
+
+COLLUDING: tuple[float, ...] = tuple(_T3["colluding"])
 TABLE3: dict[tuple[float, float], tuple[float, ...]] = {
-    (1.0, 25): (1.0565, 1.1239, 1.2060, 1.3093, 1.4446),
-    (1.0, 50): (1.0553, 1.1209, 1.2005, 1.2999, 1.4289),
-    (1.0, 100): (1.0547, 1.1194, 1.1978, 1.2954, 1.4214),
-    (1.0, math.inf): (1.0541, 1.1180, 1.1952, 1.2910, 1.4142),
-    (1.5, 25): (1.3029, 1.3860, 1.4873, 1.6147, 1.7815),
-    (1.5, 50): (1.2968, 1.3775, 1.4753, 1.5974, 1.7559),
-    (1.5, 100): (1.2939, 1.3733, 1.4695, 1.5892, 1.7438),
-    (1.5, math.inf): (1.2910, 1.3693, 1.4639, 1.5811, 1.7321),
-    (2.0, 25): (1.5097, 1.6059, 1.7233, 1.8708, 2.0642),
-    (2.0, 50): (1.5000, 1.5933, 1.7064, 1.8476, 2.0310),
-    (2.0, 100): (1.4953, 1.5871, 1.6983, 1.8365, 2.0152),
-    (2.0, math.inf): (1.4907, 1.5811, 1.6903, 1.8257, 2.0000),
+    (squared, clients): tuple(strengths) for squared, clients, *strengths in _T3["printed"]
 }
-"""NADP-FL, Table 3: λ by ((|D_max|/|D_min|)², number of clients), one number per share of colluders."""
+"""λ by ((|D_max|/|D_min|)², number of clients), one number per share of colluders."""
 
-TABLE1_EPSILONS = (3.0, 2.0, 1.0, 0.5)
-
-TABLE1: dict[tuple[str, int], tuple[float, tuple[tuple[float, float], ...]]] = {
-    ("mnist", 10): (92.94, ((81.76, 82.20), (80.27, 82.05), (77.23, 81.65), (67.44, 78.41))),
-    ("mnist", 50): (93.30, ((83.94, 85.55), (81.52, 85.58), (65.47, 85.19), (29.97, 80.39))),
-    ("mnist", 100): (92.91, ((85.09, 87.37), (76.69, 87.33), (46.97, 86.84), (10.44, 80.58))),
-    ("imdb", 10): (89.71, ((85.32, 87.24), (82.93, 85.29), (79.46, 83.79), (59.32, 78.22))),
-    ("imdb", 50): (88.56, ((84.97, 86.68), (79.86, 84.80), (68.37, 84.61), (50.68, 80.29))),
-    ("imdb", 100): (90.87, ((84.25, 87.09), (78.19, 84.14), (61.89, 83.98), (49.19, 79.63))),
-    ("fashion-mnist", 10): (80.46, ((80.02, 80.84), (79.08, 80.48), (76.34, 79.29), (70.76, 76.88))),
-    ("fashion-mnist", 50): (82.44, ((78.90, 81.61), (77.12, 81.36), (71.16, 80.17), (60.21, 77.19))),
-    ("fashion-mnist", 100): (83.23, ((77.97, 82.33), (74.88, 82.02), (67.41, 81.08), (52.81, 77.71))),
-}
-"""NADP-FL, Table 1: accuracy in percent by (data, N): without DP, then (LDP, NADP) for each ε."""
-
-MPDP_CIFAR10 = {"fedavg": 84.60, "mp-cdp": 84.21, "mpdp": 83.15}
-"""MP-DP, Table 2: accuracy in percent at ε = 3 (per round), CIFAR-10, ResNet-20."""
+_KEYS = {f"ratio{squared:g}/k{clients:g}": (squared, clients) for squared, clients in TABLE3}
 
 
-def table1(data: str, clients: int, *, scheme: str, epsilon: float | None = None) -> float | None:
-    """NADP-FL's Table 1: the accuracy of "fedavg" (no DP), "ldp" or "nadp"; None where the table has no such cell."""
-    row = TABLE1.get((data, clients))
-    if row is None:
-        return None
-    if scheme == "fedavg":
-        return row[0]
-    if epsilon not in TABLE1_EPSILONS or scheme not in ("ldp", "nadp"):
-        return None
-    return row[1][TABLE1_EPSILONS.index(epsilon)][scheme == "nadp"]
-
-
-PARAAEGIS_PARTITIONS = ("iid", "dirichlet-1", "dirichlet-0.5")
-
-_Three = tuple[float, float, float]
-
-PARAAEGIS_TABLE1: dict[str, tuple[_Three, _Three, _Three]] = {
-    "fedavg": ((80.93, 79.38, 77.98), (3571, 3665, 3699), (2.27, 2.17, 2.11)),
-    "dp-fedavg": ((20.28, 17.12, 12.87), (3007, 3084, 3112), (0.67, 0.56, 0.41)),
-    "ckks-fedavg": ((81.14, 79.28, 77.63), (18527, 14971, 14568), (0.44, 0.53, 0.53)),
-    "serial": ((10.54, 11.29, 12.35), (19956, 16718, 16370), (0.05, 0.07, 0.08)),
-    "varying-dp": ((24.21, 21.76, 19.85), (2494, 2534, 2789), (0.97, 0.86, 0.71)),
-    "stevens": ((18.78, 17.07, 13.75), (3635, 3708, 3543), (0.52, 0.46, 0.39)),
-    "r1": ((67.85, 63.48, 57.16), (6149, 6006, 5577), (1.1, 1.06, 1.02)),
-    "r5": ((73.03, 70.07, 66.19), (6888, 6962, 6099), (1.06, 1.01, 1.09)),
-    "r10": ((75.63, 73.63, 71.1), (7776, 7706, 6379), (0.97, 0.96, 1.11)),
-    "r20": ((77.53, 75.37, 73.39), (9530, 9565, 7153), (0.81, 0.79, 1.03)),
-    "r5-x0.99": ((72.09, 68.91, 64.4), (5561, 5536, 5299), (1.3, 1.24, 1.22)),
-    "r10-x0.99": ((74.5, 71.75, 68.5), (6238, 6210, 5679), (1.19, 1.16, 1.21)),
-    "r10-x0.95": ((68.82, 65.13, 58.97), (5619, 5628, 5400), (1.22, 1.16, 1.09)),
-    "r10-x0.9": ((70.87, 67.01, 60.33), (8762, 8732, 7073), (0.81, 0.77, 0.85)),
-}
-"""ParaAegis, Table 1: accuracy in percent, seconds, and 100 × accuracy / seconds, each by partition.
-
-rP encrypts P percent of the parameters, rP-xL a share that starts there and shrinks by the factor L per round.
-"""
-
-PARAAEGIS_TABLE2 = {"max": 63.64, "min": 12.40, "random": 15.78}
-"""ParaAegis, Table 2: accuracy in percent by which parameters are encrypted (r = 10 %, T = 20)."""
-
-
-def paraaegis_table1(row: str, partition: str, *, what: str = "accuracy") -> float | None:
-    """ParaAegis's Table 1: "accuracy", "seconds" or "efficiency"; None where the table has no such cell."""
-    if row not in PARAAEGIS_TABLE1 or partition not in PARAAEGIS_PARTITIONS:
-        return None
-    figures = PARAAEGIS_TABLE1[row][("accuracy", "seconds", "efficiency").index(what)]
-    return float(figures[PARAAEGIS_PARTITIONS.index(partition)])
-
-
-def _name(ratio: float, clients: float) -> str:
-    return f"ratio{ratio:g}/k{clients:g}"
-
-
-_KEYS = {_name(*key): key for key in TABLE3}
-
-
-def _table3_cells(quick: bool) -> tuple[Cell, ...]:
-    return tuple(Cell(name) for name in _KEYS)
-
-
-def _work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
-    ratio, clients = _KEYS[cell.name]
-    return {"strengths": [collusion_strength(clients=clients, colluding=one, ratio_squared=ratio) for one in COLLUDING]}
+def _strengths(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    squared, clients = _KEYS[cell.name]
+    found = [collusion_strength(clients=clients, colluding=one, ratio_squared=squared) for one in COLLUDING]
+    return {"strengths": found}
 
 
 def _table3_report(results: Results, quick: bool) -> Report:
     rows, equal, compared = [], 0, 0
-    for name, (ratio, clients) in _KEYS.items():
-        published = TABLE3[ratio, clients]
-        ours = results.get(name, {}).get(1, {}).get("strengths", [])
-        assert isinstance(ours, list)
+    for name, (squared, clients) in _KEYS.items():
+        published, ours = TABLE3[squared, clients], listed(results, name, "strengths")[: len(COLLUDING)]
         equal += sum(round(one, 4) == other for one, other in zip(ours, published, strict=False))
         compared += len(ours)
         cells = [f"{theirs:.4f} / {f'{ours[place]:.4f}' if ours else EMPTY}" for place, theirs in enumerate(published)]
-        rows.append((f"{ratio:g}", "∞" if clients == float("inf") else f"{clients:g}", *cells))
+        rows.append((f"{squared:g}", "∞" if clients == math.inf else f"{clients:g}", *cells))
     held = None if compared < 60 else equal == 60
-    return Report(
-        title="NADP-FL, Table 3: λ against a share τ of colluders (paper / ours)",
-        columns=("(|D_max|/|D_min|)²", "k", *(f"τ = {one:g}" for one in COLLUDING)),
-        rows=tuple(rows),
-        checks=(Check("all 60 values agree to four decimals", held, f"{equal} of {compared} agree"),),
-        notes=(
-            "λ = √((k·α² − 1)/((1 − τ)·k − 1)); it covers pair noise only: colluders also know their own residual "
-            "noise, so that `nadp` with accounting = exact asks for more.",
-        ),
-    )
+    checks = [Check("all 60 values agree to four decimals", held, f"{equal} of {compared} agree")]
+    return _T3.report(rows, checks, quick=quick, notes=_T3.notes())
 
 
-TABLE3_ENTRY = Entry(
-    name="nadp-table3",
-    paper="NADP-FL",
-    what="Table 3: the strength of pair noise, 60 values to four decimals",
-    takes="a second",
-    needs="nothing",
-    cells=_table3_cells,
-    report=_table3_report,
-    work=_work,
-    random=False,
-    has_quick=False,
-)
+# Table 1: accuracy of LDP and NADP.
 
-PAPER: dict[str, object] = {
-    "model": "cnn",
-    "model_options": {"width": 16, "norm": "none"},
-    "ratio": 2.0,
-    "cohort": 0.8,
-    "rounds": 200,
-    "lr": 0.1,
-    "lr_decay": 0.995,
-    "loss": "cross-entropy",
-}
-"""The paper's setting; it fixes neither the network nor the scaling of inputs (ours are standardised)."""
-
-TIERS = 10
-"""Clients come in ten sizes within a factor of two."""
-
-NOISE: dict[str, object] = {"clip": 10.0, "delta": 1e-5}
-SCHEMES: dict[str, dict[str, object]] = {
-    "ldp": {"scheme": "ldp", "accounting": "paper"},
-    "nadp": {"scheme": "nadp", "accounting": "paper", "skip_cancelling": True},
-    "nadp-exact": {"scheme": "nadp", "accounting": "exact", "pair_strength": 10.0, "skip_cancelling": True},
-    "ldp-exact": {"scheme": "ldp", "accounting": "exact"},
-}
-SKIPPED = (
-    "Pair noise is left out of the simulation, since it cancels in the sum: "
-    "tests/papers/test_cancelling.py shows that runs with and without it end in the same model up to rounding."
-)
-_DATA = ("fashion-mnist", "mnist", "imdb")
-_NETWORKS: dict[str, dict[str, object]] = {
-    "imdb": {"model": "gru", "model_options": {"embedding": 32, "hidden": 64}},
-}
-_MARGIN = 20.0
-_EQUAL = 0.5
-
-_QUICK_SAMPLES = 2000
-_QUICK: dict[str, object] = {**PAPER, "model_options": {"width": 8, "norm": "none"}, "rounds": 30, "lr": 0.3}
-_QUICK_CLIP = 1.0
-_EPSILONS = (1.0, 0.5)
-_QUICK_EPSILONS = (4.0, 2.0)
+SCHEMES = tuple(one for one in _PAPER["schemes"] if one != "fedavg")
+_FASHION = "fashion-mnist"
 
 
 def cell(data: str, clients: int, scheme: str, epsilon: float | None = None) -> str:
-    """A cell's name."""
+    """The name of a cell of Table 1."""
     return f"{data}/n{clients}/{scheme}" if epsilon is None else f"{data}/n{clients}/eps{epsilon:g}/{scheme}"
 
 
+def printed(data: str, clients: int, *, scheme: str, epsilon: float | None = None) -> float | None:
+    """Table 1's accuracy of "fedavg" (no DP), "ldp" or "nadp"; None where the table has no such cell."""
+    row = next((pairs for name, count, *pairs in _T1["printed"] if (name, count) == (data, clients)), None)
+    if row is None or (scheme != "fedavg" and epsilon not in _T1["printed_epsilons"]):
+        return None
+    if scheme == "fedavg":
+        return float(row[0])
+    return float(row[1 + _T1["printed_epsilons"].index(epsilon)][("ldp", "nadp").index(scheme)])
+
+
 def _table1_cells(quick: bool) -> tuple[Cell, ...]:
-    if quick:
-        return tuple(_table(("fashion-mnist",), (10, 40), _QUICK_EPSILONS, quick=True))
-    whole = list(_table(_DATA, (10, 100, 50), (1.0, 0.5, 3.0, 2.0), quick=False))
+    form, found = _T1.form(quick), []
+    base = {**_PAPER["setting"], **form.get("settings", {})}
+    noise, samples, usual = {**_PAPER["noise"], **form.get("noise", {})}, form.get("samples"), form["usual"]
+    for data, count in itertools.product(form["data"], form["clients"]):
+        shared = {**base, **_T1["networks"].get(data, {}), "dataset": data, "clients": count}
+        expected = data in usual["data"] and count in usual["clients"]
+        plain = {**shared, "scheme": "fedavg"}
+        found.append(Cell(cell(data, count, "fedavg"), plain, samples, _T1["tiers"], expected))
+        for epsilon, label in itertools.product(form["epsilons"], SCHEMES):
+            settings = {**shared, **noise, **_PAPER["schemes"][label], "epsilon": epsilon}
+            wanted = expected and label != "ldp-exact" and epsilon in usual["epsilons"]
+            found.append(Cell(cell(data, count, label, epsilon), settings, samples, _T1["tiers"], wanted))
     # What decides the verdict first, so that a run that is cut short has it.
-    return tuple(sorted(whole, key=lambda one: not one.usual))
-
-
-def _table(data: Sequence[str], clients: Sequence[int], epsilons: Sequence[float], *, quick: bool) -> list[Cell]:
-    found = []
-    base = _QUICK if quick else PAPER
-    clip = {"clip": _QUICK_CLIP} if quick else {}
-    samples = _QUICK_SAMPLES if quick else None
-    for name in data:
-        for count in clients:
-            shared = {**base, **_NETWORKS.get(name, {}), "dataset": name, "clients": count}
-            usual = quick or (name == "fashion-mnist" and count != 50)
-            found.append(Cell(cell(name, count, "fedavg"), {**shared, "scheme": "fedavg"}, samples, TIERS, usual))
-            for epsilon in epsilons:
-                for label, own in SCHEMES.items():
-                    settings = {**shared, **NOISE, **clip, **own, "epsilon": epsilon}
-                    expected = usual and label != "ldp-exact" and (quick or epsilon in _EPSILONS)
-                    found.append(Cell(cell(name, count, label, epsilon), settings, samples, TIERS, expected))
-    return found
+    return tuple(found if quick else sorted(found, key=lambda one: not one.usual))
 
 
 def _table1_report(results: Results, quick: bool) -> Report:
-    sizes = (10, 40) if quick else (10, 50, 100)
-    rows = []
-    for data in ("fashion-mnist",) if quick else _DATA:
-        for count in sizes:
-            plain = numbers(results, cell(data, count, "fedavg"))
-            shown_at = _QUICK_EPSILONS if quick else TABLE1_EPSILONS
-            rows += [_row(results, data, count, epsilon, plain, quick) for epsilon in shown_at]
-    notes = [SKIPPED, *_seen_epsilon(results, sizes, quick), _HOW]
-    if quick:
-        notes.insert(0, _QUICK_NOTE)
-    form = "quick form, " if quick else ""
-    return Report(
-        title=f"NADP-FL, Table 1 ({form}accuracy in percent, paper / ours)",
-        columns=("data", "N", "ε", "no DP", "LDP", "NADP", "NADP exact", "LDP exact", "NADP − LDP"),
-        rows=tuple(rows),
-        checks=tuple(_checks(results, sizes, quick)),
-        notes=tuple(notes),
-        quick=quick,
-    )
+    form = _T1.form(quick)
+    sizes, epsilons = sorted(form["clients"]), sorted(form["epsilons"], reverse=True)
+    rows = [
+        _table1_row(results, data, count, epsilon, quick)
+        for data, count, epsilon in itertools.product(form["data"], sizes, epsilons)
+    ]
+    skipped, how = _T1.notes()
+    judged = form["usual"]["epsilons"]
+    notes = [skipped, *_proven_epsilons(results, sizes, judged), how]
+    checks = _table1_checks(results, sizes, judged, quick)
+    return _T1.report(rows, checks, quick=quick, notes=[form["note"], *notes] if quick else notes)
 
 
-_QUICK_NOTE = (
-    f"Quick form: {_QUICK_SAMPLES} samples, 30 rounds, C = {_QUICK_CLIP:g}, cnn of width 8, learning rate 0.3, "
-    "N = 10 and 40, ε = 4 and 2. It shows directions; its figures are not the paper's cells."
-)
-_HOW = (
-    "NADP and LDP use the paper's formulas for the noise; NADP exact the least noise that the exact accountant allows, "
-    "with λ = 10. No DP is plain federated averaging, without clipping. One full-batch step per client and round; "
-    "inputs standardised; the catalogue's cnn (width 16, no normalisation layers), since the paper leaves it open; "
-    "clients in ten sizes within a factor of two."
-)
-
-
-def _row(
-    results: Results, data: str, count: int, epsilon: float, plain: Mapping[int, float], quick: bool
-) -> tuple[str, ...]:
+def _table1_row(results: Results, data: str, count: int, epsilon: float, quick: bool) -> tuple[str, ...]:
     def theirs(scheme: str) -> float | None:
-        return None if quick else table1(data, count, scheme=scheme, epsilon=epsilon)
-
-    def both(scheme: str, ours: Mapping[int, float]) -> str:
-        return f"{paper(theirs(scheme))} / {shown(ours)}"
+        return None if quick else printed(data, count, scheme=scheme, epsilon=epsilon)
 
     ours = {label: numbers(results, cell(data, count, label, epsilon)) for label in SCHEMES}
+    ours["fedavg"] = numbers(results, cell(data, count, "fedavg"))
     nadp, ldp = theirs("nadp"), theirs("ldp")
     gap = None if nadp is None or ldp is None else nadp - ldp
     return (
-        data,
-        str(count),
-        f"{epsilon:g}",
-        both("fedavg", plain),
-        both("ldp", ours["ldp"]),
-        both("nadp", ours["nadp"]),
-        shown(ours["nadp-exact"]),
-        shown(ours["ldp-exact"]),
+        *(data, str(count), f"{epsilon:g}"),
+        *(f"{paper(theirs(one))} / {shown(ours[one])}" for one in ("fedavg", "ldp", "nadp")),
+        *(shown(ours["nadp-exact"]), shown(ours["ldp-exact"])),
         f"{paper(gap)} / {shown(difference(ours['nadp'], ours['ldp']), signed=True)}",
     )
 
 
-def margin(results: Results, data: str, count: int, epsilon: float) -> float | None:
-    """NADP − LDP, both with the paper's noise, in points."""
-    both = [numbers(results, cell(data, count, label, epsilon)) for label in ("nadp", "ldp")]
-    return mean(difference(*both))
+def _gain(results: Results, count: int, epsilon: float, one: str, other: str) -> float | None:
+    """One scheme − another on Fashion-MNIST, in points."""
+    return mean(difference(*(numbers(results, cell(_FASHION, count, each, epsilon)) for each in (one, other))))
 
 
-def _checks(results: Results, sizes: Sequence[int], quick: bool) -> list[Check]:
-    data = "fashion-mnist"
-    weak, strong = epsilons = _QUICK_EPSILONS if quick else _EPSILONS
+def _table1_checks(results: Results, sizes: Sequence[int], epsilons: Sequence[float], quick: bool) -> list[Check]:
+    def margin(count: int, epsilon: float) -> float | None:
+        return _gain(results, count, epsilon, "nadp", "ldp")
+
+    named = [f"N = {count}" for count in sizes]
     checks = [
-        rising(
-            f"the margin NADP − LDP grows with N at ε = {epsilon:g}",
-            [margin(results, data, count, epsilon) for count in sizes],
-            [f"N = {count}" for count in sizes],
-        )
-        for epsilon in epsilons
+        rising(f"the margin NADP − LDP grows with N at ε = {one:g}", [margin(count, one) for count in sizes], named)
+        for one in epsilons
     ]
+    falling = [f"ε = {one:g}" for one in epsilons]
     checks += [
-        rising(
-            f"the margin grows as ε falls at N = {count}",
-            [margin(results, data, count, epsilon) for epsilon in epsilons],
-            [f"ε = {weak:g}", f"ε = {strong:g}"],
-        )
+        rising(f"the margin grows as ε falls at N = {count}", [margin(count, one) for one in epsilons], falling)
         for count in sizes
-        if quick or count != 50 or margin(results, data, count, weak) is not None
+        if quick or count != 50 or margin(count, epsilons[0]) is not None
     ]
     if not quick:
-        found = margin(results, data, 100, 0.5)
-        held = None if found is None else found >= _MARGIN
-        seen = "" if found is None else f"{found:+.1f}"
-        checks.append(Check("the margin is at least 20 points at N = 100, ε = 0.5", held, seen))
+        found = margin(100, 0.5)
+        held = None if found is None else found >= _T1["least_margin"]
+        checks.append(Check("the margin is at least 20 points at N = 100, ε = 0.5", held, _signed(found)))
     gains = {
-        f"N = {count}, ε = {epsilon:g}": mean(
-            difference(*(numbers(results, cell(data, count, one, epsilon)) for one in ("nadp-exact", "nadp")))
-        )
+        f"N = {count}, ε = {epsilon:g}": _gain(results, count, epsilon, "nadp-exact", "nadp")
         for count in sizes
         for epsilon in epsilons
     }
     there = {name: gain for name, gain in gains.items() if gain is not None}
-    checks.append(
-        Check(
-            f"exact accounting is at least as accurate as the paper's (up to {_EQUAL} points of chance)",
-            all(gain >= -_EQUAL for gain in there.values()) if there else None,
-            ", ".join(f"{name}: {gain:+.1f}" for name, gain in there.items()),
-        )
-    )
-    return checks
+    claim = f"exact accounting is at least as accurate as the paper's (up to {_T1['chance']} points of chance)"
+    return [*checks, compared(claim, there, lambda gain: gain >= -_T1["chance"], form="{:+.1f}")]
 
 
-def _seen_epsilon(results: Results, sizes: Sequence[int], quick: bool) -> list[str]:
+def _signed(value: float | None) -> str:
+    return "" if value is None else f"{value:+.1f}"
+
+
+def _proven_epsilons(results: Results, sizes: Sequence[int], epsilons: Sequence[float]) -> Iterator[str]:
     """What the paper's noise proves by the exact accountant."""
-    told = []
     for label, name in (("nadp", "NADP"), ("ldp", "LDP")):
         found = {
-            f"N = {count}, ε = {epsilon:g}": mean(
-                numbers(results, cell("fashion-mnist", count, label, epsilon), "epsilon")
-            )
+            f"N = {count}, ε = {epsilon:g}": mean_of(results, cell(_FASHION, count, label, epsilon), "epsilon")
             for count in sizes
-            for epsilon in (_QUICK_EPSILONS if quick else _EPSILONS)
+            for epsilon in epsilons
         }
         there = [f"{where}: {value:.2f}" for where, value in found.items() if value is not None]
         if there:
-            told.append(f"What {name}'s noise by the paper's formula proves, exactly: {', '.join(there)}.")
-    return told
+            yield f"What {name}'s noise by the paper's formula proves, exactly: {', '.join(there)}."
 
 
-TABLE1_ENTRY = Entry(
-    name="nadp-table1",
-    paper="NADP-FL",
-    what="Table 1: no DP, LDP and NADP on Fashion-MNIST (--full: MNIST, N = 50 and ε = 3, 2 too)",
-    takes="ten minutes on a GPU, hours without",
-    takes_quick="three minutes",
-    needs="fashion-mnist (--full: mnist)",
-    cells=_table1_cells,
-    report=_table1_report,
-)
-
-_RATES = (0.1, 0.3, 0.5)
-_SIZES = (20, 50, 100)
-_FIG3_QUICK: dict[str, object] = {"rounds": 30, "lr": 0.3, "clip": 1.0}
-_FIG3_QUICK_SAMPLES = 2000
+# Figure 3: sampling rates.
 
 
-def _sizes(quick: bool) -> Sequence[int]:
-    return (20,) if quick else _SIZES
-
-
-def _fig3_name(clients: int, rate: float, scheme: str) -> str:
+def sampled(clients: int, rate: float, scheme: str) -> str:
+    """The name of a cell of Figure 3."""
     return f"mnist/n{clients}/q{rate:g}/{scheme}"
 
 
 def _fig3_cells(quick: bool) -> tuple[Cell, ...]:
-    changes = _FIG3_QUICK if quick else {}
-    samples = _FIG3_QUICK_SAMPLES if quick else None
-    found = []
-    for clients in _sizes(quick):
-        for rate in _RATES:
-            shared: dict[str, object] = {**PAPER, "dataset": "mnist", "clients": clients, "cohort": rate}
-            plain = {key: value for key, value in changes.items() if key != "clip"}
-            found.append(
-                Cell(_fig3_name(clients, rate, "fedavg"), {**shared, **plain, "scheme": "fedavg"}, samples, TIERS)
-            )
-            found += [
-                Cell(
-                    _fig3_name(clients, rate, one),
-                    {**shared, **NOISE, **changes, **SCHEMES[one], "epsilon": 1.0},
-                    samples,
-                    TIERS,
-                )
-                for one in ("ldp", "nadp")
-            ]
+    form, found = _F3.form(quick), []
+    for clients, rate in itertools.product(form["clients"], _F3["rates"]):
+        shared = {
+            **_PAPER["setting"],
+            **form.get("settings", {}),
+            "dataset": "mnist",
+            "clients": clients,
+            "cohort": rate,
+        }
+        noise = {**_PAPER["noise"], **form.get("noise", {}), "epsilon": _F3["epsilon"]}
+        for label in ("fedavg", "ldp", "nadp"):
+            settings = {**shared, **({} if label == "fedavg" else noise), **_PAPER["schemes"][label]}
+            found.append(Cell(sampled(clients, rate, label), settings, form.get("samples"), _F3["tiers"]))
     return tuple(found)
 
 
 def _fig3_report(results: Results, quick: bool) -> Report:
+    form, rates = _F3.form(quick), _F3["rates"]
     plain = {
-        f"N = {clients}, q = {rate:g}": mean(numbers(results, _fig3_name(clients, rate, "fedavg")))
-        for clients in _sizes(quick)
-        for rate in _RATES
+        f"N = {clients}, q = {rate:g}": mean_of(results, sampled(clients, rate, "fedavg"))
+        for clients in form["clients"]
+        for rate in rates
     }
     rows, checks = [], [trained(plain)]
-    for clients in _sizes(quick):
-        same = math.sqrt(2.0 / clients)
+    for clients in form["clients"]:
         margins = []
-        for rate in _RATES:
-            ours = [numbers(results, _fig3_name(clients, rate, one)) for one in ("fedavg", "ldp", "nadp")]
+        for rate in rates:
+            ours = [numbers(results, sampled(clients, rate, one)) for one in ("fedavg", "ldp", "nadp")]
+            noise = [mean_of(results, sampled(clients, rate, one), "noise") for one in ("ldp", "nadp")]
             gap = difference(ours[2], ours[1])
             margins.append(mean(gap))
-            noise = [mean(numbers(results, _fig3_name(clients, rate, one), "noise")) for one in ("ldp", "nadp")]
-            shares = [EMPTY if one is None else f"{one:.4f}" for one in noise]
+            shares = [short(one, "{:.4f}") for one in noise]
             rows.append((str(clients), f"{rate:g}", *map(shown, ours), *shares, shown(gap, signed=True)))
-        named = [f"q = {rate:g}" for rate in _RATES]
+        named = [f"q = {rate:g}" for rate in rates]
         checks.append(rising(f"NADP gains on LDP with the sampling rate at N = {clients}", margins, named))
         first, last = margins[0], margins[-1]
         if clients == 20:
             held = None if first is None else first < 0
-            seen = "" if first is None else f"{first:+.1f}"
-            checks.append(Check("LDP is ahead at N = 20, q = 0.1 (two clients)", held, seen))
-        held = None if last is None else last > 0
-        claim = f"NADP is ahead at N = {clients}, q = 0.5, beyond q_same = √(2/N) = {same:.2f}"
-        checks.append(Check(claim, held, "" if last is None else f"{last:+.1f}"))
-    return Report(
-        title=f"NADP-FL, Figure 3: sampling rates, MNIST, ε = 1 ({'quick form, ' if quick else ''}accuracy in percent)",
-        columns=("N", "q", "no DP", "LDP", "NADP", "noise LDP", "noise NADP", "NADP − LDP"),
-        rows=tuple(rows),
-        checks=tuple(checks),
-        notes=(
-            "The paper shows curves without numbers. By its formulas both add equal noise to the mean at "
-            "q_same = √(2/N) for equal sizes; noise is the standard deviation on a coordinate of the mean gradient.",
-            SKIPPED,
-            *([f"Quick form: {_FIG3_QUICK_SAMPLES} samples, 30 rounds, C = 1, learning rate 0.3."] if quick else []),
-        ),
-        quick=quick,
-    )
+            checks.append(Check("LDP is ahead at N = 20, q = 0.1 (two clients)", held, _signed(first)))
+        claim = f"NADP is ahead at N = {clients}, q = 0.5, beyond q_same = √(2/N) = {math.sqrt(2.0 / clients):.2f}"
+        checks.append(Check(claim, None if last is None else last > 0, _signed(last)))
+    notes = [*_F3.notes(), *([form["note"]] if quick else [])]
+    return _F3.report(rows, checks, quick=quick, notes=notes)
 
 
-FIG3_ENTRY = Entry(
-    name="nadp-fig3",
-    paper="NADP-FL",
-    what="Figure 3: LDP and NADP over sampling rates, N = 20, 50, 100",
-    takes="ten minutes on a GPU",
-    takes_quick="a minute",
-    needs="mnist",
-    cells=_fig3_cells,
-    report=_fig3_report,
-)
-
-_DROPOUT_RATES = (0.1, 0.3, 0.5)
-_SCHEMES: dict[str, dict[str, object]] = {
-    "fedavg": {"scheme": "fedavg"},
-    "ldp": SCHEMES["ldp"],
-    "nadp-1.0": {"scheme": "nadp", "accounting": "paper", "dropouts": "tolerate", "pair_strength": 1.0},
-    "nadp-1.4": {"scheme": "nadp", "accounting": "paper", "dropouts": "tolerate", "pair_strength": 1.4},
-}
-_SAMPLES = 2000
-_BASE: dict[str, object] = {
-    **PAPER,
-    "model_options": {"width": 4, "norm": "none"},
-    "partition": "size",
-    "dataset": "mnist",
-    "clients": 25,
-    "rounds": 40,
-    "lr": 0.3,
-}
-_CHANCE = 1.0
+# Figure 4: dropouts.
 
 
-def _fig4_name(rate: float, scheme: str) -> str:
+def dropped(rate: float, scheme: str) -> str:
+    """The name of a cell of Figure 4."""
     return f"mnist/n25/d{rate:g}/{scheme}"
 
 
 def _fig4_cells(quick: bool) -> tuple[Cell, ...]:
-    found = []
-    for rate in _DROPOUT_RATES[:: 2 if quick else 1]:
-        for label, own in _SCHEMES.items():
-            noise = {} if label == "fedavg" else {**NOISE, "clip": 1.0, "epsilon": 2.0}
-            changes = {"rounds": 20} if quick else {}
-            settings = {**_BASE, **noise, **own, **changes, "simulate_dropout": rate}
-            found.append(Cell(_fig4_name(rate, label), settings, _SAMPLES))
+    form, found = _F4.form(quick), []
+    shared = {**_PAPER["setting"], **_F4["settings"], "rounds": form["rounds"]}
+    for rate, (label, own) in itertools.product(form["rates"], _F4["schemes"].items()):
+        noise = {} if label == "fedavg" else {**_PAPER["noise"], **_F4["noise"]}
+        settings = {**shared, **noise, **own, "simulate_dropout": rate}
+        found.append(Cell(dropped(rate, label), settings, _F4["samples"]))
     return tuple(found)
 
 
 def _fig4_report(results: Results, quick: bool) -> Report:
-    rates = _DROPOUT_RATES[:: 2 if quick else 1]
-    rows = tuple(
-        (f"{rate:g}", *(shown(numbers(results, _fig4_name(rate, label))) for label in _SCHEMES)) for rate in rates
-    )
-    ends = {
-        label: tuple(mean(numbers(results, _fig4_name(rate, label))) for rate in (rates[0], rates[-1]))
-        for label in _SCHEMES
-    }
-    falls = {label: None if a is None or b is None else a - b for label, (a, b) in ends.items()}
-    seen = ", ".join(f"{label}: {EMPTY if fall is None else f'{fall:+.1f}'}" for label, fall in falls.items())
+    form, labels = _F4.form(quick), tuple(_F4["schemes"])
+    rates = form["rates"]
+    rows = [(f"{one:g}", *(shown(numbers(results, dropped(one, label))) for label in labels)) for one in rates]
+    ends = (rates[0], rates[-1])
+    plain = {f"rate {rate:g}": mean_of(results, dropped(rate, "fedavg")) for rate in ends}
+    falls: dict[str, float | None] = {}
+    for label in labels:
+        first, last = (mean_of(results, dropped(rate, label)) for rate in ends)
+        falls[label] = None if first is None or last is None else first - last
+    seen = ", ".join(f"{label}: {short(fall, '{:+.1f}')}" for label, fall in falls.items())
     fedavg, ldp, weak, strong = falls.values()
-    plain = {f"rate {rate:g}": mean(numbers(results, _fig4_name(rate, "fedavg"))) for rate in (rates[0], rates[-1])}
-    checks = (
+    claim = f"a larger λ costs no less (up to {_F4['chance']:g} point of chance)"
+    costs = None if weak is None or strong is None else strong >= weak - _F4["chance"]
+    checks = [
         trained(plain),
         Check("without DP, dropouts cost at most 2 points", None if fedavg is None else fedavg <= 2, seen),
-        Check(
-            "dropouts cost NADP more than LDP",
-            None if ldp is None or weak is None else weak > ldp,
-            seen,
-        ),
-        Check(
-            f"a larger λ costs no less (up to {_CHANCE:g} point of chance)",
-            None if weak is None or strong is None else strong >= weak - _CHANCE,
-            seen,
-        ),
-    )
-    return Report(
-        title="NADP-FL, Figure 4: dropout rates, N = 25, tolerated (accuracy in percent)",
-        columns=("dropout rate", "no DP", "LDP", "NADP λ = 1.0", "NADP λ = 1.4"),
-        rows=rows,
-        checks=checks,
-        notes=(
-            f"At reduced size throughout: {_SAMPLES} samples of MNIST, {20 if quick else 40} rounds, C = 1, ε = 2, "
-            "learning rate 0.3. Here pair noise is real, since what vanished clients leave of it is the point. The "
-            "paper shows curves without numbers. `nadp` repairs dropouts by default; this is `dropouts = tolerate`.",
-        ),
-        quick=quick,
+        Check("dropouts cost NADP more than LDP", None if ldp is None or weak is None else weak > ldp, seen),
+        Check(claim, costs, seen),
+    ]
+    return _F4.report(rows, checks, quick=quick, notes=_F4.notes(rounds=form["rounds"]))
+
+
+# Table 4: DLG and iDLG under collusion. A cell records a run; its rows are what coalitions of different sizes see.
+
+FEDAVG, LDP, BOTH, ROUNDS = "fedavg", "ldp", "nadp", "nadp-rounds"
+ALL, SHARPEST = "nadp-all", "nadp-sharpest"
+CHANCE = "chance"
+ATTACKS = ("dlg", "idlg")
+STRONGER = "inverting"
+MOST = 0.9
+"""The share of colluders in the largest coalition that the paper's table has."""
+
+FALSE_ALARMS = 1e-3
+_RECOGNISED, _ALIKE = 0.01, 3.0
+_MEASURES = ("mse", "ssim", "features")
+_STILL = 1e-9
+_LEAST = 1 / 3
+_NAMES = {
+    FEDAVG: "no DP",
+    LDP: "LDP",
+    ALL: "NADP, all others collude",
+    SHARPEST: "NADP τ = 0.9, others' parts known",
+}
+Form = Mapping[str, Any]
+
+
+def nadp_row(tau: float) -> str:
+    """A row's name."""
+    return f"nadp-{tau:g}"
+
+
+def name_of(row: str) -> str:
+    """A row as it is shown."""
+    return _NAMES.get(row, f"NADP τ = {row.removeprefix('nadp-')}")
+
+
+def cell_of(data: str, size: int | None, kind: str) -> str:
+    """A cell's name."""
+    return f"{data}/{kind}" if size is None else f"{data}/d{size}/{kind}"
+
+
+def cell_of_row(data: str, size: int | None, row: str) -> str:
+    """The name of the cell that fills a row."""
+    if row in (FEDAVG, CHANCE):
+        return cell_of(data, None, FEDAVG)
+    return cell_of(data, size, row if row in (LDP, ROUNDS) else BOTH)
+
+
+def printed_attack(data: str, row: str, what: str) -> tuple[float, float] | None:
+    """Table 4's (DLG, iDLG); beside our distance in features stands the paper's LPIPS."""
+    if data not in _T4["printed"] or row not in _T4["printed_rows"]:
+        return None
+    first, second = _T4["printed"][data][{"features": "lpips"}.get(what, what)][_T4["printed_rows"].index(row)]
+    return float(first), float(second)
+
+
+def honest(form: Form) -> int:
+    """How many clients of a round the largest coalition of the table leaves."""
+    cohort: int = form["cohort"]
+    return cohort - round(MOST * cohort)
+
+
+def equal_utility(epsilon: float, *, cohort: int, rate: float) -> float:
+    """ε·√(q·k/2): LDP's ε for which the mean of k uploads has the noise of NADP at ε (20√2 for 5, k = 80, q = 0.8)."""
+    return epsilon * math.sqrt(rate * cohort / 2)
+
+
+def _table4_cells(quick: bool) -> tuple[Cell, ...]:
+    form = _T4.form(quick)
+    clients, fitted = form["clients"], form["fitted"]
+    base = {**_T4["settings"], "clients": clients, "record_rounds": "1", "record_clients": f"0-{clients - 1}"}
+    found = [
+        Cell(cell_of(data, None, FEDAVG), {**base, "dataset": data, "scheme": "fedavg"}, clients)
+        for data in form["data"]
+    ]
+    # What decides the verdict first, so that a run that is cut short has it.
+    for size, data in itertools.product(sorted(form["sizes"], key=lambda one: one != fitted), form["data"]):
+        shared = {**base, **_T4["noise"], "clip": form["clip"], "dataset": data}
+        epsilon = _T4["epsilon"] * size
+        nadp = {**shared, "scheme": "nadp", "pair_strength": _T4["strength"], "epsilon": epsilon}
+        fair = equal_utility(epsilon, cohort=form["cohort"], rate=base["cohort"])
+        found.append(Cell(cell_of(data, size, LDP), {**shared, "scheme": "ldp", "epsilon": fair}, clients))
+        found.append(Cell(cell_of(data, size, BOTH), nadp, clients))
+        if size == fitted:
+            still = {**nadp, "lr": _STILL, "record_rounds": f"1-{form['rounds']}"}
+            found.append(Cell(cell_of(data, size, ROUNDS), still, clients))
+    return tuple(found)
+
+
+def _table4_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    form, kind = _T4.form(stage.quick), cell.name.rsplit("/", 1)[-1]
+    with TemporaryDirectory(prefix="fedveil-nadp-") as folder:
+        seen = seen_round(
+            stage.job(cell, seed=seed),
+            Path(folder),
+            victims=form["averaged"] if kind == ROUNDS else form["victims"],
+            honest=honest(form) if kind == BOTH else 1,
+            least=form["clip"] * _LEAST,
+            rounds=form["rounds"] if kind == ROUNDS else 1,
+        )
+        x, y = seen.pictures()
+        figures: Figures = {
+            "device": stage.describe(),
+            "torch": torch.__version__,
+            "parameters": seen.subject.job.blueprint.size,
+            "labels": [float(one) for one in y],
+            "lengths": [round(float(seen.contribution(one).norm()), 4) for one in seen.victims],
+            "originals": as_text(x, box=seen.box),
+            "shape": [float(one) for one in x.shape[1:]],
+        }
+        attacked = _Attacked(stage, str(cell.settings["dataset"]), seen, seed)
+        if kind == FEDAVG:
+            guess = stage.split(attacked.data).test.x.mean(0, keepdim=True).cpu()
+            figures |= attacked.measured(CHANCE, guess.expand(len(seen.victims), *guess.shape[1:]))
+        if kind == ROUNDS:
+            return figures | attacked.over_rounds(honest(form))
+        return figures | attacked.rows(kind, form, fitted=f"/d{form['fitted']}/" in cell.name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Attacked:
+    """Attacks on the victims of one recorded run."""
+
+    stage: Stage
+    data: str
+    seen: Seen
+    seed: int
+
+    def rows(self, kind: str, form: Form, *, fitted: bool) -> Figures:
+        """Every row that a cell fills: so many colluders, and whether the honest others' contributions are known."""
+        seen, views, figures = self.seen, {}, Figures()
+        colluders = {kind: 0}
+        if kind == BOTH:
+            cohort = form["cohort"]
+            colluders = {nadp_row(tau): round(tau * cohort) for tau in form["taus"]}
+            colluders |= {ALL: cohort - 1, SHARPEST: cohort - honest(form)}
+        for row, count in colluders.items():
+            look = seen.sharpest_view if row == SHARPEST else seen.view
+            views[row] = [look(one, colluders=count) for one in seen.victims]
+            figures[f"{row} noise"] = [seen.noise(view) for view in views[row]]
+            left = seen.left(seen.victims[0], colluders=count)
+            if left is not None:
+                stated = left.sharpest if row == SHARPEST else left.alone
+                figures |= {f"{row} ledger": stated, f"{row} epsilon": left.epsilon}
+        stronger = {row: views[row][: form["few"]] for row in views if fitted and row in form["stronger"]}
+        return figures | self.attacked(dict.fromkeys(ATTACKS, views) | ({STRONGER: stronger} if stronger else {}))
+
+    def over_rounds(self, honest: int) -> Figures:
+        """The same samples round after round, on a model that all but stands still: the mean of uploads is attacked."""
+        found = [self.seen.history(one, honest=honest) for one in self.seen.victims]
+        figures: Figures = {
+            f"{ROUNDS} rounds": [float(len(variances)) for _, variances in found],
+            f"{ROUNDS} noise": [self.seen.averaged_noise(history, variances) for history, variances in found],
+            f"{ROUNDS} ledger": [math.sqrt(1 / math.fsum(1 / one for one in variances)) for _, variances in found],
+        }
+        told = [{"variances": variances, "with": "idlg"} for _, variances in found]
+        return figures | self.attacked({"averaging": {ROUNDS: [history for history, _ in found]}}, told)
+
+    def attacked(
+        self, wanted: Mapping[str, Mapping[str, Sequence[View]]], told: Sequence[Mapping[str, object]] = ()
+    ) -> Figures:
+        """Each attack on the views of each row, attacks side by side; MSE, SSIM and distance in features of each."""
+        shared = {"quick": True, "box": list(self.seen.box), "device": self.stage.device}
+
+        def run(attack: str) -> dict[str, tuple[Tensor, Tensor]]:
+            rows = wanted[attack]
+            # The clipping bound lies above every gradient, so their sizes count, as in the papers' own attacks.
+            own = shared if attack == STRONGER else {**shared, "clipped": False}
+            settings = [
+                {**own, "seed": mixed_seed(self.seed, place) % 2**31, **(told[place] if told else {})}
+                for views in rows.values()
+                for place in range(len(views))
+            ]
+            found = tried(attack, [view for views in rows.values() for view in views], settings)
+            if reason := reason_of(found):
+                raise AttackError(f"{attack} on {self.data}: {reason}")
+            left, made = iter([one for one in found if not isinstance(one, str)]), {}
+            for row, views in rows.items():
+                parts = list(itertools.islice(left, len(views)))
+                inputs, labels = ([one[what] for one in parts] for what in ("inputs", "labels"))
+                made[row] = torch.cat(inputs).float(), torch.cat(labels)
+            return made
+
+        figures, truth = Figures(), self.seen.pictures()[1]
+        for attack, rows in side_by_side(list(wanted), run).items():
+            for row, (inputs, labels) in rows.items():
+                figures |= self.measured(f"{row} {attack}", inputs)
+                figures[f"{row} {attack} labels"] = [float(one) for one in labels == truth[: len(labels)]]
+                if attack == "idlg":
+                    figures[f"{row} {attack} pictures"] = as_text(inputs, box=self.seen.box)
+        return figures
+
+    def measured(self, what: str, inputs: Tensor) -> Figures:
+        """MSE and SSIM on a scale from 0 to 1, and the distance in the judge's features over that of two pictures."""
+        x, (low, high) = self.seen.pictures()[0][: len(inputs)], self.seen.box
+        judge, apart = judge_of(self.stage, self.data, held_out=True)
+        ours, theirs = (((one - low) / (high - low)).clamp(0.0, 1.0) for one in (inputs, x))
+        values = {
+            "mse": mse(ours, theirs),
+            "ssim": ssim(ours, theirs),
+            "features": feature_mse(inputs, x, extractor=judge.features).cpu() / apart,
+        }
+        return {f"{what} {name}": [digits(float(one)) for one in found] for name, found in values.items()}
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Figures of Table 4, found by data, the |D_i| of the noise's formula, and row."""
+
+    results: Results
+    form: Form
+    quick: bool
+
+    def listed(self, data: str, size: int | None, row: str, what: str) -> list[float]:
+        """One figure for every victim of every seed."""
+        return listed(self.results, cell_of_row(data, size, row), f"{row} {what}")
+
+    def average(self, data: str, row: str, what: str, *, size: int | None = None) -> float | None:
+        """Its mean over victims, under noise through which attacks see unless a size is given."""
+        place = self.form["fitted"] if size is None else size
+        return average(self.results, cell_of_row(data, place, row), f"{row} {what}")
+
+    def ledger(self, data: str, size: int | None, row: str, what: str = "ledger") -> float | None:
+        """What the ledger says of a row."""
+        return number(self.results, cell_of_row(data, size, row), f"{row} {what}")
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """Every data set with each attack."""
+        return itertools.product(self.form["data"], ATTACKS)
+
+    @property
+    def coalitions(self) -> list[str]:
+        """The rows of NADP under growing coalitions."""
+        return [nadp_row(tau) for tau in self.form["taus"]]
+
+
+def _table4_report(results: Results, quick: bool) -> Report:
+    rows = _Rows(results, _T4.form(quick), quick)
+    return _T4.report(list(_lines(rows)), list(_checks(rows)), quick=quick, notes=list(_notes(rows)))
+
+
+def _lines(rows: _Rows) -> Iterator[tuple[str, ...]]:
+    form = rows.form
+    for data in form["data"]:
+        blank = [short(average(rows.results, cell_of(data, None, FEDAVG), f"{CHANCE} {one}")) for one in _MEASURES]
+        yield (
+            *(data, EMPTY, "nothing seen: the mean picture", EMPTY, EMPTY, EMPTY),
+            *(f"{EMPTY} / {one}" for one in blank),
+            EMPTY,
+        )
+        yield _line(rows, data, None, FEDAVG)
+        for size in sorted(form["sizes"], key=lambda one: one != form["fitted"]):
+            for row in (LDP, ALL, SHARPEST, *rows.coalitions):
+                yield _line(rows, data, size, row)
+
+
+def _line(rows: _Rows, data: str, size: int | None, row: str) -> tuple[str, ...]:
+    cell = cell_of_row(data, size, row)
+    stated, noise = rows.ledger(data, size, row), rows.listed(data, size, row, "noise")
+    lengths, parameters = listed(rows.results, cell, "lengths"), number(rows.results, cell, "parameters")
+    beside = same = EMPTY
+    if stated and lengths and parameters:
+        beside = f"{stated * math.sqrt(parameters) / (sum(lengths) / len(lengths)):.2g}"
+    if stated and noise:
+        same = f"{math.sqrt(sum(one**2 for one in noise) / len(noise)) / stated:.4f}"
+    labels = [average(rows.results, cell, f"{row} {one} labels") for one in ATTACKS]
+    return (
+        *(data, EMPTY if size is None else str(size), name_of(row)),
+        *(short(rows.ledger(data, size, row, "epsilon")), beside, same),
+        *(_both(rows, data, size, row, what) for what in _MEASURES),
+        _pair(labels, "{:.0%}"),
     )
 
 
-FIG4_ENTRY = Entry(
-    name="nadp-fig4",
-    paper="NADP-FL",
-    what="Figure 4: dropout rates with tolerated noise, N = 25, at reduced size",
-    takes="six minutes on two cores",
-    takes_quick="two minutes",
-    needs="mnist, and the package cryptography",
-    cells=_fig4_cells,
-    report=_fig4_report,
+def _both(rows: _Rows, data: str, size: int | None, row: str, what: str) -> str:
+    """The paper's (best of ten), ours (best of the victims), and our mean over victims."""
+    best = max if what == "ssim" else min
+    found = [rows.listed(data, size, row, f"{one} {what}") for one in ATTACKS]
+    theirs = printed_attack(data, row, what)
+    ours, mean = ([of(one) if one else None for one in found] for of in (best, lambda one: sum(one) / len(one)))
+    return f"{EMPTY if theirs is None else _pair(theirs)} / {_pair(ours)} (mean {_pair(mean)})"
+
+
+def _pair(values: Sequence[float | None], form: str = "{:.3g}") -> str:
+    return ", ".join(short(one, form) for one in values)
+
+
+def _checks(rows: _Rows) -> Iterator[Check]:
+    """The paper's claims, and ours about the ledger."""
+    form, size, pairs = rows.form, rows.form["fitted"], list(rows.pairs())
+
+    def over(row: str, other: str, data: str, attack: str) -> float | None:
+        return ratio(*(rows.average(data, one, f"{attack} mse") for one in (row, other)))
+
+    worst = {f"{data} {attack}": rows.average(data, FEDAVG, f"{attack} mse") for data, attack in pairs}
+    claim = "without DP, DLG and iDLG reconstruct (MSE below 0.01)"
+    yield compared(claim, worst, lambda one: one < _RECOGNISED, premise=True)
+    # LDP's noise on one upload is NADP's with nobody's pair noise left, so that their sums have the same noise too.
+    claim = "NADP at ε = 5 and LDP at ε·√(qk/2) leave the same noise in the sum (residual noise, NADP over LDP)"
+    same = {data: ratio(rows.ledger(data, size, ALL), rows.ledger(data, size, LDP)) for data in form["data"]}
+    yield compared(claim, same, lambda one: abs(one - 1) < 1e-3, form="{:.5f}")
+    claim = "NADP disturbs more than LDP at equal utility (MSE, NADP over LDP)"
+    more = {
+        f"{data} {attack} τ = {tau:g}": over(nadp_row(tau), LDP, data, attack)
+        for data, attack in pairs
+        for tau in form["taus"]
+    }
+    yield compared(claim, more, lambda one: one > 1)
+    yield _falls(rows)
+    claim = f"once all others collude NADP is as LDP (MSE, NADP over LDP, within a factor of {_ALIKE:g})"
+    alike = {f"{data} {attack}": over(ALL, LDP, data, attack) for data, attack in pairs}
+    yield compared(claim, alike, lambda one: 1 / _ALIKE < one < _ALIKE)
+    yield _matches_ledger(rows)
+    if not rows.quick:
+        # With σ by the formula for one sample a client, as the paper describes it.
+        claim = (
+            f"LDP's printed MSE follows from its formula with one sample a client (best of ours over it, ≤ {_ALIKE:g})"
+        )
+        best: dict[str, float | None] = {}
+        for data, attack in pairs:
+            theirs = printed_attack(data, LDP, "mse")
+            ours = min(rows.listed(data, 1, LDP, f"{attack} mse"), default=None)
+            best[f"{data} {attack}"] = ratio(ours, None if theirs is None else theirs[ATTACKS.index(attack)])
+        yield compared(claim, best, lambda one: one <= _ALIKE)
+
+
+def _falls(rows: _Rows) -> Check:
+    """The two ends decide; neighbouring τ are counted beside, since even the paper's own column is not in order."""
+    taus, apart, steps = rows.form["taus"], {}, []
+    for data, attack in rows.pairs():
+        found = [rows.average(data, row, f"{attack} ssim") for row in rows.coalitions]
+        there = [one for one in found if one is not None]
+        apart[f"{data} {attack}"] = there[-1] - there[0] if len(there) == len(found) else None
+        steps += [later < earlier for earlier, later in itertools.pairwise(there)]
+    claim = f"protection falls as τ grows (SSIM at τ = {taus[-1]:g} less that at τ = {taus[0]:g})"
+    check = compared(claim, apart, lambda one: one < 0, form="{:+.3f}")
+    counted = f"; {sum(steps)} of {len(steps)} steps in between go this way" if steps else ""
+    return replace(check, seen=check.seen + counted)
+
+
+def _matches_ledger(rows: _Rows) -> Check:
+    """Every victim's measured variance against the χ² interval of the ledger's, all together wrong once in 1000."""
+    from scipy.stats import chi2
+
+    trials: list[tuple[float, int]] = []
+    for data, size in itertools.product(rows.form["data"], rows.form["sizes"]):
+        for row in (LDP, ALL, SHARPEST, *rows.coalitions):
+            stated, count = (
+                rows.ledger(data, size, row),
+                number(rows.results, cell_of_row(data, size, row), "parameters"),
+            )
+            if stated is not None and count is not None:
+                trials += [(one / stated, int(count)) for one in rows.listed(data, size, row, "noise")]
+    claim = "the noise left on every upload is what the ledger says (standard deviation, measured over stated)"
+    if not trials:
+        return Check(claim, None)
+    tail = FALSE_ALARMS / len(trials) / 2
+    bounds = [(chi2.ppf(tail, count) / count, chi2.ppf(1 - tail, count) / count) for _, count in trials]
+    held = all(low <= found**2 <= high for (found, _), (low, high) in zip(trials, bounds, strict=True))
+    ratios = [found for found, _ in trials]
+    low, high = (math.sqrt(bounds[0][place]) for place in (0, 1))
+    seen = (
+        f"{min(ratios):.4f} to {max(ratios):.4f} over {len(trials)} uploads; {low:.4f} to {high:.4f} is chance, with "
+        f"one false alarm in {1 / FALSE_ALARMS:.0f}; runs of one seed share their draws, so that other sizes and data "
+        "repeat the same test"
+    )
+    return Check(claim, held, seen)
+
+
+def _notes(rows: _Rows) -> Iterator[str]:
+    """What the paper claims, how it was run here, and what adaptive attacks get."""
+    form, words = rows.form, _T4["words"]
+    taus = ", ".join(f"{tau:g}" for tau in form["taus"])
+    if rows.quick:
+        yield words["quick"].format(clients=form["clients"], taus=taus)
+    yield words["how"].format(**{name: form[name] for name in ("clients", "cohort", "victims")})
+    yield words["clipping"].format(clip=form["clip"])
+    spent = rows.ledger(form["data"][0], form["fitted"], LDP, "epsilon")
+    worth = "" if spent is None else f"; by the ledger, LDP's ε is then {spent:.2g}, which is no privacy"
+    fitted = words["fitted_quick" if rows.quick else "fitted_full"].format(size=form["fitted"], worth=worth)
+    yield words["noise"].format(fitted=fitted, not_met=_not_met(rows, taus), elsewhere=_elsewhere(rows))
+    proven = {name_of(row): rows.ledger(form["data"][0], 1, row, "epsilon") for row in (LDP, ALL, *rows.coalitions)}
+    there = [f"{name}: {value:.3g}" for name, value in proven.items() if value is not None]
+    yield words["real"].format(epsilons=words["epsilons"].format(told=", ".join(there)) if there else "")
+    yield from _adaptive(rows)
+    yield words["averaging"]
+
+
+def _not_met(rows: _Rows, taus: str) -> str:
+    """How far NADP's figures are from the printed ones at the size that was fitted to LDP's."""
+    told = []
+    for data in rows.form["data"]:
+        ratios = []
+        for row in rows.coalitions:
+            ours, theirs = rows.listed(data, rows.form["fitted"], row, "idlg mse"), printed_attack(data, row, "mse")
+            if ours and theirs is not None:
+                ratios.append(f"{min(ours) / theirs[1]:.2g}")
+        if ratios:
+            told.append(f"{data} {', '.join(ratios)}")
+    return str(_T4["words"]["not_met"]).format(taus=taus, told="; ".join(told)) if told else ""
+
+
+def _elsewhere(rows: _Rows) -> str:
+    """How LDP and NADP compare under the other sizes."""
+    told = []
+    for size in (one for one in rows.form["sizes"] if one != rows.form["fitted"]):
+        for data in rows.form["data"]:
+            found = [rows.average(data, row, "idlg mse", size=size) for row in (LDP, *rows.coalitions)]
+            if None not in found:
+                told.append(f"{data}, |D_i| = {size}: {', '.join(f'{one:.2g}' for one in found)}")
+    names = ", ".join(f"τ = {tau:g}" for tau in rows.form["taus"])
+    return f"iDLG's MSE under the other sizes (LDP, then NADP at {names}): {'; '.join(told)}." if told else ""
+
+
+def _adaptive(rows: _Rows) -> Iterator[str]:
+    """What those get who adapt: to several rounds, to what others computed, to noise in the gradient."""
+    size, most = rows.form["fitted"], nadp_row(MOST)
+
+    def both(data: str, one: tuple[str, str], other: tuple[str, str]) -> tuple[float, float] | None:
+        """The mean MSE of two (row, attack) over the victims that both have."""
+        found = [rows.listed(data, size, row, f"{attack} mse") for row, attack in (one, other)]
+        common = list(zip(*found, strict=False))
+        return (sum(a for a, _ in common) / len(common), sum(b for _, b in common) / len(common)) if common else None
+
+    for data in rows.form["data"]:
+        told = []
+        rounds = rows.average(data, ROUNDS, "rounds")
+        if rounds is not None and (pair := both(data, (ROUNDS, "averaging"), (most, "idlg"))):
+            told.append(
+                f"the mean of {rounds:.3g} rounds' uploads, τ = 0.9: MSE {pair[0]:.3g} instead of {pair[1]:.3g}"
+            )
+        if pair := both(data, (SHARPEST, "idlg"), (most, "idlg")):
+            told.append(f"what honest others computed being known, τ = 0.9: {pair[0]:.3g} instead of {pair[1]:.3g}")
+        told += [
+            f"Inverting Gradients on {name_of(row)}: {pair[0]:.3g} instead of iDLG's {pair[1]:.3g}"
+            for row in rows.form["stronger"]
+            if (pair := both(data, (row, STRONGER), (row, "idlg")))
+        ]
+        if told:
+            yield f"Who adapts, {data}, |D_i| = {size}: {'; '.join(told)} (the same victims in both)."
+
+
+def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
+    """Pictures for a contact sheet: the originals, then what iDLG made of them, a row for each scheme."""
+    form, found = _T4.form(quick), []
+    for row in ("originals", FEDAVG, LDP, ALL, SHARPEST, *(nadp_row(tau) for tau in form["taus"])):
+        what = row if row == "originals" else f"{row} idlg pictures"
+        cells = [cell_of_row(data, form["fitted"], FEDAVG if row == "originals" else row) for data in form["data"]]
+        parts = [next((from_text(one, what) for one in figures_of(results, cell)), None) for cell in cells]
+        there = [one for one in parts if one is not None]
+        if len(there) == len(parts):
+            found.append((row if row == "originals" else name_of(row), torch.cat(there)))
+    return found
+
+
+ENTRIES = (
+    _T3.entry(lambda quick: tuple(map(Cell, _KEYS)), _table3_report, work=_strengths),
+    _T1.entry(_table1_cells, _table1_report),
+    _F3.entry(_fig3_cells, _fig3_report),
+    _F4.entry(_fig4_cells, _fig4_report),
+    _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),
 )

@@ -1,36 +1,42 @@
-"""Running entries cell by cell: every figure is kept as soon as it is there, and judged again from where it is kept."""
+"""Running entries cell by cell: every figure is kept as soon as it is there, and judged again from where it is kept.
+
+Cells run on the grid that `fedveil compare` uses: in processes of their own, so that one that dies takes no other with
+it, or in this one.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from fedveil.compare.grid import cores, run_grid
 from fedveil.errors import ConfigError, FedVeilError, unknown_name
 from fedveil.runs.folder import write_atomically
-from papers import inversion, membership, mpdp, nadp, nadp_attacks, paraaegis, reconstruction, veil_dp
-from papers.cells import Figures, Report, Results, Store, chosen
-from papers.headlines import report_of
-from papers.stage import Entry, Stage
+from papers import lossless, mpdp, nadp, paraaegis, pbpfl, veil_dp
+from papers.cells import Cell, Figures, Results, Store, chosen
+from papers.entries import Entry
+from papers.report import Report
+from papers.stage import DATA_VARIABLE, Stage
 
+ALL = "all"
+"""The name that stands for every entry."""
+
+GRAPHICS = ("nvidia", "cuda", "amd radeon")
 _ENTRIES = (
-    nadp.TABLE3_ENTRY,
-    nadp.TABLE1_ENTRY,
-    nadp.FIG3_ENTRY,
-    nadp.FIG4_ENTRY,
-    nadp_attacks.ENTRY,
-    mpdp.ENTRY,
-    membership.MPDP_ENTRY,
-    membership.LOSSLESS_ENTRY,
-    reconstruction.ENTRY,
-    inversion.ENTRY,
-    paraaegis.TABLE1_ENTRY,
-    paraaegis.TABLE2_ENTRY,
-    veil_dp.ENTRY,
+    *nadp.ENTRIES,
+    *mpdp.ENTRIES,
+    *lossless.ENTRIES,
+    *pbpfl.ENTRIES,
+    *paraaegis.ENTRIES,
+    *veil_dp.ENTRIES,
 )
 
 
@@ -41,13 +47,10 @@ def entries() -> tuple[Entry, ...]:
 
 def find(name: str) -> Entry:
     """An entry by name; an unknown name suggests the nearest."""
-    known = {entry.name: entry for entry in _ENTRIES}
+    known = {entry.name: entry for entry in entries()}
     if name not in known:
         raise unknown_name("entry", name, known)
     return known[name]
-
-
-DEFAULT_OUT = Path("runs/reproduce")
 
 
 @dataclass(frozen=True)
@@ -61,63 +64,144 @@ class Tick:
     rounds: int = 0
 
 
-def reproduce(
-    name: str,
-    *,
-    out: str | Path = DEFAULT_OUT,
-    device: str = "cpu",
-    data: str | Path | None = None,
-    quick: bool = False,
-    full: bool = False,
-    seeds: int = 1,
-    only: Iterable[str] = (),
-    say: Callable[[str], None] = lambda text: None,
-    tick: Callable[[Tick], None] = lambda tick: None,
-) -> Report:
-    """Run an entry's cells that `out` does not hold yet; writes OUT/NAME.json, .md and .png; returns the report."""
-    entry = find(name)
-    if seeds < 1:
-        raise ConfigError(f"seeds must be at least 1 (got {seeds}).")
-    if quick and not entry.has_quick:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How entries are run: the folder for figures, the device, the folder of data sets, the form, the seeds 1 … N.
+
+    `only` are names, leading parts or patterns of cells. At most `jobs` cells run at once, each in a process of its
+    own; 0 runs them in this one. `say` and `tick` are told how far it is.
+    """
+
+    out: str | Path = Path("runs/reproduce")
+    device: str = "cpu"
+    data: str | Path | None = None
+    quick: bool = False
+    full: bool = False
+    seeds: int = 1
+    only: Iterable[str] = ()
+    jobs: int = 0
+    say: Callable[[str], None] = lambda text: None
+    tick: Callable[[Tick], None] = lambda tick: None
+
+
+def reproduce(name: str, options: Options | None = None) -> Report:
+    """Run an entry's cells that `out` does not hold yet; writes OUT/NAME.json, .md and .png; returns the report.
+
+    Cells that cannot be run end no other; the first reason is raised when all are through.
+    """
+    entry, options = find(name), options or Options()
+    if options.seeds < 1:
+        raise ConfigError(f"seeds must be at least 1 (got {options.seeds}).")
+    if options.jobs < 0:
+        raise ConfigError(f"jobs must be at least 0 (got {options.jobs}).")
+    if options.quick and not entry.has_quick:
         raise ConfigError(f"{name} has no quick form: it takes {entry.takes} as it is.")
-    label = f"{name}-quick" if quick else name
-    store = Store(Path(out) / f"{label}.json", entry=label)
-    cells = chosen(entry.cells(quick), only, full=full)
-    runs = [(cell, seed) for cell in cells for seed in range(1, seeds + 1 if entry.random else 2)]
-    waiting = [(cell, seed) for cell, seed in runs if not store.has(cell, seed)]
-    done = len(runs) - len(waiting)
-    if done:
-        say(f"{done} of {len(runs)} cells are in {store.path} already")
-    stage = Stage(device=device, folder=data)
-    for cell, seed in waiting:
-        where = Tick(f"{cell.name} seed {seed}" if entry.random else cell.name, done, len(runs))
-        tick(where)
-
-        def on_round(round: int, rounds: int, where: Tick = where) -> None:
-            tick(Tick(where.cell, where.done, where.cells, round, rounds))
-
-        started = time.perf_counter()
-        figures = entry.work(stage, cell, seed, on_round)
-        store.keep(cell, seed, figures)
-        done += 1
-        took = time.perf_counter() - started
-        say(f"[{done}/{len(runs)}] {where.cell}: {_in_short(figures)} ({took:.1f} s)")
-        tick(Tick(where.cell, done, len(runs)))
-    report = report_of(entry, store.results(), quick=quick)
+    store = _store(entry, Path(options.out), quick=options.quick)
+    cells = chosen(entry.cells(options.quick), options.only, full=options.full)
+    failed = _Grid(entry, options, store).run(cells)
+    report = entry.report(store.results(), options.quick)
     if store.path.exists():
         store.conclude(report.as_data())
         write_atomically(store.path.with_suffix(".md"), report.markdown())
-        _write_sheet(entry, store, quick=quick)
+        if entry.draw is not None:
+            entry.draw(store.results(), options.quick, store.path.with_suffix(".png"))
+    if failed:
+        raise failed
     return report
 
 
-def _write_sheet(entry: Entry, store: Store, *, quick: bool) -> None:
-    """One picture beside the figures, where an entry makes pictures and there is something to compare."""
-    rows = () if entry.pictures is None else entry.pictures(store.results(), quick)
-    if len(rows) > 1:
-        from fedveil.audit.pictures import contact_sheet
+def _store(entry: Entry, folder: Path, *, quick: bool) -> Store:
+    label = f"{entry.name}-quick" if quick else entry.name
+    return Store(folder / f"{label}.json", entry=label)
 
-        contact_sheet(rows, store.path.with_suffix(".png"), box=(0.0, 1.0))
+
+class _Grid:
+    """The cells of one entry that are missing, and what comes of them."""
+
+    def __init__(self, entry: Entry, options: Options, store: Store) -> None:
+        self.entry, self.options, self.store = entry, options, store
+        self.total = self.done = 0
+        self.started: dict[str, float] = {}
+        self.failures: list[tuple[str, int, str]] = []
+
+    def run(self, cells: Iterable[Cell]) -> FedVeilError | None:
+        """Run what is missing; gives back why some could not be run."""
+        options = self.options
+        seeds = range(1, options.seeds + 1 if self.entry.random else 2)
+        runs = [(cell, seed) for cell in cells for seed in seeds]
+        waiting = [(cell, seed) for cell, seed in runs if not self.store.has(cell, seed)]
+        self.total, self.done = len(runs), len(runs) - len(waiting)
+        if self.done:
+            options.say(f"{self.done} of {self.total} cells are in {self.store.path} already")
+        run_grid(
+            waiting,
+            work="papers.runner:run_cell",
+            job_of=self._job,
+            take=self._take,
+            jobs=options.jobs or None,
+            threads=None if options.jobs == 1 else max(1, cores() // max(1, options.jobs)),
+            path=[Path(__file__).parents[1]],
+        )
+        return self._failure()
+
+    def _job(self, run: tuple[Cell, int]) -> dict[str, Any]:
+        cell, seed = run
+        folder = self.options.data or os.environ.get(DATA_VARIABLE)
+        return {
+            "entry": self.entry.name,
+            "quick": self.options.quick,
+            "cell": cell.name,
+            "seed": seed,
+            "device": self.options.device,
+            "data": None if folder is None else str(folder),
+        }
+
+    def _take(self, run: tuple[Cell, int], report: Mapping[str, Any]) -> None:
+        cell, seed = run
+        name = f"{cell.name} seed {seed}" if self.entry.random else cell.name
+        now = Tick(name, self.done, self.total)
+        if report["kind"] == "start":
+            self.started[name] = time.perf_counter()
+            self.options.tick(now)
+        elif report["kind"] == "round":
+            self.options.tick(replace(now, round=report["round"], rounds=report["rounds"]))
+        elif report["kind"] == "failed":
+            self.failures.append((name, report["code"], report["reason"]))
+            self.options.say(f"{name}: could not be run")
+        else:
+            figures: Figures = report["figures"]
+            self.store.keep(cell, seed, figures)
+            self.done += 1
+            took = time.perf_counter() - self.started[name]
+            self.options.say(f"[{self.done}/{self.total}] {name}: {_in_short(figures)} ({took:.1f} s)")
+            self.options.tick(Tick(name, self.done, self.total))
+
+    def _failure(self) -> FedVeilError | None:
+        if not self.failures:
+            return None
+        name, code, reason = self.failures[0]
+        others = len(self.failures) - 1
+        more = f" ({name}; {others} other cells could not be run either)" if others else f" ({name})"
+        kinds = {kind.exit_code: kind for kind in FedVeilError.__subclasses__()}
+        return kinds.get(code, FedVeilError)(reason + more)
+
+
+def run_cell(job: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The work of one cell, wherever it runs."""
+    entry = find(job["entry"])
+    cell = next(one for one in entry.cells(job["quick"]) if one.name == job["cell"])
+    stage = _stage(job["device"], job["data"], job["quick"])
+
+    def on_round(done: int, rounds: int) -> None:
+        tell({"kind": "round", "round": done, "rounds": rounds})
+
+    return {"figures": entry.work(stage, cell, job["seed"], on_round)}
+
+
+@lru_cache(maxsize=1)
+def _stage(device: str, data: str | None, quick: bool) -> Stage:
+    """Data sets are read once for all cells that one process runs."""
+    return Stage(device=device, folder=data, quick=quick)
 
 
 def _in_short(figures: Figures) -> str:
@@ -126,30 +210,16 @@ def _in_short(figures: Figures) -> str:
     return f"{text}, {figures['stopped']}" if "stopped" in figures else text
 
 
-def run_entry(
-    name: str,
-    *,
-    out: str | Path = DEFAULT_OUT,
-    device: str = "cpu",
-    data: str | Path | None = None,
-    quick: bool = False,
-    full: bool = False,
-    seeds: int = 1,
-    only: Iterable[str] = (),
-) -> Report:
+def run_entry(name: str, options: Options | None = None) -> Report:
     """`reproduce` with plain text on standard output; needs no terminal packages."""
 
     def say(text: str) -> None:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    report = reproduce(name, out=out, device=device, data=data, quick=quick, full=full, seeds=seeds, only=only, say=say)
+    report = reproduce(name, replace(options or Options(), say=say))
     say("\n" + report.text())
     return report
-
-
-ALL = "all"
-"""The name that stands for every entry."""
 
 
 @dataclass(frozen=True)
@@ -173,55 +243,31 @@ class Outcome:
 
 
 def reproduce_all(
-    *,
-    out: str | Path = DEFAULT_OUT,
-    device: str = "cpu",
-    data: str | Path | None = None,
-    quick: bool = False,
-    full: bool = False,
-    seeds: int = 1,
-    say: Callable[[str], None] = lambda text: None,
-    tick: Callable[[Tick], None] = lambda tick: None,
-    done: Callable[[Outcome], None] = lambda outcome: None,
+    options: Options | None = None, *, done: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
     """Run every entry; one without a quick form runs whole. Writes OUT/all.json (all-quick.json) as it goes on.
 
     Cells that `out` holds are not run again, so that the same call goes on where another was stopped.
     """
+    options = options or Options()
     outcomes: list[Outcome] = []
     for place, entry in enumerate(entries(), start=1):
-        say(f"{place} of {len(entries())}: {entry.name} ({entry.paper}, {entry.what})")
+        options.say(f"{place} of {len(entries())}: {entry.name} ({entry.paper}, {entry.what})")
         started = time.perf_counter()
         report, failed = None, ""
         try:
-            report = reproduce(
-                entry.name,
-                out=out,
-                device=device,
-                data=data,
-                quick=quick and entry.has_quick,
-                full=full,
-                seeds=seeds,
-                say=say,
-                tick=tick,
-            )
+            report = reproduce(entry.name, replace(options, quick=options.quick and entry.has_quick))
         except FedVeilError as reason:
             failed = str(reason)
         except Exception as reason:  # a defect in one entry must not cost the others
             failed = f"{type(reason).__name__}: {reason}"
         outcomes.append(Outcome(entry, report, time.perf_counter() - started, failed))
-        _write(Path(out) / f"{ALL}{'-quick' if quick else ''}.json", outcomes)
+        path = Path(options.out) / f"{ALL}{'-quick' if options.quick else ''}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps([one.as_data() for one in outcomes], indent=1, ensure_ascii=False)
+        write_atomically(path, text + "\n")
         done(outcomes[-1])
     return outcomes
-
-
-def _write(path: Path, outcomes: list[Outcome]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([one.as_data() for one in outcomes], indent=1, ensure_ascii=False)
-    write_atomically(path, text + "\n")
-
-
-GRAPHICS = ("nvidia", "cuda", "amd radeon")
 
 
 @dataclass(frozen=True)
@@ -256,16 +302,13 @@ def stored_results(folder: Path) -> list[Stored]:
 
 def stored_result(folder: Path, entry: Entry, *, quick: bool) -> Stored | None:
     """An entry's figures in one form, if the folder holds them."""
-    label = f"{entry.name}-quick" if quick else entry.name
-    path = folder / f"{label}.json"
-    if not path.exists():
+    store = _store(entry, folder, quick=quick)
+    if not store.path.exists():
         return None
-    store = Store(path, entry=label)
     results = store.results()
     usual = [cell.name for cell in entry.cells(quick) if cell.usual]
     there = f"{sum(name in results for name in usual)} of {len(usual)} cells"
-    report = report_of(entry, results, quick=quick)
-    return Stored(entry, quick, report, path, _machine(results), store.noted, there)
+    return Stored(entry, quick, entry.report(results, quick), store.path, _machine(results), store.noted, there)
 
 
 def _machine(results: Results) -> str:

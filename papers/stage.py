@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +26,25 @@ from fedveil.runs.evaluation import score_weights
 from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.privacy_journal import Books
-from papers.cells import Cell, Figures, Report, Results
+from papers.cells import Cell, Figures
 
 DATA_VARIABLE = "FEDVEIL_DATA"
 Adapt = Callable[[Job], Job]
 OnRound = Callable[[int, int], None]
 """Told (rounds done, rounds in all)."""
 
-_READING: dict[str, dict[str, str | int]] = {"imdb": {"target": "label", "text": "text", "vocabulary": 2000}}
+_READING: dict[str, dict[str, Any]] = {
+    "imdb": {"target": "label", "text": "text", "vocabulary": 2000},
+    "bank": {"target": "y", "task": "regression", "test_fraction": 0.1, "seed": 1},
+}
 
 
 class Stage:
-    """A device and the data sets that were placed on it."""
+    """A device and the data sets that were placed on it, for cells of the full or of the `quick` form."""
 
-    def __init__(self, *, device: str = "cpu", folder: str | Path | None = None) -> None:
+    def __init__(self, *, device: str = "cpu", folder: str | Path | None = None, quick: bool = False) -> None:
         self.device = device
+        self.quick = quick
         given = folder if folder is not None else os.environ.get(DATA_VARIABLE)
         self._root = None if given is None else Path(given).expanduser()
         self._splits: dict[tuple[str, int | None], Split] = {}
@@ -68,7 +73,7 @@ class Stage:
         if name in EMBEDDED:
             return data.load(name)
         place = self.place(name)
-        return data.load(place, **_READING.get(name, {}))  # type: ignore[arg-type]
+        return data.load(place, **_READING.get(name, {}))
 
     def place(self, name: str) -> Path:
         """The folder of a data set."""
@@ -117,7 +122,7 @@ class Stage:
                 figures["stopped"] = outcome.stopped
         assert judged.test is not None
         figures["rounds"] = state.round
-        figures["accuracy"] = accuracy_of(cell, job, state, judged.test)
+        figures |= scored(job, state, judged.test)
         del judged, job, state
         self.tidy()
         return figures
@@ -147,12 +152,12 @@ def tiered(train: Dataset, *, clients: int, tiers: int, ratio: float, seed: int)
     return parts
 
 
-def accuracy_of(cell: Cell, job: Job, state: ServerState, test: Dataset) -> float:
-    """The present model's test accuracy in percent."""
+def scored(job: Job, state: ServerState, test: Dataset) -> Figures:
+    """The present model's test accuracy in percent, or the mean squared error of a regression."""
     scores = score_weights(job.blueprint, state.weights, test, job.loss)
     if scores.accuracy is None:
-        raise ConfigError(f"{cell.name}: only classes have an accuracy.")
-    return round(100.0 * scores.accuracy, 3)
+        return {"mse": scores.mse}
+    return {"accuracy": round(100.0 * scores.accuracy, 3)}
 
 
 def spent_figures(job: Job, books: Books) -> Figures:
@@ -170,34 +175,3 @@ def spent_figures(job: Job, books: Books) -> Figures:
 def composed(epsilon: float, *, delta: float, rounds: int, sigma: Callable[[float, float], float]) -> float:
     """ε of `rounds` rounds, each with noise σ(ε, δ) for a sensitivity of 1: exactly, by μ = √T/σ."""
     return epsilon_of(math.sqrt(rounds) / sigma(epsilon, delta), delta)
-
-
-Work = Callable[[Stage, Cell, int, OnRound], Figures]
-Pictures = Callable[[Results, bool], Sequence[tuple[str, Tensor]]]
-"""Rows of a contact sheet with their names, from the cells that are there; told whether the quick form is meant."""
-
-
-def train(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
-    """The usual work of a cell: train it."""
-    return stage.train(cell, seed=seed, on_round=on_round)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A table or figure of a paper. `cells` and `report` are told whether the quick form is meant.
-
-    `takes` and `takes_quick` say how long the two forms take.
-    """
-
-    name: str
-    paper: str
-    what: str
-    takes: str
-    needs: str
-    cells: Callable[[bool], tuple[Cell, ...]]
-    report: Callable[[Results, bool], Report]
-    work: Work = train
-    random: bool = True
-    has_quick: bool = True
-    pictures: Pictures | None = None
-    takes_quick: str = ""

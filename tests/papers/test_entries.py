@@ -11,7 +11,7 @@ import pytest
 
 from fedveil.errors import ConfigError, DataError
 from idx_folders import idx_folder
-from papers import nadp, reproduce
+from papers import Options, nadp, reproduce
 from shell import fedveil
 
 
@@ -28,7 +28,7 @@ def kept(out: Path, name: str) -> dict[str, dict[str, float]]:
 
 
 def test_the_table_of_strengths_is_met_in_all_sixty_values(tmp_path: Path) -> None:
-    report = reproduce("nadp-table3", out=tmp_path)
+    report = reproduce("nadp-table3", Options(out=tmp_path))
     assert report.verdict == "reproduced"
     assert report.checks[0].seen == "60 of 60 agree"
     assert len(report.rows) == 12
@@ -37,7 +37,7 @@ def test_the_table_of_strengths_is_met_in_all_sixty_values(tmp_path: Path) -> No
 def test_one_wrong_value_in_the_table_of_strengths_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = nadp.TABLE3[1.0, 25]
     monkeypatch.setitem(nadp.TABLE3, (1.0, 25), (row[0] + 1e-4, *row[1:]))
-    report = reproduce("nadp-table3", out=tmp_path)
+    report = reproduce("nadp-table3", Options(out=tmp_path))
     assert report.verdict.startswith("not reproduced")
     assert report.checks[0].seen == "59 of 60 agree"
 
@@ -53,7 +53,7 @@ SOME = {
 
 @pytest.mark.parametrize("name", SOME)
 def test_an_entry_trains_its_cells(name: str, folder: Path, tmp_path: Path) -> None:
-    report = reproduce(name, out=tmp_path, data=folder, quick=True, only=SOME[name])
+    report = reproduce(name, Options(out=tmp_path, data=folder, quick=True, only=SOME[name]))
     figures = kept(tmp_path, f"{name}-quick")
     assert len(figures) >= 2
     assert all(0 <= one["accuracy"] <= 100 for one in figures.values())
@@ -64,7 +64,9 @@ def test_an_entry_trains_its_cells(name: str, folder: Path, tmp_path: Path) -> N
 
 
 def test_exact_accounting_adds_less_noise_for_the_same_epsilon(folder: Path, tmp_path: Path) -> None:
-    reproduce("nadp-table1", out=tmp_path, data=folder, quick=True, only=["*/n10/eps4/nadp*", "*/n10/eps4/ldp"])
+    reproduce(
+        "nadp-table1", Options(out=tmp_path, data=folder, quick=True, only=["*/n10/eps4/nadp*", "*/n10/eps4/ldp"])
+    )
     figures = kept(tmp_path, "nadp-table1-quick")
     start = "fashion-mnist/n10/eps4/"
     assert figures[start + "nadp-exact"]["noise"] < 0.8 * figures[start + "nadp"]["noise"]
@@ -74,7 +76,7 @@ def test_exact_accounting_adds_less_noise_for_the_same_epsilon(folder: Path, tmp
 
 def test_missing_data_stop_an_entry_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No data set 'fashion-mnist'"):
-        reproduce("nadp-table1", out=tmp_path / "out", data=tmp_path, quick=True)
+        reproduce("nadp-table1", Options(out=tmp_path / "out", data=tmp_path, quick=True))
     assert not (tmp_path / "out").exists()
 
 
@@ -125,8 +127,8 @@ sys.meta_path.insert(0, Finder())
 from papers import run_entry
 
 out, data = sys.argv[1:]
-run_entry("nadp-table3", out=out)
-run_entry("nadp-table1", out=out, data=data, quick=True, only=["fashion-mnist/n10/fedavg"])
+run_entry("nadp-table3", Options(out=out))
+run_entry("nadp-table1", Options(out=out, data=data, quick=True, only=["fashion-mnist/n10/fedavg"]))
 """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import ConfigError, DataError
-from papers import Cell, Check, Entry, Report, reproduce_all, runner
+from papers import Cell, Check, Entry, Options, Report, reproduce_all, runner
 from papers.cells import Figures, Results
 from papers.stage import OnRound, Stage
 from shell import fedveil
@@ -46,7 +46,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> Works:
 
 
 def test_an_entry_that_fails_is_noted_and_the_others_run(works: Works, tmp_path: Path) -> None:
-    outcomes = reproduce_all(out=tmp_path, quick=True)
+    outcomes = reproduce_all(Options(out=tmp_path, quick=True))
     assert [(one.entry.name, one.word, one.failed) for one in outcomes] == [
         ("wanting", "could not be run", "No data."),
         ("broken", "could not be run", "ValueError: a defect"),
@@ -59,27 +59,27 @@ def test_an_entry_that_fails_is_noted_and_the_others_run(works: Works, tmp_path:
 
 
 def test_a_second_call_runs_only_what_is_missing(works: Works, tmp_path: Path) -> None:
-    reproduce_all(out=tmp_path, quick=True)
+    reproduce_all(Options(out=tmp_path, quick=True))
     works.wrong.clear()
-    reproduce_all(out=tmp_path, quick=True)
+    reproduce_all(Options(out=tmp_path, quick=True))
     assert works.ran == ["fine", "wanting", "broken"]
 
 
 def test_who_stops_it_stops_all_of_it(works: Works, tmp_path: Path) -> None:
     works.wrong["wanting"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        reproduce_all(out=tmp_path)
+        reproduce_all(Options(out=tmp_path))
     assert works.ran == []
 
 
 def test_the_command_shows_every_verdict_and_fails_if_an_entry_did(works: Works, tmp_path: Path) -> None:
-    done = fedveil("reproduce", "all", "--quick", "--out", tmp_path)
+    done = fedveil("reproduce", "all", "--quick", "--jobs", 0, "--out", tmp_path)
     assert done.code == 1
     assert "a defect" in done.output
     assert "could not be run" in done.output
     assert "verdict: reproduced" in done.output
     works.wrong.clear()
-    done = fedveil("reproduce", "all", "--quick", "--out", tmp_path, "--json")
+    done = fedveil("reproduce", "all", "--quick", "--jobs", 0, "--out", tmp_path, "--json")
     assert done.code == 0
     assert [one["name"] for one in json.loads(done.output)] == ["wanting", "broken", "fine"]
 

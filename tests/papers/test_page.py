@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedveil.errors import DataError
-from papers import Check, Entry, Report, entries, page, stored_results
-from papers.headlines import PICKS, report_of
-from papers.page import benchmarks
+from papers import Check, Entry, Report, entries, find, page, stored_results
+from papers.cells import Results, Store
 from papers.runner import Stored
 from shell import fedveil
 
@@ -46,14 +45,10 @@ def test_a_stored_entry_shows_figures_of_ours(one: Stored) -> None:
     assert all(figure.ours.replace("<", "&lt;") in made for figure in one.report.figures)
 
 
-def test_every_entry_has_figures_that_stand_for_it_in_both_forms() -> None:
-    assert set(PICKS) == {entry.name for entry in entries()}
-
-
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
-def test_the_figures_that_stand_for_an_entry_are_places_of_its_table(entry: Entry, quick: bool) -> None:
-    assert len(report_of(entry, {}, quick=quick).figures) == len(PICKS[entry.name][quick])
+def test_figures_that_stand_for_an_entry_are_places_of_its_table(entry: Entry, quick: bool) -> None:
+    assert len(entry.report({}, quick and entry.has_quick).figures) >= 2
 
 
 def test_every_entry_is_on_the_page_with_or_without_figures() -> None:
@@ -73,25 +68,29 @@ def test_a_premise_that_holds_earns_no_verdict_and_one_that_fails_is_named() -> 
     assert verdict(broken, Check("claim", True)).verdict == "partly reproduced: did not hold: it works"
 
 
-def test_a_benchmark_that_lost_precision_is_not_reproduced(tmp_path: Path) -> None:
-    content = json.loads((DOCS / "results" / "bank.json").read_text())
-    (tmp_path / "bank.json").write_text(json.dumps(content))
-    assert [one.report.word for one in benchmarks(tmp_path)] == ["reproduced"]
-    (tmp_path / "bank.json").write_text(json.dumps({**content, "largest_spread": 6e-4}))
-    assert [one.report.word for one in benchmarks(tmp_path)] == ["not reproduced"]
-    (tmp_path / "bank.json").write_text("{")
-    with pytest.raises(DataError, match="no figures that can be read"):
-        list(benchmarks(tmp_path))
+def test_a_table_that_lost_precision_is_not_reproduced() -> None:
+    bank = find("bank")
+    results = Store(DOCS / "results" / "bank.json", entry="bank").results()
+    assert bank.report(results, False).word == "reproduced"
+    worse: Results = {
+        name: {1: {"mse": float(str(one[1]["mse"])) + 6e-4 * (name == "n1/l3/pbpfl")}} for name, one in results.items()
+    }
+    assert bank.report(worse, False).word == "not reproduced"
 
 
-def test_curves_that_end_apart_are_not_reproduced(tmp_path: Path) -> None:
-    content = json.loads((DOCS / "results" / "cifar10-k5.json").read_text())
-    for run in content["runs"]:
-        if run["scheme"] == "lossless":
-            run["curve"] = [[round, loss, accuracy / 2] for round, loss, accuracy in run["curve"]]
-    (tmp_path / "cifar10-k5.json").write_text(json.dumps(content))
-    (found,) = benchmarks(tmp_path)
-    assert found.report.word == "not reproduced"
+def test_curves_that_end_apart_are_not_reproduced() -> None:
+    curves = find("curves")
+    results = Store(DOCS / "results" / "curves.json", entry="curves").results()
+    assert curves.report(results, False).word == "reproduced"
+    lower = {
+        name: {seed: {"curve": [value / 2 for value in one["curve"]]} for seed, one in seeds.items()}  # type: ignore[union-attr, operator]
+        if name.endswith("lossless")
+        else seeds
+        for name, seeds in results.items()
+    }
+    assert curves.report(lower, False).word == "not reproduced"
+    alone = {name: {1: seeds[1]} for name, seeds in results.items()}
+    assert curves.report(alone, False).word == "not run", "one seed has no standard error"
 
 
 def test_a_folder_without_results_makes_no_page(tmp_path: Path) -> None:
@@ -107,4 +106,4 @@ def test_the_list_says_how_long_each_form_takes_and_what_is_stored() -> None:
     assert rows["nadp-table1"]["takes_quick"] == "three minutes"
     assert rows["nadp-table1"]["stored"] == "full"
     assert rows["lossless-table4"]["stored"] == "quick"
-    assert all(row["takes"] and (row["takes_quick"] or row["name"] == "nadp-table3") for row in listed)
+    assert all(row["takes"] and (row["takes_quick"] or not find(row["name"]).has_quick) for row in listed)

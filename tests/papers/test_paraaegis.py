@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from fedveil.errors import ConfigError
-from papers import Cell, find, nadp
-from papers.cells import Figures, Report, Store
-from papers.paraaegis import (
-    BENCHES,
-    BY_LABEL,
-    QUICK,
-    ROWS,
-    SAME_NOISE,
-    gather,
-    growing,
-    protection,
-    seconds,
-    training_of,
-)
+from papers import find, paraaegis
+from papers.cells import Figures
+from papers.paraaegis import BY_LABEL, PARTITIONS, ROWS, SAME_NOISE, Run, benches, growing, printed
+from papers.report import Report
 
+BENCHES, (QUICK,) = benches(False), benches(True)
+PRINTED = paraaegis._T1["printed"]
 BENCH = BENCHES[0]
 TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
 Made = dict[str, dict[int, Figures]]
@@ -34,11 +22,11 @@ def run(accuracy: float, *, rounds: int = 50, **figures: float) -> dict[int, Fig
 
 def papers_own(partition: str = "iid") -> Made:
     """The paper's figures as if they were ours: protection is what a row takes longer than FedAvg."""
-    place = nadp.PARAAEGIS_PARTITIONS.index(partition)
-    plain = nadp.PARAAEGIS_TABLE1["fedavg"][1][place]
+    place = PARTITIONS.index(partition)
+    plain = PRINTED["fedavg"][1][place]
     found: Made = {BENCH.pace: {1: {"round_seconds": plain / 50}}}
     for row in ROWS:
-        accuracy, time, _ = nadp.PARAAEGIS_TABLE1.get(row.label, nadp.PARAAEGIS_TABLE1["fedavg"])
+        accuracy, time, _ = PRINTED.get(row.label, PRINTED["fedavg"])
         noisy = {"epsilon": 20_000.4, "noise": 0.02} if row.noisy else {}
         found[BENCH.cell(partition, row.label)] = run(accuracy[place], **noisy)
         found[BENCH.cost(row.label)] = {1: {"protection": (time[place] - plain) / 50}}
@@ -64,17 +52,17 @@ def seen(figures: Made, claim: str) -> str:
 
 
 def test_the_papers_printed_ratios_are_those_of_its_accuracies_and_seconds() -> None:
-    for accuracies, times, ratios in nadp.PARAAEGIS_TABLE1.values():
+    for accuracies, times, ratios in PRINTED.values():
         for accuracy, time, ratio in zip(accuracies, times, ratios, strict=True):
             assert 100 * accuracy / time == pytest.approx(ratio, abs=0.00501)
-    assert nadp.paraaegis_table1("r5", "dirichlet-0.5") == 66.19
-    assert nadp.paraaegis_table1("serial", "dirichlet-1", what="seconds") == 16718
-    assert nadp.paraaegis_table1("r10-x0.99", "iid", what="efficiency") == 1.19
-    assert nadp.paraaegis_table1("pads100", "iid") is None
-    assert nadp.paraaegis_table1("r5", "size") is None
+    assert printed("r5", "dirichlet-0.5") == 66.19
+    assert printed("serial", "dirichlet-1", "seconds") == 16718
+    assert printed("r10-x0.99", "iid", "efficiency") == 1.19
+    assert printed("pads100", "iid") is None
+    assert printed("r5", "size") is None
 
 
-@pytest.mark.parametrize("partition", nadp.PARAAEGIS_PARTITIONS)
+@pytest.mark.parametrize("partition", PARTITIONS)
 def test_the_papers_own_figures_meet_every_claim(partition: str) -> None:
     figures = papers_own(partition) | papers_own("iid")
     judged = [one for one in report(figures).checks if "serial is the least accurate" not in one.claim]
@@ -181,20 +169,20 @@ def test_seconds_are_training_plus_rounds_times_protection() -> None:
         BENCH.cost("r10"): {1: {"protection": 1.5}},
         BENCH.cell("iid", "r10"): run(70.0, seconds=900.0),
     }
-    assert seconds(figures, BENCH, "iid", row) == 50 * (4.0 + 1.5)
+    assert Run(figures, BENCH).seconds(row) == 50 * (4.0 + 1.5)
     del figures[BENCH.pace]
-    assert seconds(figures, BENCH, "iid", row) == 900.0 + 50 * 1.5
+    assert Run(figures, BENCH).seconds(row) == 900.0 + 50 * 1.5
     del figures[BENCH.cost("r10")]
-    assert seconds(figures, BENCH, "iid", row) is None
-    assert protection({}, BENCH, BY_LABEL["fedavg"]) == 0.0
-    assert protection({}, BENCH, BY_LABEL["dp-fedavg"]) is None
+    assert Run(figures, BENCH).seconds(row) is None
+    assert Run({}, BENCH).cost(BY_LABEL["fedavg"]) == 0.0
+    assert Run({}, BENCH).cost(BY_LABEL["dp-fedavg"]) is None
 
 
 def test_a_run_that_stopped_early_is_shown_with_its_round_and_judges_nothing() -> None:
     figures = papers_own()
     figures[BENCH.cell("iid", "r10")] = run(55.0, rounds=30)
     assert shown(figures, "r10")["accuracy, %"] == "75.6 / 55.0 at round 30"
-    found = training_of(figures, BENCH, "iid", BY_LABEL["r10"])
+    found = Run(figures, BENCH).training(BY_LABEL["r10"])
     assert (found.accuracy, found.unfinished) == (None, {1: (55.0, 30)})
     assert next(one.held for one in report(figures).checks if "between static" in one.claim) is None
     assert "10 %:" not in seen(figures, "accuracy grows with r")
@@ -259,45 +247,6 @@ def test_cells_train_the_papers_setting() -> None:
     assert not {"imagenette/iid/serial", "imagenette/dirichlet-1/r10", "cifar10/iid/r10"} & usual
     assert {"imagenette/cost/serial", "imagenette/cost/pads100", "imagenette/pace"} <= usual
     assert {cell.settings["cipher"] for cell in TABLE1.cells(True) if "cipher" in cell.settings} == {"ckks", "pads"}
-
-
-def piece(folder: Path, figures: dict[str, Figures], *, seed: int = 1) -> Path:
-    store = Store(folder / "paraaegis-table2.json", entry="paraaegis-table2")
-    cells = {cell.name: cell for cell in TABLE2.cells(False)}
-    for name, one in figures.items():
-        store.keep(cells[name], seed, one)
-    return store.path
-
-
-def test_pieces_that_several_processes_wrote_become_one_file_and_one_report(tmp_path: Path) -> None:
-    pieces = [
-        piece(tmp_path / "a", {"imagenette/max": {"accuracy": 40.0, "rounds": 12}}),
-        piece(tmp_path / "b", {"imagenette/max": {"accuracy": 60.0, "rounds": 20}}),
-        piece(tmp_path / "c", {"imagenette/max": {"accuracy": 61.0, "rounds": 20}}),
-        piece(tmp_path / "d", {"imagenette/min": {"accuracy": 11.0, "rounds": 20}}),
-    ]
-    found = gather("paraaegis-table2", pieces, out=tmp_path)
-    assert [row[2] for row in found.rows] == ["63.6 / 60.0", "12.4 / 11.0", "15.8 / –"]
-    assert "63.6 / 60.0" in (tmp_path / "paraaegis-table2.md").read_text()
-    later = gather(
-        "paraaegis-table2", [piece(tmp_path / "e", {"imagenette/random": run(12.0, rounds=20)[1]})], out=tmp_path
-    )
-    assert later.verdict == "reproduced"
-    assert len(json.loads((tmp_path / "paraaegis-table2.json").read_text())["cells"]) == 3
-
-
-def test_pieces_of_other_settings_other_entries_or_none_are_refused(tmp_path: Path) -> None:
-    store = Store(tmp_path / "x" / "paraaegis-table2.json", entry="paraaegis-table2")
-    store.keep(Cell("imagenette/max", {"lr": 1.0}), 1, {"accuracy": 1.0})
-    with pytest.raises(ConfigError, match="was run with other settings"):
-        gather("paraaegis-table2", [store.path], out=tmp_path)
-    with pytest.raises(ConfigError, match="holds the figures of 'paraaegis-table2'"):
-        gather("paraaegis-table1", [store.path], out=tmp_path)
-    with pytest.raises(ConfigError, match="no such file of figures"):
-        gather("paraaegis-table2", [tmp_path / "none.json"], out=tmp_path)
-    store.keep(Cell("imagenette/most"), 1, {"accuracy": 1.0})
-    with pytest.raises(ConfigError, match=r"other settings|has no cell 'imagenette/most'"):
-        gather("paraaegis-table2", [store.path], out=tmp_path)
 
 
 def test_the_quick_form_is_small_and_names_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""ParaAegis's tables run for real: small cells, timed rounds, and cells in pieces."""
+"""ParaAegis's tables run for real: small cells, and timed rounds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from papers import find, paraaegis, reproduce
+from papers import Options, paraaegis, reproduce
 from papers.cells import Figures
-from papers.paraaegis import BENCHES, BY_LABEL, QUICK, gather, measure, run_piece, watched
-from papers.stage import Stage
+from papers.paraaegis import BY_LABEL, benches, measure
 
-TABLE1, TABLE2 = find("paraaegis-table1"), find("paraaegis-table2")
-
-
-def cell(name: str, *, of: object = TABLE1) -> object:
-    return next(one for one in of.cells(True) if one.name == name)  # type: ignore[attr-defined]
+BENCHES, (QUICK,) = benches(False), benches(True)
 
 
 def kept(out: Path, name: str) -> dict[str, Figures]:
@@ -28,7 +23,7 @@ def kept(out: Path, name: str) -> dict[str, Figures]:
 def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Path) -> None:
     pytest.importorskip("tenseal")
     only = ["digits/iid/fedavg", "digits/iid/dp-fedavg", "digits/iid/r10", "digits/cost/r10", "digits/pace"]
-    report = reproduce("paraaegis-table1", out=tmp_path, quick=True, only=only)
+    report = reproduce("paraaegis-table1", Options(out=tmp_path, quick=True, only=only))
     figures = kept(tmp_path, "paraaegis-table1-quick")
     accuracy = {name: float(figures[f"digits/iid/{name}"]["accuracy"]) for name in ("fedavg", "dp-fedavg", "r10")}  # type: ignore[arg-type]
     assert accuracy["fedavg"] > 90
@@ -43,7 +38,7 @@ def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Pa
 
 def test_which_tenth_is_encrypted_decides(tmp_path: Path) -> None:
     pytest.importorskip("tenseal")
-    report = reproduce("paraaegis-table2", out=tmp_path, quick=True)
+    report = reproduce("paraaegis-table2", Options(out=tmp_path, quick=True))
     assert [one.held for one in report.checks] == [True]
     assert len(kept(tmp_path, "paraaegis-table2-quick")) == 3
 
@@ -84,31 +79,4 @@ def test_local_training_stands_still_while_costs_are_taken() -> None:
     job = paraaegis._standing_job(QUICK, BY_LABEL["serial"], large=False)
     local = job.scheme.work.local  # type: ignore[attr-defined]
     assert type(local) is paraaegis._Standing
-    assert job.scheme.work.clip == QUICK.noise["clip"]  # type: ignore[attr-defined]
-
-
-def test_a_cell_in_pieces_is_written_down_on_the_way_and_ends_like_one_in_a_whole() -> None:
-    one = cell("digits/iid/dp-fedavg")
-    seen: list[Figures] = []
-    watched(Stage(), one, seed=1, every=4, keep=seen.append)  # type: ignore[arg-type]
-    assert [figures["rounds"] for figures in seen] == [4, 8, 10]
-    assert [figures.get("unfinished") for figures in seen] == ["round 4 of 10", "round 8 of 10", None]
-    assert seen[-1]["curve"] == [figures["accuracy"] for figures in seen]
-    whole = Stage().train(one, seed=1)  # type: ignore[arg-type]
-    assert {name: seen[-1][name] for name in ("accuracy", "epsilon", "noise", "rounds")} == {
-        name: whole[name] for name in ("accuracy", "epsilon", "noise", "rounds")
-    }
-
-
-def test_pieces_run_what_is_missing_and_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "paraaegis-table1"
-    run_piece(name, ["digits/iid/fedavg"], out=tmp_path / "a", every=6, quick=True)
-    run_piece(name, ["digits/pace", "digits/cost/dp-fedavg"], out=tmp_path / "b", quick=True)
-    assert "digits/iid/fedavg seed 1: " in capsys.readouterr().out
-    run_piece(name, ["digits/iid/fedavg", "digits/pace"], out=tmp_path / "a", quick=True)
-    assert "fedavg" not in capsys.readouterr().out  # it was there
-    pieces = [tmp_path / one / f"{name}-quick.json" for one in ("a", "b")]
-    report = gather(name, pieces, out=tmp_path, quick=True)
-    line = next(row for row in report.rows if row[1] == "FedAvg")
-    assert float(line[2].split(" / ")[1]) > 90
-    assert line[3] != "– / –"
+    assert job.scheme.work.clip == QUICK["clip"]  # type: ignore[attr-defined]

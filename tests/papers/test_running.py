@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fedveil.errors import ConfigError
-from papers import Cell, Check, Entry, Report, Tick, entries, find, reproduce, run_entry, runner
+from papers import Cell, Check, Entry, Options, Report, Tick, entries, find, reproduce, run_entry, runner
+from papers.attacks import draw_sheet
 from papers.cells import Figures, Results, numbers
 from papers.stage import OnRound, Stage
 
@@ -49,28 +50,28 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 def test_a_stopped_run_goes_on_with_the_cells_that_are_missing(work: Work, tmp_path: Path) -> None:
     work.broken = "b"
     with pytest.raises(KeyboardInterrupt):
-        reproduce("three", out=tmp_path)
+        reproduce("three", Options(out=tmp_path))
     assert work.ran == [("a", 1)]
     work.broken = ""
     said: list[str] = []
-    reproduce("three", out=tmp_path, say=said.append)
+    reproduce("three", Options(out=tmp_path, say=said.append))
     assert work.ran == [("a", 1), ("b", 1)]
     assert said[0] == f"1 of 2 cells are in {tmp_path / 'three.json'} already"
     assert said[1].startswith("[2/2] b seed 1: 10.00 %")
-    reproduce("three", out=tmp_path, seeds=2)
+    reproduce("three", Options(out=tmp_path, seeds=2))
     assert work.ran[2:] == [("a", 2), ("b", 2)]
 
 
 def test_cells_asked_for_join_those_that_are_there(work: Work, tmp_path: Path) -> None:
-    reproduce("three", out=tmp_path, only=["a"])
-    found = reproduce("three", out=tmp_path, only=["c"])
+    reproduce("three", Options(out=tmp_path, only=["a"]))
+    found = reproduce("three", Options(out=tmp_path, only=["c"]))
     assert work.ran == [("a", 1), ("c", 1)]
     assert found.rows == (("a", "{1: 10.0}"), ("b", "{}"), ("c", "{1: 10.0}"))
 
 
 def test_every_round_and_every_cell_is_told(work: Work, tmp_path: Path) -> None:
     ticks: list[Tick] = []
-    reproduce("three", out=tmp_path, full=True, tick=ticks.append)
+    reproduce("three", Options(out=tmp_path, full=True, tick=ticks.append))
     assert ticks[:4] == [
         Tick("a seed 1", 0, 3),
         Tick("a seed 1", 0, 3, 1, 2),
@@ -81,8 +82,8 @@ def test_every_round_and_every_cell_is_told(work: Work, tmp_path: Path) -> None:
 
 
 def test_the_quick_form_keeps_its_figures_to_itself(work: Work, tmp_path: Path) -> None:
-    reproduce("three", out=tmp_path)
-    found = reproduce("three", out=tmp_path, quick=True)
+    reproduce("three", Options(out=tmp_path))
+    found = reproduce("three", Options(out=tmp_path, quick=True))
     assert len(work.ran) == 4
     assert found.verdict == "in the quick form, which shows directions only, reproduced"
     assert sorted(one.name for one in tmp_path.iterdir()) == [
@@ -95,18 +96,18 @@ def test_the_quick_form_keeps_its_figures_to_itself(work: Work, tmp_path: Path) 
 
 
 def test_nothing_random_is_run_once_and_has_no_quick_form(work: Work, tmp_path: Path) -> None:
-    reproduce("one", out=tmp_path, seeds=3)
+    reproduce("one", Options(out=tmp_path, seeds=3))
     assert work.ran == [("a", 1), ("b", 1)]
     with pytest.raises(ConfigError, match="one has no quick form"):
-        reproduce("one", out=tmp_path, quick=True)
+        reproduce("one", Options(out=tmp_path, quick=True))
     with pytest.raises(ConfigError, match="seeds must be at least 1"):
-        reproduce("three", out=tmp_path, seeds=0)
+        reproduce("three", Options(out=tmp_path, seeds=0))
 
 
 def test_plain_text_says_cells_table_claims_and_verdict(
     work: Work, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_entry("three", out=tmp_path)
+    run_entry("three", Options(out=tmp_path))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[1/2] a seed 1: 10.00 % (")
     assert lines[3:5] == ["three cells", ""]
@@ -141,9 +142,9 @@ def test_an_entry_that_makes_pictures_leaves_a_sheet_once_there_is_something_to_
     def rows(results: Results, quick: bool) -> list[tuple[str, torch.Tensor]]:
         return [(name, torch.rand(2, 1, 8, 8)) for name in results]
 
-    shown = replace(runner.find("three"), pictures=rows)
+    shown = replace(runner.find("three"), draw=draw_sheet(rows))
     monkeypatch.setattr(runner, "find", lambda name: shown)
-    reproduce("three", out=tmp_path, only=["a"])
+    reproduce("three", Options(out=tmp_path, only=["a"]))
     assert not (tmp_path / "three.png").exists()
-    reproduce("three", out=tmp_path)
+    reproduce("three", Options(out=tmp_path))
     assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")

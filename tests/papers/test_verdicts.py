@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from papers import Check, Report, find, mpdp, nadp, veil_dp
-from papers.cells import Results, difference, mean, rising, shown, standard_error
-from papers.nadp import TABLE1, TABLE1_EPSILONS
-from papers.nadp import table1 as published
+from papers.cells import Results, difference, mean, standard_error
+from papers.nadp import printed as published
+from papers.report import rising, shown
 
 
 def results(accuracies: Mapping[str, float], *, seeds: int = 1) -> Results:
@@ -49,16 +49,20 @@ def test_rising_means_every_step_and_is_open_with_one_number() -> None:
     assert rising("grows", [None, 2.0], ["a", "b"]).held is None
 
 
+def there(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
 def papers_own(data: str = "fashion-mnist") -> dict[str, float]:
     found = {}
-    for (name, clients), (plain, pairs) in TABLE1.items():
-        if name != data:
-            continue
-        found[nadp.cell(name, clients, "fedavg")] = plain
-        for epsilon, (local, paired) in zip(TABLE1_EPSILONS, pairs, strict=True):
-            found[nadp.cell(name, clients, "ldp", epsilon)] = local
-            found[nadp.cell(name, clients, "nadp", epsilon)] = paired
-            found[nadp.cell(name, clients, "nadp-exact", epsilon)] = paired + 1.0
+    for clients in (10, 50, 100):
+        found[nadp.cell(data, clients, "fedavg")] = there(published(data, clients, scheme="fedavg"))
+        for epsilon in (3.0, 2.0, 1.0, 0.5):
+            local, paired = (there(published(data, clients, scheme=one, epsilon=epsilon)) for one in ("ldp", "nadp"))
+            found[nadp.cell(data, clients, "ldp", epsilon)] = local
+            found[nadp.cell(data, clients, "nadp", epsilon)] = paired
+            found[nadp.cell(data, clients, "nadp-exact", epsilon)] = paired + 1.0
     return found
 
 
@@ -108,10 +112,10 @@ def test_the_published_table_is_found_by_scheme_and_epsilon() -> None:
 
 def mpdp_figures(**losses: float) -> dict[str, float]:
     """Accuracies of one bench at one ε, as losses against FedAvg's 80."""
-    bench = mpdp.BENCHES[0]
-    found = {bench.name("fedavg"): 80.0}
+    bench = mpdp._ACCURACY["full"]["benches"][0]
+    found = {mpdp.accuracy_cell(bench, "fedavg"): 80.0}
     for scheme, loss in losses.items():
-        found[bench.name(scheme.replace("_", "-"), bench.epsilons[1])] = 80.0 - loss
+        found[mpdp.accuracy_cell(bench, scheme.replace("_", "-"), bench["epsilons"][1])] = 80.0 - loss
     return found
 
 
@@ -143,34 +147,32 @@ def test_sampling_is_judged_by_the_crossing() -> None:
     figures = {}
     for clients in (20, 50, 100):
         for rate in (0.1, 0.3, 0.5):
-            figures[nadp._fig3_name(clients, rate, "fedavg")] = 90.0
-            figures[nadp._fig3_name(clients, rate, "ldp")] = 70.0
-            figures[nadp._fig3_name(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
+            figures[nadp.sampled(clients, rate, "fedavg")] = 90.0
+            figures[nadp.sampled(clients, rate, "ldp")] = 70.0
+            figures[nadp.sampled(clients, rate, "nadp")] = 70.0 + 100 * (rate - (2 / clients) ** 0.5)
     assert find("nadp-fig3").report(results(figures), False).verdict == "reproduced"
-    figures[nadp._fig3_name(20, 0.1, "nadp")] = 71.0
+    figures[nadp.sampled(20, 0.1, "nadp")] = 71.0
     assert "LDP is ahead at N = 20" in find("nadp-fig3").report(results(figures), False).verdict
-    figures[nadp._fig3_name(50, 0.1, "fedavg")] = 11.0
+    figures[nadp.sampled(50, 0.1, "fedavg")] = 11.0
     assert "without DP the model trains" in find("nadp-fig3").report(results(figures), False).verdict
 
 
 def test_dropouts_are_judged_by_what_they_cost() -> None:
     costs = {"fedavg": 1.0, "ldp": 5.0, "nadp-1.0": 15.0, "nadp-1.4": 16.0}
     figures = {
-        nadp._fig4_name(rate, label): 80.0 - cost * (rate == 0.5)
-        for label, cost in costs.items()
-        for rate in (0.1, 0.5)
+        nadp.dropped(rate, label): 80.0 - cost * (rate == 0.5) for label, cost in costs.items() for rate in (0.1, 0.5)
     }
     assert find("nadp-fig4").report(results(figures), False).verdict == "reproduced"
-    figures[nadp._fig4_name(0.5, "nadp-1.0")] = 79.0
-    figures[nadp._fig4_name(0.5, "nadp-1.4")] = 78.0
+    figures[nadp.dropped(0.5, "nadp-1.0")] = 79.0
+    figures[nadp.dropped(0.5, "nadp-1.4")] = 78.0
     assert "dropouts cost NADP more than LDP" in find("nadp-fig4").report(results(figures), False).verdict
 
 
 def test_the_veils_cost_is_open_until_every_epsilon_is_there() -> None:
-    figures = {veil_dp._name("nadp", epsilon): 90.0 for epsilon in (1.0, 3.0, 8.0)}
-    figures |= {veil_dp._name("veil-dp", epsilon): 88.0 for epsilon in (1.0, 3.0)}
+    figures = {veil_dp.cell("nadp", epsilon): 90.0 for epsilon in (1.0, 3.0, 8.0)}
+    figures |= {veil_dp.cell("veil-dp", epsilon): 88.0 for epsilon in (1.0, 3.0)}
     assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is None
-    figures[veil_dp._name("veil-dp", 8.0)] = 86.0
+    figures[veil_dp.cell("veil-dp", 8.0)] = 86.0
     assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is True
-    figures[veil_dp._name("veil-dp", 8.0)] = 84.0
+    figures[veil_dp.cell("veil-dp", 8.0)] = 84.0
     assert find("veil-dp-accuracy").report(results(figures), False).checks[0].held is False

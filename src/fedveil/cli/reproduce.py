@@ -7,6 +7,7 @@ import json as json_module
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ def reproduce(
         None, help="Folder that holds the data sets' folders. (default: the variable FEDVEIL_DATA)"
     ),
     device: str = typer.Option("cpu", help="cpu or cuda."),
+    jobs: int = typer.Option(1, help="Cells that run at once, each in a process of its own (0: in this process)."),
     out: Path = typer.Option(Path("runs/reproduce"), help="Folder for figures; cells found there are not run again."),
     page: Path | None = typer.Option(None, help="Write the page of all stored results here and stop."),
     results: Path = typer.Option(RESULTS, "--from", help="With --page and --list: the folder of stored results."),
@@ -59,8 +61,8 @@ def reproduce(
 ) -> None:
     """Run a paper's table or figure again, beside its printed numbers, with a verdict.
 
-    Each cell is saved as soon as it is done: the same command goes on where it was stopped. `all` runs every entry;
-    one that fails does not end the others.
+    Each cell is saved as soon as it is done: the same command goes on where it was stopped. A cell that fails or dies
+    ends no other, and neither does an entry of `all`, which runs every one.
 
     [bold]Examples[/bold]
 
@@ -89,30 +91,28 @@ def reproduce(
         known = ", ".join(entry.name for entry in tables.entries())
         raise ConfigError(f"Name what to run again: {known}. `fedveil reproduce --list` says what each is.")
     patterns = [one.strip() for one in (only or "").split(",") if one.strip()]
+    options = tables.Options(
+        out=out,
+        device=device,
+        data=data,
+        quick=quick,
+        full=full,
+        seeds=seeds,
+        only=patterns,
+        jobs=jobs,
+        say=aside,
+    )
     if name == tables.ALL:
         if patterns:
             raise ConfigError("--only names cells of one entry: name the entry instead of all.")
         with _bar() as tick:
-            outcomes = tables.reproduce_all(
-                out=out, device=device, data=data, quick=quick, full=full, seeds=seeds, say=aside, tick=tick, done=_told
-            )
+            outcomes = tables.reproduce_all(replace(options, tick=tick), done=_told)
         _show_all(outcomes, out, json=json)
         if any(one.report is None for one in outcomes):
             raise typer.Exit(1)
         return
     with _bar() as tick:
-        report = tables.reproduce(
-            name,
-            out=out,
-            device=device,
-            data=data,
-            quick=quick,
-            full=full,
-            seeds=seeds,
-            only=patterns,
-            say=aside,
-            tick=tick,
-        )
+        report = tables.reproduce(name, replace(options, tick=tick))
     if json:
         typer.echo(json_module.dumps(report.as_data(), indent=2, ensure_ascii=False))
     else:

@@ -1,4 +1,4 @@
-"""A process that trains one cell after the other: jobs come as lines on standard input, reports go out as lines.
+"""A process that does one cell after the other: jobs come as lines on standard input, reports go out as lines.
 
 Started as `python -m fedveil.compare.worker`. Where nobody reads any more, the next report ends the process, and the
 run it was at can be resumed.
@@ -6,11 +6,12 @@ run it was at can be resumed.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedveil.config import RunConfig
@@ -18,6 +19,31 @@ from fedveil.errors import FedVeilError
 from fedveil.runs.folder import RunFolder
 
 Tell = Callable[[dict[str, Any]], None]
+
+
+def perform(job: Mapping[str, Any], tell: Tell, *, catch: bool = True) -> None:
+    """Do one cell and tell how that went; without `catch`, what goes wrong is raised."""
+    try:
+        result = _work(job)(job, tell)
+    except BrokenPipeError:
+        raise
+    except Exception as reason:
+        if not catch:
+            raise
+        if isinstance(reason, FedVeilError):
+            tell({"kind": "failed", "code": reason.exit_code, "reason": " ".join(str(reason).split())})
+            return
+        traceback.print_exc(file=sys.stderr)
+        tell({"kind": "failed", "code": FedVeilError.exit_code, "reason": f"{type(reason).__name__}: {reason}"})
+    else:
+        tell({"kind": "done", **result})
+
+
+def _work(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Tell], dict[str, Any]]:
+    sys.path.extend(one for one in job["path"] if one not in sys.path)
+    module, _, function = job["work"].partition(":")
+    found: Callable[[Mapping[str, Any], Tell], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return found
 
 
 class _Reporter:
@@ -44,8 +70,8 @@ class _Reporter:
         """Nothing: the reason goes out with the failure."""
 
 
-def work(job: dict[str, Any], tell: Tell) -> None:
-    """Train one cell, from its beginning or from its checkpoint, and tell how that went."""
+def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+    """Train one cell of a comparison, from its beginning or from its checkpoint."""
     from fedveil.models import Factory
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
@@ -53,25 +79,16 @@ def work(job: dict[str, Any], tell: Tell) -> None:
     def say(text: str) -> None:
         tell({"kind": "say", "text": text})
 
-    try:
-        folder = RunFolder(job["folder"])
-        follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
-        config = RunConfig.from_mapping(job["config"], where=job["title"])
-        if job["own_model"]:  # named by whoever started the comparison; no file says that
-            config = config.with_changes(model=Factory(config.model))
-        if folder.config_file.exists():
-            summary = session.resume(folder.path, changes={"model": config.model}, quiet=True, say=say, follow=follow)
-        else:
-            summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
-    except BrokenPipeError:
-        raise
-    except FedVeilError as reason:
-        tell({"kind": "failed", "code": reason.exit_code, "reason": " ".join(str(reason).split())})
-    except Exception as reason:
-        traceback.print_exc(file=sys.stderr)
-        tell({"kind": "failed", "code": FedVeilError.exit_code, "reason": f"{type(reason).__name__}: {reason}"})
+    folder = RunFolder(job["folder"])
+    follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
+    config = RunConfig.from_mapping(job["config"], where=job["title"])
+    if job["own_model"]:  # named by whoever started the comparison; no file says that
+        config = config.with_changes(model=Factory(config.model))
+    if folder.config_file.exists():
+        summary = session.resume(folder.path, changes={"model": config.model}, quiet=True, say=say, follow=follow)
     else:
-        tell({"kind": "done", "summary": summary})
+        summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
+    return {"summary": summary}
 
 
 def main() -> None:
@@ -86,10 +103,11 @@ def main() -> None:
 
     import torch
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         for line in sys.stdin:
-            work(json.loads(line), tell)
+            perform(json.loads(line), tell)
     except (KeyboardInterrupt, BrokenPipeError):
         # Nobody waits for an answer; flushing what is left must not complain either.
         os._exit(130)

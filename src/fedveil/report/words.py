@@ -174,7 +174,7 @@ _LABELS = {ROWS[0]: "Original", ROWS[1]: "Got from this run", ROWS[2]: "Got with
 
 @dataclass(frozen=True)
 class Row:
-    """One attack's figures."""
+    """One attack's figures: of an audit, or of a paper's table."""
 
     attack: str
     adaptive: bool
@@ -182,8 +182,8 @@ class Row:
     chance: str
     unprotected: str
     verdict: str
-    tone: str
-    reason: str
+    tone: str = "mute"
+    reason: str = ""
 
 
 @dataclass(frozen=True)

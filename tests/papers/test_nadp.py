@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,29 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from papers import nadp_attacks, reproduce
-from papers.cells import Check, Figures, Store
-from papers.nadp_attacks import (
-    ALL,
-    FEDAVG,
-    FULL,
-    LDP,
-    QUICK,
-    ROUNDS,
-    SHARPEST,
-    TABLE4,
-    Form,
-    Seen,
-    cell_of_row,
-    nadp_row,
-    report,
-    seen_round,
-    sheet_rows,
-)
+from papers import Options, find, nadp, reproduce
+from papers.cells import Figures, Store
+from papers.collusion import Seen, seen_round
+from papers.nadp import ALL, FEDAVG, LDP, ROUNDS, SHARPEST, cell_of_row, nadp_row, sheet_rows
+from papers.report import Check
 from papers.stage import Stage
 
-SMALL = replace(QUICK, clients=10, cohort=8, sizes=(40000,), fitted=40000, taus=(0.5,), victims=1, rounds=2)
+ENTRY = find("nadp-table4")
+TABLE = nadp._T4
+FULL, QUICK = TABLE.form(False), TABLE.form(True)
+Form = dict[str, Any]
+SMALL: Form = {
+    **QUICK,
+    "clients": 10,
+    "cohort": 8,
+    "sizes": [40000],
+    "fitted": 40000,
+    "taus": [0.5],
+    "victims": 1,
+    "rounds": 2,
+}
 """Few clients, and noise so weak that attacks see through it."""
-STRENGTH = nadp_attacks.STRENGTH
+STRENGTH = TABLE["strength"]
 
 
 class Alike:
@@ -48,9 +46,8 @@ class Alike:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Form:
-    for module in (nadp_attacks, nadp_attacks):
-        monkeypatch.setattr(module, "QUICK", SMALL)
-    monkeypatch.setattr(nadp_attacks, "_judge", lambda stage, data: (Alike(), 1.0))
+    monkeypatch.setitem(TABLE.data, "quick", SMALL)  # type: ignore[arg-type]
+    monkeypatch.setattr(nadp, "judge_of", lambda *_, **__: (Alike(), 1.0))
     return SMALL
 
 
@@ -61,21 +58,20 @@ def within_chance(ratio: float, count: int) -> bool:
 
 
 def test_the_papers_two_epsilons_leave_equal_noise_in_the_sum() -> None:
-    assert nadp_attacks.equal_utility(5.0, cohort=80, rate=0.8) == pytest.approx(20 * math.sqrt(2))
+    assert nadp.equal_utility(5.0, cohort=80, rate=0.8) == pytest.approx(20 * math.sqrt(2))
     for quick in (False, True):
-        cells = {one.name: one for one in nadp_attacks.ENTRY.cells(quick)}
+        cells = {one.name: one for one in ENTRY.cells(quick)}
         assert len(cells) == (12 if not quick else 6)
         assert all(one.settings["dataset"] == "digits" for one in cells.values()) == quick
-    assert nadp_attacks.ENTRY.cells(False)[2].settings["epsilon"] == pytest.approx(5000 * 20 * math.sqrt(2))
+    assert ENTRY.cells(False)[2].settings["epsilon"] == pytest.approx(5000 * 20 * math.sqrt(2))
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """One recorded round of twenty clients under NADP."""
-    form = replace(SMALL, clients=20, cohort=16)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(nadp_attacks, "QUICK", form)
-        cell = next(one for one in nadp_attacks.ENTRY.cells(True) if one.name.endswith("/nadp"))
+        patched.setitem(TABLE.data, "quick", {**SMALL, "clients": 20, "cohort": 16})  # type: ignore[arg-type]
+        cell = next(one for one in ENTRY.cells(True) if one.name.endswith("/nadp"))
     folder = tmp_path_factory.mktemp("round")
     return seen_round(Stage().job(cell, seed=1), folder, victims=2, honest=4, least=2.0)
 
@@ -117,7 +113,7 @@ def test_coalitions_grow_and_never_hold_their_victim(seen: Seen) -> None:
 
 
 def test_a_small_table_is_run_and_judged(small: Form, tmp_path: Path) -> None:
-    seen = reproduce("nadp-table4", out=tmp_path, quick=True, only=["digits/d40000/nadp"])
+    seen = reproduce("nadp-table4", Options(out=tmp_path, quick=True, only=["digits/d40000/nadp"]))
     results = Store(tmp_path / "nadp-table4-quick.json", entry="nadp-table4-quick").results()
     figures = results["digits/d40000/nadp"][1]
     for row in (nadp_row(0.5), ALL, SHARPEST):
@@ -138,7 +134,7 @@ def test_a_small_table_is_run_and_judged(small: Form, tmp_path: Path) -> None:
 
 
 def test_averaging_over_rounds_takes_noise_off(small: Form, tmp_path: Path) -> None:
-    reproduce("nadp-table4", out=tmp_path, quick=True, only=["digits/d40000/nadp-rounds"])
+    reproduce("nadp-table4", Options(out=tmp_path, quick=True, only=["digits/d40000/nadp-rounds"]))
     (figures,) = (
         Store(tmp_path / "nadp-table4-quick.json", entry="nadp-table4-quick")
         .results()["digits/d40000/nadp-rounds"]
@@ -159,8 +155,8 @@ WIDE = 13_000
 def made_up(form: Form = FULL, **changes: Any) -> dict[str, dict[int, Figures]]:
     """Figures under which every claim holds but the one about the printed figures; changed where a test says so."""
     found: dict[str, dict[int, Figures]] = {}
-    for data in form.data:
-        for size in form.sizes:
+    for data in form["data"]:
+        for size in form["sizes"]:
             for row, level in LEVEL.items():
                 cell = found.setdefault(cell_of_row(data, size, row), {}).setdefault(
                     1, {"parameters": WIDE, "lengths": [20.0] * 5}
@@ -178,19 +174,19 @@ def made_up(form: Form = FULL, **changes: Any) -> dict[str, dict[int, Figures]]:
 
 
 def held(results: dict[str, dict[int, Figures]]) -> dict[str, bool | None]:
-    found: tuple[Check, ...] = report(results, False).checks
+    found: tuple[Check, ...] = ENTRY.report(results, False).checks
     return {one.claim.split(" (")[0]: one.held for one in found}
 
 
 def test_the_verdict_on_figures_that_bear_the_paper_out() -> None:
-    judged = report(made_up(), False)
+    judged = ENTRY.report(made_up(), False)
     assert [one.held for one in judged.checks] == [True] * 6 + [False]
     assert judged.verdict.startswith("partly reproduced: did not hold: LDP's printed MSE")
     assert len(judged.rows) == 2 * (2 + 2 * 8)
     row = next(one for one in judged.rows if one[:3] == ("mnist", "5000", "LDP"))
     assert row[6].startswith("0.00333, 0.00278 / 0.003, 0.003")
     assert any("third data set without a name" in one for one in judged.notes)
-    assert set(TABLE4) == {"mnist", "fashion-mnist"}
+    assert set(TABLE["printed"]) == {"mnist", "fashion-mnist"}
 
 
 BROKEN = {
@@ -227,6 +223,6 @@ def test_the_sheet_has_a_row_for_every_scheme() -> None:
         figures |= {"originals" if row == "originals" else f"{row} idlg pictures": text, "shape": [1.0, 8.0, 8.0]}
     rows = sheet_rows(results, True)
     assert [name for name, _ in rows][:3] == ["originals", "no DP", "LDP"]
-    assert len(rows) == 5 + len(QUICK.taus)
+    assert len(rows) == 5 + len(QUICK["taus"])
     assert torch.equal(rows[1][1], torch.full((1, 1, 8, 8), 1 / 255))
     assert len(sheet_rows({}, True)) < 2

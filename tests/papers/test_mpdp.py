@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,13 +10,16 @@ from fedveil import models
 from fedveil.audit.attacks.closed_form import read_class
 from fedveil.audit.attacks.gradients import Problem, client_gradient
 from fedveil.work.losses import make_loss
-from papers import reconstruction
-from papers.attacking import REFERENCES, Scale, from_text, interval, proven
-from papers.cells import Check, Figures
-from papers.reconstruction import QUICK, SCHEMES, report, sheet_rows
+from papers import find, mpdp
+from papers.attacks import REFERENCES, Scale, from_text, interval, proven
+from papers.cells import Figures
+from papers.mpdp import SCHEMES, attacks, places, sheet_rows
+from papers.report import Check
 from papers.stage import Stage
 
-MLP = QUICK.places[1]
+ENTRY = find("mpdp-table2")
+TABLE = mpdp._T2
+LENET, MLP = places(True)
 
 
 class Alike:
@@ -55,15 +56,13 @@ def test_pictures_are_brought_between_zero_and_one_and_errors_back_to_their_unit
 def cells() -> dict[str, Figures]:
     """MP-DP and veil-secagg on an mlp, for real."""
     with pytest.MonkeyPatch.context() as patched:
-        form = replace(QUICK, places=(MLP,), clients=3)
-        patched.setattr(reconstruction, "QUICK", form)
-        patched.setattr(reconstruction, "judge_of", lambda *_, **__: (Alike(), 1.0))
-        patched.setitem(reconstruction._SETTINGS["mpdp"], "neighbours", 2)
-        found = {one.name: one for one in reconstruction.ENTRY.cells(True)}
-        stage = Stage()
+        patched.setitem(TABLE["quick"], "clients", 3)
+        patched.setattr(mpdp, "judge_of", lambda *_, **__: (Alike(), 1.0))
+        patched.setitem(TABLE["schemes"]["mpdp"], "neighbours", 2)
+        found = {one.name: one for one in ENTRY.cells(True)}
+        stage = Stage(quick=True)
         return {
-            scheme: reconstruction.ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None)
-            for scheme in ("mpdp", "veil-secagg")
+            scheme: ENTRY.work(stage, found[MLP.cell(scheme)], 1, lambda *_: None) for scheme in ("mpdp", "veil-secagg")
         }
 
 
@@ -104,10 +103,10 @@ def made_up(changes: dict[str, dict[str, float]] | None = None) -> dict[str, dic
     for scheme, own in (changes or {}).items():
         psnr[scheme] |= own
     asked: Figures = {}
-    for attack in QUICK.attacks:
+    for attack in attacks(True):
         asked |= {f"{attack} reference": 60.0, f"{attack} asked": 20.0}
     results: dict[str, dict[int, Figures]] = {REFERENCES: {1: asked}}
-    for place in QUICK.places:
+    for place in places(True):
         for scheme in SCHEMES:
             noise = {"mpdp": 100.0, "veil-secagg": -1.0}.get(scheme, 1e-7)
             figures: Figures = {"noise": [noise] * 4, "shape": [1.0, 2.0, 2.0], "originals": "00ff00ff"}
@@ -122,7 +121,9 @@ def made_up(changes: dict[str, dict[str, float]] | None = None) -> dict[str, dic
 
 
 def found(results: dict[str, dict[int, Figures]], words: str) -> Check:
-    (one,) = (check for check in report(results, True).checks if words in check.claim and "mlp" not in check.claim)
+    (one,) = (
+        check for check in ENTRY.report(results, True).checks if words in check.claim and "mlp" not in check.claim
+    )
     return one
 
 
@@ -134,7 +135,7 @@ def test_the_verdict_on_figures_as_expected() -> None:
     assert found(results, "Φ included").held is False
     assert found(results, "lossless hides nothing").held is True
     assert found(results, "veil-secagg").held is True
-    rows = report(results, True).rows
+    rows = ENTRY.report(results, True).rows
     assert len(rows) == 2 * len(SCHEMES) + 3
     assert sum("13.56" in cell for row in rows for cell in row) == 1
     assert [row[3] for row in rows if "not built" in row] == ["PILE", "TP-SMC", "HybridAlpha"]
@@ -150,7 +151,7 @@ def test_other_figures_turn_the_verdict() -> None:
     assert found(made_up({"mp-cdp": {"idlg": 20.0}}), "MP-CDP hides").held is True
     assert found(made_up({"veil-secagg": {"phi": 25.0}}), "veil-secagg").held is False
     part = made_up()
-    del part[QUICK.places[0].cell("veil-secagg")]
+    del part[LENET.cell("veil-secagg")]
     assert found(part, "veil-secagg").held is None
 
 
@@ -158,16 +159,16 @@ def test_nothing_follows_from_attacks_that_fail_without_protection() -> None:
     results = made_up({"fedavg": {"idlg": 12.0}})
     assert found(results, "noise keeps attacks").held is None
     assert "not effective" in found(results, "noise keeps attacks").seen
-    assert any("attack not effective here" in cell for cell in report(results, True).rows[0])
+    assert any("attack not effective here" in cell for cell in ENTRY.report(results, True).rows[0])
     unproven = made_up()
     unproven[REFERENCES][1]["phi reference"] = 10.0
     assert found(unproven, "gives a batch of one away").held is None
-    assert proven(unproven[REFERENCES][1], "phi") is False
+    assert proven(unproven, "phi") is False
     assert proven({}, "phi") is None
 
 
 def test_without_any_cell_every_claim_is_open() -> None:
-    empty = report({}, False)
+    empty = ENTRY.report({}, False)
     assert all(check.held is None for check in empty.checks)
     assert len(empty.rows) == len(SCHEMES) + 3
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from papers import inversion, reproduce
-from papers.attacking import REFERENCES, Tried
-from papers.cells import Cell, Check, Figures
-from papers.inversion import (
+from fedveil.audit.findings import Found
+from papers import Options, find, lossless, reproduce
+from papers.attacks import REFERENCES
+from papers.cells import Cell, Figures
+from papers.lossless import (
     ADAPTIVE,
     ALL,
     AS_IS,
     ATTACK,
     CONTROL,
-    ENTRY,
     FEDAVG,
     LOSSLESS,
     OTHERS,
@@ -26,11 +26,12 @@ from papers.inversion import (
     knowing,
     private_classes,
     public_pictures,
-    report,
     sheet_rows,
 )
+from papers.report import Check
 from papers.stage import Stage
 
+ENTRY = find("lossless-table4")
 PRIVATE = private_classes(10)
 
 
@@ -74,19 +75,19 @@ class Alike:
 @pytest.mark.parametrize("label", [FEDAVG, LOSSLESS])
 def test_a_cell_scores_what_attacks_give_back(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack is stood in for by one that returns the private pictures it was never given: a perfect one."""
-    stage = Stage()
+    stage = Stage(quick=True)
     split = stage.split("digits")
     rows = torch.cat([(split.train.y == one).nonzero().flatten()[:3] for one in PRIVATE])
     asked: list[dict[str, Any]] = []
 
-    def perfect(name: str, views: list[Any], settings: list[dict[str, Any]]) -> Tried:
+    def perfect(name: str, views: list[Any], settings: list[dict[str, Any]], **_: object) -> list[Found]:
         assert name == ATTACK
         assert set(views[0].known) == {"public.x"}
         asked.extend(settings)
-        return Tried(({"inputs": split.train.x[rows], "labels": split.train.y[rows]},))
+        return [{"inputs": split.train.x[rows], "labels": split.train.y[rows]}] * len(views)
 
-    monkeypatch.setattr(inversion, "tried", perfect)
-    monkeypatch.setattr(inversion, "judge_of", lambda *_, **__: (Alike(), 1.0))
+    monkeypatch.setattr(lossless, "tried", perfect)
+    monkeypatch.setattr(lossless, "judge_of", lambda *_, **__: (Alike(), 1.0))
     figures = ENTRY.work(stage, short_cell(label), 1, lambda *_: None)
     ways = [one["adaptive"] for one in asked]
     assert sorted(ways) == ([False, False] if label == FEDAVG else [False, False, True, True])
@@ -127,7 +128,7 @@ def made_up(changes: dict[tuple[str, str], float] | None = None) -> dict[str, di
 
 
 def found(results: dict[str, dict[int, Figures]], words: str) -> Check:
-    return next(one for one in report(results, True).checks if words in one.claim)
+    return next(one for one in ENTRY.report(results, True).checks if words in one.claim)
 
 
 def test_the_verdict_on_figures_as_expected() -> None:
@@ -138,7 +139,7 @@ def test_the_verdict_on_figures_as_expected() -> None:
     farther = found(results, "farther")
     assert farther.held is True
     assert "× 3.00" in farther.seen
-    rows = report(results, True).rows
+    rows = ENTRY.report(results, True).rows
     assert len(rows) == 2 * 4 + 1
     assert rows[2][-1] == "as if unprotected"
     assert rows[1][-1] == "nothing"
@@ -159,8 +160,8 @@ def test_nothing_follows_where_the_attack_gets_nothing_from_an_open_model() -> N
     unproven = made_up()
     unproven[REFERENCES][1][f"{ATTACK} reference"] = 0.2
     assert found(unproven, "(the paper's claim)").held is None
-    assert report(unproven, True).rows[0][-1] == "attack not effective here"
-    assert all(check.held is None for check in report({}, False).checks)
+    assert ENTRY.report(unproven, True).rows[0][-1] == "attack not effective here"
+    assert all(check.held is None for check in ENTRY.report({}, False).checks)
 
 
 def test_the_sheet_has_a_row_for_every_attack() -> None:
@@ -171,7 +172,7 @@ def test_the_sheet_has_a_row_for_every_attack() -> None:
 
 @pytest.mark.slow
 def test_on_digits_the_noise_hides_classes_only_until_it_is_taken_off(tmp_path: Path) -> None:
-    found = reproduce("lossless-table4", out=tmp_path, quick=True)
+    found = reproduce("lossless-table4", Options(out=tmp_path, quick=True))
     held = {one.claim.split(": ", 1)[1]: one.held for one in found.checks if "all classes" in one.claim}
     assert held["class inversion of FedAvg's model shows its classes"] is True
     assert held["lossless leaves guessing (the paper's claim)"] is True

@@ -1,0 +1,526 @@
+"""Accuracy-lossless perturbation: Tables III and IV, and training curves. Settings are in lossless.toml."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.audit.attacks.extraction import read_head
+from fedveil.audit.findings import Found, Score
+from fedveil.audit.judge import Judge
+from fedveil.audit.measures import Classes
+from fedveil.audit.metrics import knn_distance
+from fedveil.audit.record import client_view, server_view
+from fedveil.audit.subject import Effort, Subject, enacted
+from fedveil.audit.views import ClientView
+from fedveil.data import Dataset
+from fedveil.downlink import Blueprint
+from fedveil.engine import ClientPool
+from fedveil.roles.server import ServerState
+from fedveil.runs.job import Job
+from fedveil.runs.loop import Row as Round
+from fedveil.runs.loop import fresh_state, train_job
+from papers import membership
+from papers.attacks import (
+    INEFFECTIVE,
+    REFERENCES,
+    Row,
+    as_text,
+    draw_sheet,
+    from_text,
+    judge_of,
+    level,
+    meaning,
+    proven,
+    reference_figures,
+    score_of,
+    short,
+    side_by_side,
+    told,
+    tried,
+)
+from papers.cells import Cell, Figures, Results, figures_of, number
+from papers.entries import read_paper
+from papers.report import EMPTY, Check, Report, paper, ratio
+from papers.report import short as text
+from papers.stage import OnRound, Stage
+
+_PAPER = read_paper("lossless")
+_T3, _T4, _CURVES = (_PAPER.table(one) for one in ("table3", "table4", "curves"))
+FEDAVG, LOSSLESS, CONTROL = "fedavg", "lossless", "untrained"
+
+# Table III: members told by a client.
+
+
+def benches(quick: bool) -> list[dict[str, Any]]:
+    """What Table III is run on."""
+    found: list[dict[str, Any]] = _T3.form(quick)["benches"]
+    return found if quick else [{**one, "settings": {**_T3["resnet"], **one["settings"]}} for one in found]
+
+
+def _table3_cells(quick: bool) -> tuple[Cell, ...]:
+    pairs = itertools.product(benches(quick), (FEDAVG, LOSSLESS))
+    return tuple(membership.attacked_cell(bench, scheme, {"scheme": scheme}) for bench, scheme in pairs)
+
+
+def _table3_report(results: Results, quick: bool) -> Report:
+    shown = [one for one in benches(quick) if one.get("usual", True) or membership.name_of(one, FEDAVG) in results]
+    rows, checks = [], []
+    for bench in shown:
+        where, printed = membership.shown_as(bench), _T3["printed"].get(bench["data"], {})
+        plain, veiled = (membership.name_of(bench, one) for one in (FEDAVG, LOSSLESS))
+        commonest = membership.percent(results, plain, "commonest")
+        for what, name in (("accuracy", "accuracy"), ("train accuracy", "on training samples")):
+            theirs = [paper(one) for one in printed.get(what, (None, None))]
+            ours = [membership.percent(results, one, what) for one in (plain, veiled)]
+            rows.append((where, name, commonest, theirs[0], ours[0], theirs[1], EMPTY, EMPTY, ours[1], EMPTY))
+        for row in membership.NAMES:
+            theirs = [paper(one) for one in printed.get(row, (None, None))]
+            bare, sent = (membership.written(results, one, row, membership.RECEIVED) for one in (plain, veiled))
+            ours = membership.verdict_row(results, veiled, plain, row)
+            line = (theirs[0], bare, theirs[1], sent, ours.gets, ours.unprotected, ours.verdict)
+            rows.append((where, ours.attack, ours.chance, *line))
+        checks.append(membership.told_without_protection(results, plain, where))
+        checks.append(membership.close_accuracy(results, veiled, plain, where, points=_T3["points"]))
+        checks += membership.guesses(results, veiled, plain, where)
+    return _T3.report(rows, checks, quick=quick, notes=membership.notes(_T3, shown))
+
+
+# Table IV: class inversion from the model that a client holds.
+
+ATTACK = "class-inversion"
+OTHERS, ALL = PRIORS = tuple(_T4["priors"])
+AS_IS, ADAPTIVE = "as-is", "adaptive"
+JUDGE, OWN = "judge", "own"
+"""Who says what a picture shows: an independent classifier, or the server's own model, as in the paper."""
+
+_CLIENT = 0
+_ROWS = (
+    (FEDAVG, AS_IS, "FedAvg"),
+    (LOSSLESS, AS_IS, "lossless, as received"),
+    (LOSSLESS, ADAPTIVE, "lossless, head noise taken off"),
+    (CONTROL, AS_IS, "control: an untrained model"),
+)
+
+
+def private_classes(outputs: int) -> tuple[int, ...]:
+    """The classes the model learns; a prior that follows the paper learns from the others."""
+    return tuple(range((outputs + 1) // 2))
+
+
+def _table4_cells(quick: bool) -> tuple[Cell, ...]:
+    form = _T4.form(quick)
+    found = [Cell(REFERENCES, {"quick": quick})]
+    for bench, label in itertools.product(form["benches"], (FEDAVG, LOSSLESS, CONTROL)):
+        rounds = 1 if label == CONTROL else form["settings"]["rounds"]
+        scheme = {"scheme": LOSSLESS, **form.get("lossless", {})} if label == LOSSLESS else {"scheme": FEDAVG}
+        record = {"record": True, "record_rounds": str(rounds), "record_clients": str(_CLIENT)}
+        shared = {**form["settings"], "dataset": bench["data"], "loss": "square", "rounds": rounds}
+        settings = {**shared, **scheme, **record}
+        found.append(Cell(f"{bench['data']}/{label}", settings, usual=bench.get("usual", True)))
+    return tuple(found)
+
+
+def _table4_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    if cell.name == REFERENCES:
+        return reference_figures([ATTACK], Effort(quick=cell.settings["quick"], seed=seed, device=stage.device))
+    job = stage.job(cell, seed=seed)
+    classes, data = private_classes(job.facts.outputs), cell.settings["dataset"]
+    count = next(one["per_class"] for one in _T4.form(stage.quick)["benches"] if one["data"] == data)
+    job = knowing(job, classes)
+    with TemporaryDirectory(prefix="fedveil-inversion-") as folder:
+        subject = enacted(
+            job, Path(folder) / "record", on_round=lambda done: on_round(done, job.config.rounds), victims=()
+        )
+        return _attacked(stage, subject, data, classes, count, seed=seed)
+
+
+def knowing(job: Job, classes: Sequence[int]) -> Job:
+    """The same job with samples of some classes alone, dealt evenly to its clients, and judged on those classes."""
+    parts = [one.take(torch.arange(len(one))) for one in job.pool.clients]
+    x, y = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+    kept = _rows_of(y, classes).cpu()
+    each = len(kept) // len(parts)
+    assert job.test is not None
+    return replace(
+        job,
+        pool=ClientPool.shared(x, y, [kept[place * each : (place + 1) * each] for place in range(len(parts))]),
+        test=job.test.subset(_rows_of(job.test.y, classes)),
+    )
+
+
+def _rows_of(y: Tensor, classes: Sequence[int]) -> Tensor:
+    return torch.isin(y, torch.tensor(list(classes), device=y.device)).nonzero().flatten()
+
+
+def public_pictures(train: Dataset, test: Dataset, classes: Sequence[int]) -> dict[str, Tensor]:
+    """What a prior learns from: training pictures of the classes the model does not know; and besides those half of
+    the held-out pictures of the classes it knows."""
+    others = [one for one in range(train.outputs) if one not in classes]
+    unknown = train.x[_rows_of(train.y, others)].cpu().float()
+    known = test.x[_rows_of(test.y, classes)].cpu().float()
+    return {OTHERS: unknown, ALL: torch.cat([unknown, known[: len(known) // 2]])}
+
+
+def _attacked(stage: Stage, subject: Subject, data: str, classes: Sequence[int], count: int, *, seed: int) -> Figures:
+    split = stage.split(data)
+    box = (float(split.test.x.min()), float(split.test.x.max()))
+    public = public_pictures(split.train, split.test, classes)
+    own = subject.own(_CLIENT)
+    view = client_view(subject.record, _CLIENT, data=(own[0].cpu(), own[1].cpu()))
+    ways = (AS_IS, ADAPTIVE) if view.broadcasts[-1].broadcast.head is not None else (AS_IS,)
+    judge, _ = judge_of(stage, data)
+    truth, test = true_model(subject, view, device=stage.device), subject.test
+    scorers = {JUDGE: _Scorer(judge, subject), OWN: _Scorer(truth, subject)}
+    right = float((truth.scores(test.x.float()).argmax(1).cpu() == test.y.cpu()).double().mean())
+    figures: Figures = {
+        "device": stage.describe(),
+        "torch": torch.__version__,
+        "accuracy": short(100 * right),
+        "judge": short(judge.accuracy),
+        "classes": len(classes),
+        "outputs": subject.job.facts.outputs,
+        "shape": [float(one) for one in subject.job.facts.input_shape],
+    }
+    # Held-out pictures of the private classes: what a perfect attack would make.
+    rows = torch.cat([(test.y == one).nonzero().flatten()[:count] for one in classes])
+    for by, scorer in scorers.items():
+        figures |= scorer.figures(f"real {by}", {"inputs": test.x[rows].cpu(), "labels": test.y[rows].cpu()})
+    settings = {
+        "quick": stage.quick,
+        "seed": seed,
+        "device": stage.device,
+        "box": list(box),
+        "classes": list(classes),
+        "per_class": count,
+    }
+
+    def run(prior: str) -> list[Found | str]:
+        seen = replace(view, known={"public.x": public[prior]})
+        return tried(
+            ATTACK, [seen] * len(ways), [{**settings, "adaptive": way == ADAPTIVE} for way in ways], every=True
+        )
+
+    for prior, outcome in side_by_side(PRIORS, run).items():
+        for way, found in zip(ways, outcome, strict=True):
+            if isinstance(found, str):
+                figures[f"{prior} {way} reason"] = found
+                continue
+            for by, scorer in scorers.items():
+                figures |= scorer.figures(f"{prior} {way} {by}", found)
+            few = torch.cat([found["inputs"][found["labels"] == one][: _T4["shown"]] for one in classes])
+            figures[f"{prior} {way} pictures"] = as_text(few, box=box)
+    return figures
+
+
+@dataclass(frozen=True, eq=False)
+class _Scorer:
+    """Attack success, distance to the nearest private picture and to the class's centroid, as one classifier sees."""
+
+    judge: Judge
+    subject: Subject
+
+    def figures(self, name: str, found: Found) -> Figures:
+        parts = [self.subject.own(one) for one in range(len(self.subject.job.pool))]
+        x, y = torch.cat([x for x, _ in parts]).cpu().float(), torch.cat([y for _, y in parts]).cpu()
+        outputs = self.subject.job.facts.outputs
+        score = Classes("recognised", chance=1 / outputs, judge=lambda: self.judge).score([found], [{}])
+        inputs, labels = found["inputs"].float(), found["labels"].cpu()
+        nearest = knn_distance(inputs, x, extractor=self.judge.features)
+        features, private = self.judge.features(inputs).cpu(), self.judge.features(x).cpu()
+        centroids = {one: private[y == one].mean(0) for one in set(labels.tolist())}
+        far = (features - torch.stack([centroids[one] for one in labels.tolist()])).norm(dim=1)
+        assert score.low is not None
+        assert score.high is not None
+        return {
+            f"{name} asr": short(score.value),
+            f"{name} low": short(score.low),
+            f"{name} high": short(score.high),
+            f"{name} pictures made": len(labels),
+            f"{name} knn": short(float(nearest.mean())),
+            f"{name} centroid": short(float(far.mean())),
+        }
+
+
+class _Features(nn.Module):
+    """What the last layer of a model reads."""
+
+    def __init__(self, blueprint: Blueprint, module: nn.Module) -> None:
+        super().__init__()
+        self.blueprint, self.module = blueprint, module
+
+    def forward(self, x: Tensor) -> Tensor:
+        example = next(self.module.parameters())
+        return read_head(self.blueprint, self.module, x.to(example)).features.float()
+
+
+def true_model(subject: Subject, view: ClientView, *, device: str) -> Judge:
+    """The server's own model of the last round, read like a judge: the paper's measure of success."""
+    last = view.broadcasts[-1]
+    seen = server_view(subject.record, _CLIENT, round=last.round, attempt=last.attempt)
+    module, blueprint = seen.model().eval().requires_grad_(False).to(device), seen.facts.blueprint()
+    linear = [one for one in module.modules() if isinstance(one, nn.Linear)]
+    shape = subject.job.facts.input_shape
+    none = torch.zeros((1, *(1,) * len(shape)), device=device)
+    return Judge(_Features(blueprint, module), linear[-1].float(), none, none + 1, shape, 0.0)
+
+
+@dataclass(frozen=True)
+class _Inverted:
+    """What attacks got on one data set with one prior. The table shows one trained model: that of the first seed."""
+
+    results: Results
+    data: str
+    prior: str
+
+    def number(self, label: str, what: str) -> float | None:
+        return number(self.results, f"{self.data}/{label}", what)
+
+    def success(self, label: str, way: str) -> Score | None:
+        """An attack's success rate with its interval."""
+        return score_of(self.results, f"{self.data}/{label}", f"{self.prior} {way} {JUDGE}", value=" asr", read=number)
+
+    def row(self, label: str, way: str) -> Row:
+        """What a success rate means beside chance and FedAvg's; chance is one in as many as the model has outputs."""
+        ours, bare, outputs = self.success(label, way), self.success(FEDAVG, AS_IS), self.number(label, "outputs")
+        word = None
+        if outputs is not None:
+            measure = Classes("recognised", chance=1 / outputs)
+            word = meaning(measure, ours, bare, works=proven(self.results, ATTACK))
+        chance = EMPTY if outputs is None else f"{100 / outputs:.0f} %"
+        return Row(ATTACK, way == ADAPTIVE, _percent(ours), chance, _percent(bare), told(word))
+
+
+def _percent(found: Score | None) -> str:
+    return level(found, "{:.0f}", unit=" %", times=100)
+
+
+def _table4_report(results: Results, quick: bool) -> Report:
+    form, rows, checks = _T4.form(quick), [], []
+    for bench in form["benches"]:
+        data, usual = bench["data"], bench.get("usual", True)
+        if usual or any(figures_of(results, f"{data}/{label}") for label, _, _ in _ROWS):
+            for prior, (label, way, name) in itertools.product(PRIORS, _ROWS):
+                rows.append(_table4_row(_Inverted(results, data, prior), label, way, name))
+            real = [_by(results, f"{data}/{FEDAVG}", f"real {one}") for one in (JUDGE, OWN)]
+            rates, distances = zip(*real, strict=True)
+            rows.append((data, EMPTY, "real held-out pictures", EMPTY, EMPTY, *rates, *distances, EMPTY, EMPTY))
+        if usual or figures_of(results, f"{data}/{FEDAVG}"):
+            checks += [one for prior in PRIORS for one in _table4_checks(_Inverted(results, data, prior))]
+    notes = [*([form["note"]] if quick else []), *_T4.notes(), *_table4_notes(results, form)]
+    return _T4.report(rows, checks, quick=quick, notes=notes)
+
+
+def _by(results: Results, cell: str, name: str) -> tuple[str, str]:
+    """A rate, and the distances beside it."""
+    both = [number(results, cell, f"{name} {one}") for one in ("knn", "centroid")]
+    distances = EMPTY if None in both else ", ".join(f"{one:.3g}" for one in both)
+    return _percent(score_of(results, cell, name, value=" asr", read=number)), distances
+
+
+def _table4_row(found: _Inverted, label: str, way: str, name: str) -> tuple[str, ...]:
+    printed = _T4["printed"].get(found.data, {}).get(label) if way == AS_IS and found.prior == OTHERS else None
+    real = [_by(found.results, f"{found.data}/{label}", f"{found.prior} {way} {one}") for one in (JUDGE, OWN)]
+    rates, distances = zip(*real, strict=True)
+    row = found.row(label, way)
+    return (
+        *(found.data, _T4["priors"][found.prior], name, text(found.number(label, "accuracy"), "{:.1f}")),
+        EMPTY if printed is None else f"{printed[0]:.0f}, {printed[1]:.0f}, {printed[2]:.1f} %",
+        *(*rates, *distances, row.chance, EMPTY if label == CONTROL else row.verdict),
+    )
+
+
+def _table4_checks(found: _Inverted) -> Iterator[Check]:
+    start = f"{found.data}, prior of {_T4['priors'][found.prior]}"
+    bare, nothing = found.success(FEDAVG, AS_IS), found.success(CONTROL, AS_IS)
+    word = found.row(FEDAVG, AS_IS).verdict
+    claim = f"{start}: class inversion of FedAvg's model shows its classes"
+    if word == EMPTY or bare is None:
+        yield Check(claim, None, premise=True)
+    else:
+        alike = nothing is not None and nothing.value >= bare.surely
+        seen = f"judge {_percent(bare)}, untrained {_percent(nothing)}"
+        yield Check(claim, word == "as if unprotected" and not alike, seen, premise=True)
+    yield _guessing(found, AS_IS, f"{start}: lossless leaves guessing (the paper's claim)")
+    yield _guessing(found, ADAPTIVE, f"{start}: lossless leaves guessing to who takes the head noise off")
+    claim = f"{start}: pictures are farther from private data than FedAvg's"
+    ratios, after = (
+        [
+            ratio(
+                *(
+                    found.number(label, f"{found.prior} {how} {OWN} {one}")
+                    for label, how in ((LOSSLESS, way), (FEDAVG, AS_IS))
+                )
+            )
+            for one in ("knn", "centroid")
+        ]
+        for way in (AS_IS, ADAPTIVE)
+    )
+    if ratios[0] is None or ratios[1] is None:
+        yield Check(claim, None)
+        return
+    seen = f"KNN × {ratios[0]:.2f}, Feat × {ratios[1]:.2f} in the true model's features"
+    if after[0] is not None and after[1] is not None:
+        seen += f"; head noise taken off: × {after[0]:.2f}, × {after[1]:.2f}"
+    if word == INEFFECTIVE:
+        yield Check(claim, None, f"{seen}; {INEFFECTIVE} even on FedAvg's model")
+    else:
+        yield Check(claim, min(ratios[0], ratios[1]) > 1, seen)
+
+
+def _guessing(found: _Inverted, way: str, claim: str) -> Check:
+    """Whether success is no more than chance, or than an untrained model gives; open where FedAvg gives nothing."""
+    ours, nothing, word = found.success(LOSSLESS, way), found.success(CONTROL, AS_IS), found.row(LOSSLESS, way).verdict
+    if ours is None or word == EMPTY:
+        return Check(claim, None)
+    bare = found.success(FEDAVG, AS_IS)
+    seen = f"judge {_percent(ours)}, FedAvg {_percent(bare)}, untrained {_percent(nothing)}"
+    if word == INEFFECTIVE:
+        return Check(claim, None, f"{seen}; {INEFFECTIVE} even on FedAvg's model")
+    guess = 1 / (found.number(LOSSLESS, "outputs") or 1.0)
+    return Check(
+        claim, ours.surely <= max(guess, 0.0 if nothing is None or nothing.high is None else nothing.high), seen
+    )
+
+
+def _table4_notes(results: Results, form: Mapping[str, Any]) -> Iterator[str]:
+    value, asked = (number(results, REFERENCES, f"{ATTACK} {one}") for one in ("reference", "asked"))
+    if value is not None and asked is not None:
+        yield f"Reference (a well-trained unprotected mlp on digits): {value:.0%} recognised, {asked:.0%} asked."
+    for bench in form["benches"]:
+        data = bench["data"]
+        judge = number(results, f"{data}/{FEDAVG}", "judge")
+        if judge is not None:
+            yield f"{data}: the judge is right on {judge:.0%} of pictures kept from its training."
+        for (label, way, _), prior in itertools.product(_ROWS, PRIORS):
+            for figures in figures_of(results, f"{data}/{label}")[:1]:
+                if f"{prior} {way} reason" in figures:
+                    words = _T4["priors"][prior]
+                    yield f"{data}/{label}, {way}, prior of {words}: {figures[f'{prior} {way} reason']}"
+
+
+def sheet_rows(results: Results, quick: bool) -> list[tuple[str, Tensor]]:
+    """What each attack made, a row for each; two pictures of every class."""
+    return [
+        (f"{bench['data']} {prior} {name}", made)
+        for bench in _T4.form(quick)["benches"]
+        for prior in PRIORS
+        for label, way, name in _ROWS
+        for figures in figures_of(results, f"{bench['data']}/{label}")[:1]
+        if (made := from_text(figures, f"{prior} {way} pictures")) is not None
+    ]
+
+
+# Training curves.
+
+
+def _curve_cells(quick: bool) -> tuple[Cell, ...]:
+    found = []
+    for label, run in _CURVES.form(quick)["runs"].items():
+        shared = {**_CURVES["settings"], **run["settings"], "evaluate_every": run["epoch"]}
+        more = {"tf32": True} if run.get("tf32") else {}
+        found.append(Cell(f"{label}/{FEDAVG}", {**shared, "scheme": FEDAVG}, more=more))
+        veiled = {**shared, "scheme": LOSSLESS, "head_groups": run["head_groups"]}
+        found.append(Cell(f"{label}/{LOSSLESS}", veiled, more=more))
+    return tuple(found)
+
+
+def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
+    """Train, with a test evaluation after an epoch's worth of rounds."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = cell.more.get("tf32", False)
+    job, rounds, losses, curve = stage.job(cell, seed=seed), [], [], []
+
+    def watch(row: Round, state: ServerState) -> None:
+        on_round(state.round, job.config.rounds)
+        if "test_accuracy" in row:
+            rounds.append(float(row["round"]))
+            losses.append(float(row["loss"]))
+            curve.append(round(100 * float(row["test_accuracy"]), 3))
+
+    outcome = train_job(job, state=fresh_state(job), on_round=watch)
+    about = {"device": stage.describe(), "torch": torch.__version__, "seconds": round(outcome.seconds, 2)}
+    assert outcome.client_view is not None
+    received = outcome.client_view.received.accuracy
+    sent = {"client_view_accuracy": received, "bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
+    return {**about, "rounds": job.config.rounds, "evaluated": rounds, "loss": losses, "curve": curve, **sent}
+
+
+def _ends(results: Results, label: str) -> dict[str, list[float]]:
+    """The mean of the last evaluations that all runs of a setting have, by scheme and seed."""
+    curves = {
+        one: [figures["curve"] for figures in figures_of(results, f"{label}/{one}")] for one in (FEDAVG, LOSSLESS)
+    }
+    shortest = min((len(one) for found in curves.values() for one in found if isinstance(one, list)), default=0)
+    last = slice(max(0, shortest - _CURVES["last"]), shortest)
+    return {
+        scheme: [statistics.mean(one[last]) for one in found if isinstance(one, list)]
+        for scheme, found in curves.items()
+    }
+
+
+def _curve_report(results: Results, quick: bool) -> Report:
+    rows, checks, printed = [], [], [text(None if quick else one, "{:.2f}") for one in _CURVES["printed"]]
+    for label, run in _CURVES.form(quick)["runs"].items():
+        ends = _ends(results, label)
+        means = {scheme: statistics.mean(values) if values else None for scheme, values in ends.items()}
+        plain, ours = means[FEDAVG], means[LOSSLESS]
+        gap = None if plain is None or ours is None else ours - plain
+        error = None
+        if min(map(len, ends.values())) > 1:
+            error = math.sqrt(sum(statistics.variance(values) / len(values) for values in ends.values()))
+        figures = [text(one, "{:.2f}") for one in (plain, ours)]
+        rows.append(
+            (run["name"], printed[0], figures[0], printed[1], figures[1], text(gap, "{:+.2f}"), text(error, "{:.2f}"))
+        )
+        allowed = _CURVES["points"] if quick else None if error is None else _CURVES["errors"] * error
+        within = f"{_CURVES['points']:g} points" if quick else f"{_CURVES['errors']:g} standard errors"
+        seen = "" if gap is None else f"{gap:+.2f} points, standard error {text(error, '{:.2f}')}"
+        held = None if gap is None or allowed is None else abs(gap) <= allowed
+        checks.append(Check(f"{run['name']}: lossless ends where FedAvg does, within {within}", held, seen))
+    return _CURVES.report(rows, checks, quick=quick, notes=_CURVES.notes())
+
+
+def _draw_curves(results: Results, quick: bool, path: Path) -> None:
+    """One panel for each setting, one line for each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    looks: dict[str, dict[str, Any]] = {
+        FEDAVG: {"color": "#4477aa", "linestyle": "-"},
+        LOSSLESS: {"color": "#cc6677", "linestyle": (0, (4, 2))},
+    }
+    runs = {label: run for label, run in _CURVES.form(quick)["runs"].items() if any(_ends(results, label).values())}
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(6.5 * len(runs), 4.2), squeeze=False)
+    for axis, (label, run) in zip(axes[0], runs.items(), strict=True):
+        for scheme, look in looks.items():
+            for place, figures in enumerate(figures_of(results, f"{label}/{scheme}")):
+                rounds, curve = figures["evaluated"], figures["curve"]
+                assert isinstance(rounds, list)
+                epochs = [one / run["epoch"] for one in rounds]
+                axis.plot(epochs, curve, lw=1.6, label=None if place else scheme, **look)
+        axis.set_title(run["name"], loc="left")
+        axis.set_xlabel("epochs' worth of rounds")
+        axis.set_ylabel("test accuracy (%)")
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+ENTRIES = (
+    _T3.entry(_table3_cells, _table3_report, work=membership.work),
+    _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),
+    _CURVES.entry(_curve_cells, _curve_report, work=_curve_work, draw=_draw_curves),
+)

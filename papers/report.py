@@ -1,0 +1,168 @@
+"""A table with its verdict: what a paper claims, whether it held here, and what was seen."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from papers.cells import mean, standard_error
+
+EMPTY = "–"
+_TRAINED = 30.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim of a paper: whether it held here (None: cells are missing), and what was seen.
+
+    A `premise` is what a claim stands on, such as that an attack works without protection: where it holds, nothing of
+    the paper is reproduced yet.
+    """
+
+    claim: str
+    held: bool | None
+    seen: str = ""
+    premise: bool = False
+
+    @property
+    def sign(self) -> str:
+        """yes, no, or open."""
+        return {True: "yes", False: "no", None: "open"}[self.held]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the table: what it is, what the paper prints, and what came out here."""
+
+    what: str
+    paper: str
+    ours: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A table with its verdict. `figures` are the few of its numbers that stand for it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    checks: tuple[Check, ...] = ()
+    notes: tuple[str, ...] = ()
+    quick: bool = False
+    figures: tuple[Figure, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """reproduced, partly reproduced, not reproduced or not run: what the settled claims amount to."""
+        settled = [one.held for one in self.checks if one.held is not None and not one.premise]
+        if not settled:
+            return "not run"
+        if not any(settled):
+            return "not reproduced"
+        return "partly reproduced" if any(one.held is False for one in self.checks) else "reproduced"
+
+    @property
+    def verdict(self) -> str:
+        """The word, and why; open claims are named, not counted."""
+        waiting = [one for one in self.checks if one.held is None]
+        if self.word == "not run":
+            return "not run: no claim can be judged by the cells there are"
+        word = f"so far {self.word}" if waiting else self.word
+        word = f"in the quick form, which shows directions only, {word}" if self.quick else word
+        why = "; ".join(f"did not hold: {one.claim}" for one in self.checks if one.held is False)
+        rest = f"{len(waiting)} of {len(self.checks)} claims are open" if waiting else ""
+        return ": ".join(filter(None, (word, "; ".join(filter(None, (why, rest))))))
+
+    def as_data(self) -> dict[str, object]:
+        """Figures, claims and verdict as plain data."""
+        return {
+            "title": self.title,
+            "word": self.word,
+            "verdict": self.verdict,
+            "quick": self.quick,
+            "figures": [{"what": one.what, "paper": one.paper, "ours": one.ours} for one in self.figures],
+            "claims": [{"claim": one.claim, "held": one.sign, "seen": one.seen} for one in self.checks],
+        }
+
+    def text(self) -> str:
+        """As plain text."""
+        lines = [self.title, "", *_aligned([self.columns, *self.rows]), ""]
+        lines += [f"[{one.sign:>4}] {one.claim}" + (f" ({one.seen})" if one.seen else "") for one in self.checks]
+        lines += [f"{one.what}: paper {one.paper}, here {one.ours}" for one in self.figures]
+        return "\n".join([*lines, f"verdict: {self.verdict}", *(f"note: {note}" for note in self.notes)])
+
+    def markdown(self) -> str:
+        """As a Markdown page."""
+        table = [
+            "| " + " | ".join(self.columns) + " |",
+            "| " + " | ".join("---" for _ in self.columns) + " |",
+            *("| " + " | ".join(row) + " |" for row in self.rows),
+        ]
+        checks = [f"| {one.claim} | {one.sign} | {one.seen} |" for one in self.checks]
+        judged = ["| claim | held | seen |", "| --- | --- | --- |", *checks, ""] if checks else []
+        notes = [f"- {note}" for note in self.notes]
+        return "\n".join([f"# {self.title}", "", *table, "", *judged, f"**Verdict: {self.verdict}.**", "", *notes, ""])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+def shown(values: Mapping[int, float], *, signed: bool = False) -> str:
+    """mean ± standard error, or a dash."""
+    centre, error = mean(values), standard_error(values)
+    if centre is None:
+        return EMPTY
+    text = f"{centre:+.1f}" if signed else f"{centre:.1f}"
+    return text if error is None else f"{text} ± {error:.1f}"
+
+
+def paper(value: float | None) -> str:
+    """A paper's figure, or a dash."""
+    return EMPTY if value is None else f"{value:.1f}"
+
+
+def trained(found: Mapping[str, float | None]) -> Check:
+    """What margins between noisy runs stand on: that the same training without noise gets somewhere."""
+    there = {name: value for name, value in found.items() if value is not None}
+    seen = ", ".join(f"{name}: {value:.1f}" for name, value in there.items())
+    held = all(value >= _TRAINED for value in there.values()) if there and len(there) == len(found) else None
+    return Check(f"without DP the model trains (at least {_TRAINED:g} %)", held, seen, premise=True)
+
+
+def rising(claim: str, values: Sequence[float | None], names: Sequence[str]) -> Check:
+    """Whether the numbers grow from the first to the last; open where fewer than two are there."""
+    there = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
+    seen = ", ".join(f"{name}: {value:+.1f}" for name, value in there)
+    if len(there) < 2:
+        return Check(claim, None, seen)
+    return Check(claim, all(one[1] < other[1] for one, other in itertools.pairwise(there)), seen)
+
+
+def short(value: float | None, form: str = "{:.3g}") -> str:
+    """A number, or a dash."""
+    return EMPTY if value is None else form.format(value)
+
+
+def compared(
+    claim: str,
+    values: Mapping[str, float | None],
+    holds: Callable[[float], bool],
+    *,
+    form: str = "{:.3g}",
+    premise: bool = False,
+) -> Check:
+    """Whether every number is as claimed; open where one is missing, unless another says no already."""
+    there = {name: value for name, value in values.items() if value is not None}
+    seen = ", ".join(f"{name}: {form.format(value)}" for name, value in there.items())
+    held = all(holds(value) for value in there.values())
+    missing = not there or len(there) < len(values)
+    return Check(claim, None if held and missing else held, seen, premise=premise)
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """One over the other, where both are there."""
+    return None if one is None or other is None or other <= 0 else one / other
