@@ -28,7 +28,7 @@ from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import ConfigError
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundDone, Steps
+from fedveil.protocol.phases import Accumulator, Ask, Gathered, RoundDone, Steps, asked
 from fedveil.roles.client import Answer, ClientRole
 from fedveil.runs.job import Job, ModelFacts, assemble_job
 from fedveil.runs.loop import client_role, fresh_state, server_role
@@ -314,9 +314,9 @@ def measure(bench: Bench, row: Algorithm) -> Figures:
 def _cost_rounds(job: Job) -> tuple[list[Spent], Gathered]:
     """Every round but the first, in which nothing is decrypted yet, and the last one's traffic."""
     clocks, state = Clocks(), fresh_state(job)
-    done: list[RoundDone] = []
     engine = LocalEngine(_TimedRole(client_role(job, state), clocks), job.pool)  # type: ignore[arg-type]
-    engine.drive(_timed(server_role(job, state).run(), clocks), on_round=done.append)
+    steps = asked(_timed(server_role(job, state).run(), clocks), engine)
+    done = [step for step in steps if isinstance(step, RoundDone)]
     for one in done:
         if one.failed:
             raise ConfigError(f"A round that was to be timed failed: {one.failed}.")
