@@ -90,19 +90,6 @@ class HolderRole(Participant):
                 repaired=False,
             )
 
-    def handle(
-        self, state: ClientState, request: Request, data: ClientData, private: Request | None = None
-    ) -> tuple[ClientState, Reply]:
-        """Answer one message, or raise why not; `private` is what the server sent to this client alone.
-
-        Whoever raises forgets what it refused: `handle_many` gives the state that counts it.
-        """
-        told = {} if private is None else {state.client: private}
-        advanced, answer = next(self.handle_many([state], request, [data], told))
-        if isinstance(answer, FedVeilError):
-            raise answer
-        return advanced, answer
-
     def handle_many(
         self,
         states: Sequence[ClientState],

@@ -1,4 +1,11 @@
-"""The parts a scheme is made of, as the protocol sees them."""
+"""The parts a scheme is made of, as the protocol sees them: downlink × local work × uplink × who holds the model.
+
+`RoundContext` is what both roles know of a round and check it by; `Terms` what they have in common for a whole run. An
+`Uplink` has two sides, and a round calls them in this order:
+
+    client: admit → protect → answer *         refuse or enter the round; cover the contribution; phases of its own
+    server: accumulator → open * → parting     where uploads are folded; the next phase it takes; what clients are owed
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""What the server's run yields to an engine, and what it gets back."""
+"""What the server's run yields, who carries it out, and what comes back.
+
+A server is a generator of steps and knows nobody. Of its steps an engine carries out one kind, `Ask`, and whoever keeps
+the run's record deals with the others (`runs/loop.py`):
+
+    server.run() ── Ask ────────► engine.gather ──► each client's answer ──► Ask.into.add ──► Gathered ── back to server
+                 ── RoundBegins ► privacy journal, written before the next Ask
+                 ── RoundDone ──► metrics, checkpoint; the only place to stop and resume
+                 ── RunStopped ─► the reason, for a person
+
+One phase, in `gather`: everybody of `Ask.to` is sent `common`, and its own of `each`. An answer is folded into the
+accumulator as it comes and not kept. A client ends up in one of three lists, and the server decides by these alone:
+
+    arrived   its answer was folded in
+    refused   it declined, or its answer was not taken: a `Refusal`, whose code says which
+    missing   nothing came in time
+
+Accumulators are `Inbox`es: each field of a reply is held to what this phase expects (who, which round, which sizes and
+kinds of numbers) before anything else looks at it, and what is refused leaves the sum as it was.
+"""
 
 from __future__ import annotations
 

@@ -33,12 +33,11 @@ What it refuses
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
-
-from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.decomposed import transitional
@@ -147,7 +146,7 @@ class ClientTerms(TypedDict, total=False):
     identities: Mapping[int, bytes] | None
 
 
-class Participant:
+class Participant(ABC):
     """What every client has, wherever the model lives: terms, a gate, limits of its own, and an identity."""
 
     def __init__(self, scheme: Scheme, blueprint: Blueprint, **own: Unpack[ClientTerms]) -> None:
@@ -164,6 +163,41 @@ class Participant:
         self._books_repairs = policy is not None
         self._roster = own.get("roster")
         self._identities = own.get("identities") or {}
+
+    def handle(
+        self,
+        state: ClientState,
+        request: Request,
+        data: ClientData,
+        private: Request | None = None,
+        *,
+        promised: Promised = _unstored,
+    ) -> tuple[ClientState, Reply]:
+        """Answer one message, or raise why not; `private` is what the server sent to this client alone.
+
+        Whoever raises forgets what it refused: `handle_many` gives the state that counts it.
+        """
+        told = {} if private is None else {state.client: private}
+        advanced, answer = next(self.handle_many([state], request, [data], told, promised=promised))
+        if isinstance(answer, FedVeilError):
+            raise answer
+        return advanced, answer
+
+    @abstractmethod
+    def handle_many(
+        self,
+        states: Sequence[ClientState],
+        request: Request,
+        clients: Sequence[ClientData],
+        private: Mapping[int, Request] | None = None,
+        *,
+        promised: Promised = _unstored,
+    ) -> Iterator[tuple[ClientState, Answer]]:
+        """Answer one message for many simulated clients, as `handle` would for each, in any order.
+
+        A client that would have raised gives its error in place of a reply. `promised` is told a state in which a round
+        is promised and paid for.
+        """
 
     def _introduced(
         self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
@@ -194,26 +228,6 @@ class ClientRole(Participant):
                 repaired=scheme.repairs and not scheme.honest_arrivals,
             )
 
-    def handle(
-        self,
-        state: ClientState,
-        request: Request,
-        data: ClientData,
-        private: Request | None = None,
-        *,
-        promised: Promised = _unstored,
-    ) -> tuple[ClientState, Reply]:
-        """Answer one message, or raise why not; `private` is what the server sent to this client alone."""
-        with own_errors(state, request):
-            self._gate.check(state, request, private)
-            if not isinstance(request, Train):
-                return self._answer(state, request, data, private)
-            state, context = self._begin(state, request, len(data), private)
-        promised(state)
-        vector = self._scheme.work.run(self._bench, request.broadcast, data, round=request.round)
-        with own_errors(state, request):
-            return self._protect(state, vector, context)
-
     def handle_many(
         self,
         states: Sequence[ClientState],
@@ -223,10 +237,7 @@ class ClientRole(Participant):
         *,
         promised: Promised = _unstored,
     ) -> Iterator[tuple[ClientState, Answer]]:
-        """Answer one message for many simulated clients; equal to `handle` for each, in any order.
-
-        A client that would have raised gives its error in place of a reply.
-        """
+        """Answer one message; a Train in three passes, so that local work of many can be done together."""
         told = {} if private is None else private
         begun: list[tuple[ClientState, RoundContext]] = []
         able: list[ClientData] = []
@@ -253,7 +264,7 @@ class ClientRole(Participant):
                 continue
             try:
                 with own_errors(state, request):
-                    answer = self._protect(state, vector, context)
+                    answer = self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
                 yield answer
             except FedVeilError as reason:
                 yield state, reason
@@ -289,9 +300,6 @@ class ClientRole(Participant):
             self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory, beacon))
             return self._latest[1]
         return last[1]
-
-    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
-        return self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
 
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None

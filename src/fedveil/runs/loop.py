@@ -208,9 +208,9 @@ def conduct(
             outcome.stop(step.reason, say)
         else:
             done = step
-            declined = done.failed and not done.gathered.arrived and _all_refused(Code.ENDED, done)
+            declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
             if books.account is not None:
-                books.end(done, void=bool(declined) and not done.gathered.missing)
+                books.end(done, void=declined and not done.gathered.missing)
             failures = failures + 1 if done.failed else 0
             if declined and done.round > 0:  # nobody takes part any more; what was trained so far is the result
                 outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
