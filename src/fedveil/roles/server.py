@@ -60,7 +60,7 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import Request, Train, released_fields
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
-from fedveil.protocol.phases import Ask, Gathered, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
 
@@ -223,6 +223,8 @@ class Conductor(ABC):
                 "left that it would not"
             )
         return "no client has introduced itself"
+        if isinstance(ask.into, Inbox):
+            check_declared(ask.into.awaits(), self._declared)
 
 
 def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:

@@ -26,9 +26,9 @@ missing, no second phase: pair masks cancel by themselves.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -86,16 +86,6 @@ MOST_UNEXPLAINED = 3
 def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
     # Remembered, because in a simulation every client derives the same graph.
     return ring(members, degree=degree, seed=seed)
-
-
-def _signed(context: RoundContext, client: int, signature: bytes, survivors: Sequence[int]) -> bool:
-    """Whether a client vouches for a survivor list: with a signature that its neighbours would not take, they leave."""
-    from fedveil.crypto.keys import signed_by
-
-    assert context.directory is not None
-    identity, _, _, _ = context.directory.entry(client)
-    digest = list_digest(survivors, graph=context.graph_seed())
-    return signed_by(identity, signature, digest, purpose=f"survivors of {context.directory.run}")
 
 
 def _label(state: ClientState, round: int, attempt: int) -> Label:
@@ -385,17 +375,20 @@ class Masked(Uplink):
         """A sum modulo 2⁶⁴."""
         return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
 
-    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
-        """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""
+    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None, name: str = "") -> MaskedSum:
+        """A sum of `length` words; without a codec, of words that stay covered when the masks are off.
+
+        `name` is what releases call these uploads, if not uploads.
+        """
         return MaskedSum(
             codec,
             length,
             self.graph(context),
-            round=context.round,
-            attempt=context.attempt,
+            context,
             quorum=self.quorum,
             self_mask=self.unmask == "always",
-            signed=partial(_signed, context) if codec is not None else None,
+            signed=codec is not None,
+            name=name,
         )
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
