@@ -69,7 +69,8 @@ def vouched(
         return stored
     refuse_code(given, where="A settings file", what=what)
     used = given.located() if isinstance(given, Code) else given
-    if used != stored:
+    code = isinstance(given, Code) or (stored is not None and names_code(stored))
+    if used != stored and (code or what == "model"):
         say(f"{where} names the {what} {stored!r}; {str(used)!r} is used instead, as you say.")
     return used
 
