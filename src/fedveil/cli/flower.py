@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from fedveil.cli.options import located_here, takes_settings
+from fedveil.cli.options import Config, located_here, read_settings, takes_flags
 from fedveil.cli.run import show_ledger_of, show_summary
 from fedveil.cli.tables import aside, console, listed, plainly, table
 
@@ -28,7 +28,7 @@ _STOPPED, _LEFT = 130, 129
 _SECONDS_TO_THINK = 3.0
 
 
-@takes_settings
+@takes_flags()
 def run(
     app: Path = typer.Argument(..., help="An app folder, made by `fedveil flower init`."),
     folder: Path = typer.Option(Path(".fedveil"), "--folder", help="The cluster of `fedveil flower up` to run on."),
@@ -43,8 +43,9 @@ def run(
         None, "--deadline", help="Seconds that a phase of a round may take. (default: the app's)"
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
+    config: Config = None,
     *,
-    settings: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Submit a run and follow it: progress, figures and ledger as `fedveil run` shows them, and its exit codes.
 
@@ -67,7 +68,7 @@ def run(
     from fedveil.flower.submission import Submission
 
     require_flower()
-    places = Places.of(folder)
+    places, settings = Places.of(folder), read_settings(config, flags)
     if superlink is None:
         settings, out = located_here(settings), str(Path(out).expanduser().resolve()) if out else ""
     extras = {"out": out or None, "resume": resume or None, "deadline": deadline}
@@ -311,13 +312,14 @@ flower = typer.Typer(
 _CLIENTS = 3
 
 
-@takes_settings
+@takes_flags()
 def init(
     folder: Path = typer.Argument(..., help="A new or empty folder, named with letters, digits and hyphens."),
     own_data: bool = typer.Option(False, "--own-data", help="Add fedveil_data.py, which describes data of your own."),
     deadline: float = typer.Option(600.0, "--deadline", help="Seconds that a phase of a round may take."),
+    config: Config = None,
     *,
-    settings: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Make a Flower app folder that trains with these settings. It has 3 clients unless --clients says otherwise.
 
@@ -330,14 +332,15 @@ def init(
     from fedveil.config import RunConfig
     from fedveil.flower.app_folder import create_app
 
-    config = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **located_here(settings)})
-    project = create_app(folder, config, own_data=own_data, deadline=deadline)
-    plainly(f"wrote {project}: {config.scheme}, {config.clients} clients, {config.rounds} rounds")
+    settings = located_here(read_settings(config, flags))
+    planned = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **settings})
+    project = create_app(folder, planned, own_data=own_data, deadline=deadline)
+    plainly(f"wrote {project}: {planned.scheme}, {planned.clients} clients, {planned.rounds} rounds")
     if own_data:
         plainly(f"describe your data in {folder / 'fedveil_data.py'}, and copy it into every client's home")
     data = f" --data {folder / 'fedveil_data.py'}" if own_data else ""
     plainly(
-        f"next: fedveil flower up --nodes {config.clients}{data}, and in another terminal: fedveil flower run {folder}"
+        f"next: fedveil flower up --nodes {planned.clients}{data}, and in another terminal: fedveil flower run {folder}"
     )
 
 
