@@ -117,14 +117,10 @@ class RunConfig:
     true_weight: float = _setting(_TRAIN, "Square loss: the true class's weight k.", 1.0)
 
     local_steps: int | None = _option(
-        _TRAIN,
-        "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.",
-        shown="1; more make a client the unit",
+        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.", shown="1; more make a client the unit"
     )
     local_epochs: int | None = _option(
-        _TRAIN,
-        "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.",
-        shown="paraaegis and its baselines 1",
+        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.", shown="paraaegis and its baselines 1"
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
     head_groups: int | None = _option(_VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1")
@@ -171,23 +167,17 @@ class RunConfig:
     )
     cover: str | None = _option(_MASKS, "veil-dp: noise, or masks with integer noise.", shown="noise")
     unmask: str | None = _option(
-        _MASKS,
-        "always: two phases a round; on-dropout: one, if the server is honest about arrivals.",
-        shown="always",
+        _MASKS, "always: two phases a round; on-dropout: one, if the server is honest about arrivals.", shown="always"
     )
     threshold: float | None = _option(_MASKS, "More than this share of a neighbourhood must answer.", shown="2/3")
     value_range: float | None = _option(
         _MASKS, "Numbers beyond it are cut off, 1 to 2^40.", shown="2^24; for a hidden share 256"
     )
     secret_sampling: float | None = _option(
-        _PRIVACY,
-        "ldp: each record is in a round's batch with this chance, drawn in secret.",
-        shown="no sampling",
+        _PRIVACY, "ldp: each record is in a round's batch with this chance, drawn in secret.", shown="no sampling"
     )
     share: float | None = _option(
-        _HIDDEN,
-        "paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg.",
-        shown="0.1",
+        _HIDDEN, "paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg.", shown="0.1"
     )
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
     strategy: str | None = _option(
@@ -226,10 +216,7 @@ class RunConfig:
         _VEIL, "ε of normalisation layers: secret or public.", "secret", choices=("secret", "public")
     )
     min_coverage: float = _setting(
-        _VEIL,
-        "Stop if less is hidden.",
-        0.9,
-        check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
+        _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
     )
 
     device: str = _setting(_MACHINE, "cpu or cuda.", "cpu")
@@ -372,13 +359,7 @@ def toml_of(value: object) -> str:
 
 def _checked(name: str, value: object, kind: str, where: str) -> object:
     accepted: list[type] = []
-    for word, types in (
-        ("int", [int]),
-        ("float", [float, int]),
-        ("str", [str]),
-        ("bool", [bool]),
-        ("dict", [dict]),
-    ):
+    for word, types in (("int", [int]), ("float", [float, int]), ("str", [str]), ("bool", [bool]), ("dict", [dict])):
         if word in kind.split("[")[0].replace("|", " ").split():
             accepted += types
     fits = isinstance(value, tuple(accepted)) and not (isinstance(value, bool) and bool not in accepted)

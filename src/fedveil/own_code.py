@@ -53,10 +53,11 @@ def typed(name: str) -> str:
 def refuse_code(name: str | None, *, where: str = "", what: str = "model") -> None:
     """Refuse a name of code that did not come from whoever runs it."""
     if name is not None and not isinstance(name, Code) and names_code(name):
+        kind = "fedveil.models.Factory" if what == "model" else "fedveil.own_code.Code"
         raise ConfigError(
             f"{where or 'A file'} names code as its {what}, {name!r}. What a file names is never imported: nothing was "
             f"run. If you know that code and want it to run, say so on this command: --{what} {name} (in Python: "
-            f"fedveil.models.Factory({name!r}))."
+            f"{kind}({name!r}))."
         )
 
 
@@ -69,7 +70,8 @@ def vouched(
         return stored
     refuse_code(given, where="A settings file", what=what)
     used = given.located() if isinstance(given, Code) else given
-    if used != stored:
+    code = isinstance(given, Code) or (stored is not None and names_code(stored))
+    if used != stored and (code or what == "model"):
         say(f"{where} names the {what} {stored!r}; {str(used)!r} is used instead, as you say.")
     return used
 

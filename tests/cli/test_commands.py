@@ -11,7 +11,7 @@ import pytest
 
 from fedveil import models
 from fedveil.config import RunConfig
-from fedveil.schemes import schemes
+from fedveil.schemes import find, schemes
 from fedveil.version import __version__
 from shell import fedveil
 
@@ -55,9 +55,28 @@ def test_the_commands_listed_are_those_tested_here() -> None:
     assert {one.callback.__name__ for one in app.registered_commands if one.callback} == set(COMMANDS)
 
 
+@pytest.mark.parametrize("name", [one.name for one in schemes()])
+def test_a_schemes_options_are_listed_with_type_default_and_words(name: str) -> None:
+    done = fedveil("schemes", name, "--json")
+    options = {one["name"]: one for one in json.loads(done.output)["options"]}
+    assert {one: options[one]["default"] for one in options} == find(name).options
+    assert all(one["type"] and one["words"] for one in options.values())
+    shown = " ".join(fedveil("schemes", name).output.split())
+    for one in options:
+        assert f"--{one.replace('_', '-')}" in shown
+
+
+def test_an_unknown_scheme_or_code_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert "Did you mean 'lossless'" in fedveil("schemes", "losless").error
+    for name, complaint in (("absent.py:veil", "no such file"), ("json:absent", "has no 'absent'"), ("json:", "form")):
+        done = fedveil("schemes", name)
+        assert (done.code, complaint in done.error) == (2, True), done
+
+
 def test_every_setting_has_a_flag() -> None:
     output = fedveil("run", "--help").output
-    flags = {name.replace("_", "-") for name in RunConfig.__dataclass_fields__} - {"model-options"}
+    named = {"model_options": "model-option", "options": "set"}
+    flags = {named.get(name, name.replace("_", "-")) for name in RunConfig.__dataclass_fields__}
     assert [flag for flag in sorted(flags) if f"--{flag}" not in output] == []
     assert "--model-option" in output
 

@@ -3,13 +3,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from fedveil.data import load
+from fedveil.data import load, sources
+from fedveil.data.dataset import Options
 from fedveil.errors import ConfigError, DataError
+from fedveil.own_code import Code, typed
 
 
 def test_digits_are_pictures_between_zero_and_one() -> None:
@@ -95,6 +99,72 @@ def test_an_unknown_task_is_refused() -> None:
 def test_a_number_out_of_range_is_refused(option: str, value: int) -> None:
     with pytest.raises(ConfigError, match=option):
         load("digits", **{option: value})  # type: ignore[arg-type]
+
+
+X = np.arange(60, dtype="float32").reshape(20, 3)
+Y = np.arange(20) % 4
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "EMBEDDED", dict(sources.EMBEDDED))
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: (X, Y),
+        lambda: [torch.tensor(X), torch.tensor(Y)],
+        lambda: ((X[:16], Y[:16]), (X[16:], Y[16:])),
+        lambda: sources.assemble(sources.Arrays(sources.Part("own", X, Y)), Options(), name="own"),
+    ],
+)
+def test_a_function_gives_data_by_a_name_of_its_own(given: Callable[[], object]) -> None:
+    @sources.source("own")
+    def loads(seed: int, test_fraction: float) -> object:
+        assert (seed, test_fraction) == (3, 0.2)
+        return given()
+
+    split = load("own", seed=3)
+    assert (len(split.train), len(split.test), split.train.input_shape, split.train.outputs) == (16, 4, (3,), 4)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (lambda: 3, "gave int, not a fedveil.data.Split"),
+        (lambda: {}["x"], "the function raised KeyError: 'x'"),
+        (lambda: (X, Y[:3]), "20 samples"),
+        (lambda missing: 3, "the function raised TypeError"),
+    ],
+)
+def test_a_function_that_gives_no_data_is_named(given: Callable[..., object], complaint: str) -> None:
+    sources.source("own")(given)
+    with pytest.raises(DataError, match=complaint):
+        load("own")
+
+
+def test_what_comes_along_keeps_its_name_and_columns_are_for_who_asks_for_them() -> None:
+    with pytest.raises(ConfigError, match="'digits' is a data set that comes with FedVeil"):
+        sources.source("digits")(lambda: (X, Y))
+    with pytest.raises(ConfigError, match="does not ask for it"):
+        sources._called(lambda: (X, Y), "own", Options(target="y"))
+
+
+def test_code_is_loaded_where_its_type_says_so_and_a_file_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import numpy as np\ndef load(seed):\n    return np.ones((9, 2)) * seed, np.arange(9) % 3\n")
+    assert float(load(Code(f"{file}:load"), seed=5).train.x.max()) == 5.0
+    with pytest.raises(ConfigError, match="names code as its dataset"):
+        load(f"{file}:load")
+    odd = tmp_path / "a.py:load"
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    odd.mkdir()
+    (tmp_path / "data.npz").rename(odd / "data.npz")
+    assert typed(str(odd / "data.npz")) == str(odd / "data.npz")
+    assert len(load(str(odd / "data.npz")).train) == 16
 
 
 def test_needs_no_package_beyond_torch_numpy_scipy_and_scikit_learn() -> None:

@@ -12,6 +12,8 @@ from torch import nn
 
 import fedveil.models
 from fedveil import models
+from fedveil.errors import ConfigError
+from fedveil.models import building, catalogue
 
 
 def sample(name: str, *, seed: int = 0) -> nn.Module:
@@ -68,6 +70,26 @@ def test_the_package_needs_only_torch() -> None:
                 imported.add(node.module or "")
     outside = {name for name in imported if name.partition(".")[0] not in sys.stdlib_module_names}
     assert all(
-        name.split(".")[0] == "torch" or name.startswith(("fedveil.models", "fedveil.errors", "fedveil.secrets"))
+        name.split(".")[0] == "torch"
+        or name.startswith(("fedveil.models", "fedveil.errors", "fedveil.own_code", "fedveil.secrets"))
         for name in outside
     )
+
+
+def test_a_function_builds_a_model_by_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "_CATALOGUE", own := dict(catalogue.CATALOGUE))
+    monkeypatch.setattr(building, "CATALOGUE", own)
+
+    @models.register("mine")
+    def mine(*, input_shape: tuple[int, ...], outputs: int, width: int = 4) -> nn.Module:
+        """One hidden layer."""
+        return nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0], width), nn.ReLU(), nn.Linear(width, outputs))
+
+    net = models.build("mine", input_shape=(3,), outputs=2, width=5)
+    assert isinstance(net, nn.Sequential)
+    assert net[1].out_features == 5
+    assert own["mine"].info.summary == "One hidden layer."
+    with pytest.raises(ConfigError, match="Did you mean 'width'"):
+        models.build("mine", input_shape=(3,), outputs=2, widht=5)
+    with pytest.raises(ConfigError, match="'mlp' is a model that comes with FedVeil"):
+        models.register("mlp")(mine)

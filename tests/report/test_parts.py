@@ -199,6 +199,7 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
         epsilon=1.5,
         seed=7,
         model_options={"depth": 2, "norm": "group", "name": "3", "bias": False},
+        options={"keep": 0.2, "way": "far"},
     )
     settings = {name: value for name, value in vars(changed).items() if value is not None}
     words = shlex.split(command_for(settings, out="runs/x"))
@@ -206,8 +207,9 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
     assert words[:2] == ["fedveil", "run"]
     parsed = run.make_context("run", words[2:], resilient_parsing=False).params
     assert parse_model_options(list(parsed["model_option"])) == changed.model_options
+    assert parse_model_options(list(parsed["option"])) == changed.options
     for name, value in settings.items():
-        if name not in ("model_options", "cohort"):
+        if name not in ("model_options", "options", "cohort"):
             default = next(one.default for one in fields(RunConfig) if one.name == name)
             assert parsed[name] == value or (parsed[name] is None and value == default), name
     assert parsed["cohort"] == "0.5"

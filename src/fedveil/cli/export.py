@@ -24,7 +24,7 @@ def export(
     from fedveil.runs.model_file import export_run
 
     with working("exporting"):
-        found = export_run(run, out, spread=spread, model=flag.own_model(model), say=aside)
+        found = export_run(run, out, spread=spread, model=flag.own_code(model=model).get("model"), say=aside)
     plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the model's")
     if found.visible:
         names = ", ".join(one.name for one in found.visible)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from fedveil.cli.options import located_here, takes_settings
+from fedveil.cli.options import Config, located_here, read_settings, takes_flags
 from fedveil.cli.run import show_ledger_of, show_summary
 from fedveil.cli.tables import aside, console, listed, plainly, table
 
@@ -38,13 +38,14 @@ flower = typer.Typer(
 
 
 @flower.command("init")
-@takes_settings
+@takes_flags()
 def init(
     folder: Path = typer.Argument(..., help="A new or empty folder, named with letters, digits and hyphens."),
     own_data: bool = typer.Option(False, "--own-data", help="Add fedveil_data.py, which describes data of your own."),
     deadline: float = typer.Option(600.0, "--deadline", help="Seconds that a phase of a round may take."),
+    config: Config = None,
     *,
-    settings: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Make a Flower app folder that trains with these settings. It has 3 clients unless --clients says otherwise.
 
@@ -57,14 +58,15 @@ def init(
     from fedveil.config import RunConfig
     from fedveil.flower.app_folder import create_app
 
-    config = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **located_here(settings)})
-    project = create_app(folder, config, own_data=own_data, deadline=deadline)
-    plainly(f"wrote {project}: {config.scheme}, {config.clients} clients, {config.rounds} rounds")
+    settings = located_here(read_settings(config, flags))
+    planned = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **settings})
+    project = create_app(folder, planned, own_data=own_data, deadline=deadline)
+    plainly(f"wrote {project}: {planned.scheme}, {planned.clients} clients, {planned.rounds} rounds")
     if own_data:
         plainly(f"describe your data in {folder / 'fedveil_data.py'}, and copy it into every client's home")
     data = f" --data {folder / 'fedveil_data.py'}" if own_data else ""
     plainly(
-        f"next: fedveil flower up --nodes {config.clients}{data}, and in another terminal: fedveil flower run {folder}"
+        f"next: fedveil flower up --nodes {planned.clients}{data}, and in another terminal: fedveil flower run {folder}"
     )
 
 
@@ -236,7 +238,7 @@ def _elsewhere() -> list[tuple[str, list[str]]]:
 
 
 @flower.command("run")
-@takes_settings
+@takes_flags()
 def run(
     app: Path = typer.Argument(..., help="An app folder, made by `fedveil flower init`."),
     folder: Path = typer.Option(Path(".fedveil"), "--folder", help="The cluster of `fedveil flower up` to run on."),
@@ -251,8 +253,9 @@ def run(
         None, "--deadline", help="Seconds that a phase of a round may take. (default: the app's)"
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress bar, no table and no ledger."),
+    config: Config = None,
     *,
-    settings: dict[str, Any],
+    flags: dict[str, Any],
 ) -> None:
     """Submit a run and follow it: progress, figures and ledger as `fedveil run` shows them, and its exit codes.
 
@@ -274,7 +277,7 @@ def run(
     from fedveil.flower.commands import Submission, environment, require_flower
 
     require_flower()
-    places = Places(folder)
+    places, settings = Places(folder), read_settings(config, flags)
     if superlink is None:
         settings, out = located_here(settings), str(Path(out).expanduser().resolve()) if out else ""
     extras = {"out": out or None, "resume": resume or None, "deadline": deadline}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from fedveil.config import PANELS, RunConfig
+from fedveil.config import PANELS, RunConfig, parse_model_options
+from fedveil.errors import ConfigError
+from fedveil.own_code import SETTINGS, typed
 
 TensorBoard = Annotated[
     str | None,
@@ -76,12 +78,13 @@ def _flags() -> dict[str, inspect.Parameter]:
 
 
 FLAGS = _flags()
+_OF_SCHEMES = RunConfig().scheme_options
 
 
 def takes_flags(
     *, without: Collection[str] = (), only: Collection[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for every setting, where it says `**flags` or `flags`; those it has itself are left out.
+    """Give a command a flag for every setting, in the place of its parameter `flags`; those it has itself are left out.
 
     Args:
         without: Settings it does not take.
@@ -92,14 +95,15 @@ def takes_flags(
     """
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
-        parameters = list(_parameters(command))
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
         own = {one.name for one in parameters}
         wanted = FLAGS if only is None else only
         shared = [FLAGS[name] for name in wanted if name not in own and name not in without]
 
         @functools.wraps(command)
         def taking(**given: Any) -> None:
-            command(**{name: value for name, value in given.items() if name in own}, flags=_of(given, shared))
+            flags = {one.name: given.pop(one.name) for one in shared}
+            command(**given, flags=flags)
 
         placed = [part for one in parameters for part in (shared if one.name == "flags" else [one])]
         placed = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in placed]
@@ -110,54 +114,29 @@ def takes_flags(
     return give
 
 
-def _of(given: Mapping[str, Any], shared: Iterable[inspect.Parameter]) -> dict[str, Any]:
-    return {one.name: given[one.name] for one in shared}
-
-
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every settings flag and --config; it receives them as `settings`, a dict."""
-
-    def taking(*, config: Path | None, flags: dict[str, Any], **given: Any) -> None:
-        stored = RunConfig.read(config) if config is not None else {}
-        RunConfig.from_mapping(stored, where=str(config))  # so that a mistake is named with the file it stands in
-        command(**given, settings={**stored, **settings_given(flags, stored)})
-
-    own = [one for one in _parameters(command) if one.name != "settings"]
-    more = [
-        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config),
-        inspect.Parameter("flags", inspect.Parameter.KEYWORD_ONLY, annotation=dict),
-    ]
-    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
-    functools.update_wrapper(taking, command)
-    taking.__signature__ = inspect.Signature([*keyword_only, *more])  # type: ignore[attr-defined]
-    return takes_flags()(taking)
-
-
-def _parameters(command: Callable[..., None]) -> Iterable[inspect.Parameter]:
-    return inspect.signature(command, eval_str=True).parameters.values()
+def read_settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a command: those of its TOML file, and its flags over them."""
+    stored = RunConfig.read(config) if config is not None else {}
+    RunConfig.from_mapping(stored, where=str(config))  # so that a mistake is named with the file it stands in
+    return {**stored, **settings_given(flags, stored)}
 
 
 def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among a command's flags, as a configuration takes them; `stored` are those of its TOML file."""
-    from fedveil.config import parse_model_options
-    from fedveil.own_code import SETTINGS, typed
-
-    tables = {table: flags.get(name) for table, (name, *_) in _TABLES.items()}
-    names = {name for name, *_ in _TABLES.values()}
-    settings = {name: value for name, value in flags.items() if name not in names and value is not None}
+    settings = {name: value for name, value in flags.items() if value is not None}
     for name in SETTINGS:
         if name in settings:
             settings[name] = typed(settings[name])  # on a command, code may be named; in a file it may not
     if "cohort" in settings:
         settings["cohort"] = cohort_of(settings["cohort"])
-    if tables["model_options"]:
-        settings["model_options"] = {**_table(stored, "model_options"), **parse_model_options(tables["model_options"])}
-    if tables["options"]:
-        given = parse_model_options(tables["options"], example="keep=0.2")
-        ours = {one.name for one in dataclasses.fields(RunConfig) if one.metadata.get("of_scheme")}
-        settings |= {name.replace("-", "_"): value for name, value in given.items() if name.replace("-", "_") in ours}
-        own = {name: value for name, value in given.items() if name.replace("-", "_") not in ours}
-        settings |= {"options": {**_table(stored, "options"), **own}} if own else {}
+    if pairs := settings.pop("model_option", []):
+        settings["model_options"] = {**_table(stored, "model_options"), **parse_model_options(pairs)}
+    for name, value in parse_model_options(settings.pop("option", []), example="keep=0.2").items():
+        known = name.replace("-", "_")
+        if known in _OF_SCHEMES:
+            settings[known] = value
+        else:
+            settings["options"] = {**settings.get("options", _table(stored, "options")), name: value}
     return settings
 
 
@@ -168,8 +147,6 @@ def _table(stored: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def cohort_of(text: str) -> float | int:
     """A cohort as it is typed: 0.1 is a fraction, 5 a count."""
-    from fedveil.errors import ConfigError
-
     try:
         return float(text) if "." in text else int(text)
     except ValueError:
@@ -199,15 +176,6 @@ OwnScheme = Annotated[str | None, _own("scheme", "builds the scheme")]
 OwnDataset = Annotated[str | None, _own("dataset", "loads the data")]
 
 
-def own_model(text: str | None) -> str | None:
-    """A model as it is typed: on a command, code may be named; in a file it may not."""
-    from fedveil.own_code import typed
-
-    return None if text is None else typed(text)
-
-
 def own_code(**given: str | None) -> dict[str, str]:
-    """Settings by name as they are typed, those that were."""
-    from fedveil.own_code import typed
-
+    """Settings by name as they are typed, those that were: on a command, code may be named."""
     return {name: typed(text) for name, text in given.items() if text is not None}

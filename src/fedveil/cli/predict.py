@@ -37,7 +37,7 @@ def predict(
     from fedveil.runs.model_file import predict_dataset, predict_file, write_predictions
 
     with working("predicting"):
-        named = flag.own_model(own)
+        named = flag.own_code(model=own).get("model")
         if inputs is None:
             result = predict_dataset(model, dataset=dataset, part=part, model=named, say=aside)
         else:

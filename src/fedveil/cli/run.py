@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from fedveil.cli.ledger import show_ledger
-from fedveil.cli.options import Config, Mlflow, TensorBoard, settings_given, takes_flags
+from fedveil.cli.options import Config, Mlflow, TensorBoard, read_settings, takes_flags
 from fedveil.cli.tables import aside, percent, plainly, size, table
 
 
@@ -49,14 +49,12 @@ def run(
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
-    settings = RunConfig.read(config) if config is not None else {}
-    flags = settings_given(flags, settings)
+    settings = read_settings(config, flags)
     follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
     if resume:
-        summary = session.resume(out, changes={**settings, **flags}, quiet=quiet, say=aside, follow=follow)
+        summary = session.resume(out, changes=settings, quiet=quiet, say=aside, follow=follow)
     else:
-        RunConfig.from_mapping(settings, where=str(config))  # so that a mistake is named with the file it stands in
-        settled = RunConfig.from_mapping({**settings, **flags}, where="the command line")
+        settled = RunConfig.from_mapping(settings, where="the command line")
         summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow)
     if not quiet:
         show_summary(summary, out)

@@ -13,8 +13,7 @@ from fedveil.compare.grid import Report, cores, run_grid
 from fedveil.compare.plan import Plan, changed, check_unchanged, planned
 from fedveil.compare.results import Event, Standing, read_results, results_of, write_results
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.models import Factory
-from fedveil.models.custom import vouched
+from fedveil.own_code import SETTINGS, Code, vouched_settings
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.tracking import Tracked, trackers
 
@@ -93,7 +92,7 @@ def compare(
         config = one.cell.config
         return {
             "config": dataclasses.asdict(config),
-            "own_model": isinstance(config.model, Factory),
+            "own": [name for name in SETTINGS if isinstance(getattr(config, name), Code)],
             "folder": str(folder / one.cell.folder),
             "title": one.cell.name,
             "tracked": dataclasses.asdict(tracked.within(one.cell.folder)),
@@ -164,11 +163,11 @@ def _plan(
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
-    model = vouched(stored["common"].get("model"), settings.get("model"), where=str(file), say=say)
+    own = vouched_settings(stored["common"], settings, where=str(file), say=say)
     plan = planned(
         _joined(list(stored["schemes"]), schemes),
         seeds=_joined(stored["seeds"], seeds),
-        settings={**stored["common"], **settings, **({} if model is None else {"model": model})},
+        settings={**stored["common"], **settings, **own},
         only={**stored["only"], **(only or {})},
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))

@@ -72,7 +72,7 @@ class _Reporter:
 
 def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Train one cell of a comparison, from its beginning or from its checkpoint."""
-    from fedveil.models import Factory
+    from fedveil.own_code import Code
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
@@ -82,10 +82,11 @@ def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     folder = RunFolder(job["folder"])
     follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
     config = RunConfig.from_mapping(job["config"], where=job["title"])
-    if job["own_model"]:  # named by whoever started the comparison; no file says that
-        config = config.with_changes(model=Factory(config.model))
+    # Named by whoever started the comparison; no file says that.
+    own = {name: Code(getattr(config, name)) for name in job["own"]}
+    config = config.with_changes(**own)
     if folder.config_file.exists():
-        summary = session.resume(folder.path, changes={"model": config.model}, quiet=True, say=say, follow=follow)
+        summary = session.resume(folder.path, changes=own, quiet=True, say=say, follow=follow)
     else:
         summary = session.run(config, folder.path, quiet=True, say=say, follow=follow)
     return {"summary": summary}

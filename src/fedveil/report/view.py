@@ -31,6 +31,7 @@ from fedveil.report.words import AuditView, Claim, Entry, audit_view, claim, ent
 
 _ALWAYS = ("scheme", "dataset", "model", "clients", "rounds")
 _IN_PYTHON = "python"
+_TABLES = {"model_options": "-o", "options": "--set"}
 
 
 def command_for(settings: Mapping[str, Any], *, out: str) -> str:
@@ -39,15 +40,15 @@ def command_for(settings: Mapping[str, Any], *, out: str) -> str:
         return ""
     words = ["fedveil", "run"]
     for one in dataclasses.fields(RunConfig):
-        if one.name == "model_options" or one.name not in settings:
+        if one.name in _TABLES or one.name not in settings:
             continue
         value = settings[one.name]
         if one.name in _ALWAYS or value != one.default:
             words += _flag(one.name, value)
-    options = settings.get("model_options")
-    if isinstance(options, Mapping):
-        for key, value in options.items():
-            words += ["-o", f"{key}={_option(value)}"]
+    for table, flag in _TABLES.items():
+        options = settings.get(table)
+        for key, value in options.items() if isinstance(options, Mapping) else ():
+            words += [flag, f"{key}={_option(value)}"]
     return shlex.join([*words, "--out", out])
 
 

@@ -198,6 +198,8 @@ class Conductor(ABC):
             fields = released_fields(sent)
             if not self._named.issuperset(fields):
                 check_declared(fields, self._declared)
+        if isinstance(ask.into, Inbox):
+            check_declared(ask.into.awaits(), self._declared)
 
     @property
     def left_out(self) -> dict[int, str]:
@@ -223,8 +225,6 @@ class Conductor(ABC):
                 "left that it would not"
             )
         return "no client has introduced itself"
-        if isinstance(ask.into, Inbox):
-            check_declared(ask.into.awaits(), self._declared)
 
 
 def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:

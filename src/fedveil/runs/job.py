@@ -28,8 +28,8 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
-from fedveil.runs.attendance import attended
 from fedveil.schemes import SchemeInfo, Setting
+from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
 from fedveil.work.clipping import refuse_batch_norm
@@ -246,6 +246,31 @@ def agreed(config: RunConfig, *, clients: int, task: str, own: SchemeInfo | None
     # Updates are already multiplied by the local learning rate: the server takes them whole.
     server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
     return Agreed(scheme, loss, cohort, Optimiser(server, config.momentum, config.weight_decay))
+
+
+def attended(
+    info: SchemeInfo, setting: Setting, options: Mapping[str, Option], *, cohort: Cohort, simulation: bool
+) -> tuple[Scheme, Cohort]:
+    """A scheme for these cohorts, which are shuffled wherever clients share keys and their nonces are secret.
+
+    Simulated nonces hide nothing; cohorts by the seed make simulations of different schemes comparable.
+    """
+
+    def assembled(cohort: Cohort) -> Scheme:
+        known = replace(
+            setting,
+            participations=cohort.most_participations(setting.rounds),
+            rate=cohort.size / cohort.clients,
+            cohort=cohort.size,
+            clients=cohort.clients,
+        )
+        return info.assemble(known, options)
+
+    scheme = assembled(cohort)
+    if simulation or cohort.size == cohort.clients or scheme.uplink.introduction != "keys":
+        return scheme, cohort
+    shuffled = replace(cohort, shuffled=True)
+    return assembled(shuffled), shuffled
 
 
 def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) -> tuple[Blueprint, Weights]:

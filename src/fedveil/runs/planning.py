@@ -21,7 +21,7 @@ from fedveil.ledger.statement import Ledger
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import BoundedWork, Scheme, bounded
-from fedveil.runs.attendance import attended
+from fedveil.runs.job import attended
 from fedveil.runs.privacy_journal import account_for, composed, floors, ledger_of
 from fedveil.schemes import Setting
 from fedveil.schemes.options import Budget

@@ -156,9 +156,8 @@ def _hints(build: Callable[..., Scheme]) -> dict[str, Any]:
 def _groups(build: Callable[..., Scheme]) -> dict[str, Any]:
     """The parameters that are groups of options, with the group that holds their defaults."""
     hints = _hints(build)
-    parameters = inspect.signature(build).parameters.values()
+    parameters = list(inspect.signature(build).parameters.values())[1:]
     groups = {one.name: one for one in parameters if dataclasses.is_dataclass(hints.get(one.name))}
-    groups = {name: one for name, one in groups.items() if hints[name] is not Setting}
     return {name: hints[name]() if one.default is one.empty else one.default for name, one in groups.items()}
 
 
