@@ -437,7 +437,10 @@ def _curve_cells(quick: bool) -> tuple[Cell, ...]:
 def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
     """Train, with a test evaluation after an epoch's worth of rounds."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = cell.more.get("tf32", False)
-    job, rounds, losses, curve = stage.job(cell, seed=seed), [], [], []
+    job = stage.job(cell, seed=seed)
+    rounds: list[float] = []
+    losses: list[float] = []
+    curve: list[float] = []
 
     def watch(row: Round, state: ServerState) -> None:
         on_round(state.round, job.config.rounds)
@@ -447,10 +450,10 @@ def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figur
             curve.append(round(100 * float(row["test_accuracy"]), 3))
 
     outcome = train_job(job, state=fresh_state(job), on_round=watch)
-    about = {"device": stage.describe(), "torch": torch.__version__, "seconds": round(outcome.seconds, 2)}
+    about: Figures = {"device": stage.describe(), "torch": torch.__version__, "seconds": round(outcome.seconds, 2)}
     assert outcome.client_view is not None
     received = outcome.client_view.received.accuracy
-    sent = {"client_view_accuracy": received, "bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
+    sent: Figures = {"client_view_accuracy": received, "bytes_down": outcome.bytes_down, "bytes_up": outcome.bytes_up}
     return {**about, "rounds": job.config.rounds, "evaluated": rounds, "loss": losses, "curve": curve, **sent}
 
 

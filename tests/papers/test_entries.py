@@ -124,7 +124,7 @@ class Finder(importlib.abc.MetaPathFinder):
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Finder())
-from papers import run_entry
+from papers import Options, run_entry
 
 out, data = sys.argv[1:]
 run_entry("nadp-table3", Options(out=out))
