@@ -33,6 +33,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import IO
 
@@ -134,7 +135,7 @@ class ChildProcess:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def send(self, kind: framing.IntEnum, *parts: framing.Part, deadline: float | None = None) -> None:
+    def send(self, kind: IntEnum, *parts: framing.Part, deadline: float | None = None) -> None:
         """Send it a frame; a ChildDiedError if it has ended, a TimeoutError after the deadline."""
         try:
             framing.send(self.input, kind, *parts, deadline=deadline)
