@@ -13,7 +13,7 @@ from enum import IntEnum
 import pytest
 
 from fedveil.errors import ProtocolError
-from fedveil.framing import LIMIT, BrokenOffError, receive, send
+from fedveil.framing import LIMIT, BrokenOffError, pack, receive, send, unpack
 
 
 class Kind(IntEnum):
@@ -154,3 +154,33 @@ def test_a_peer_that_sends_drop_by_drop_is_given_up_too(pair: tuple[socket.socke
 def test_a_peer_that_takes_nothing_is_given_up_at_the_deadline(pair: tuple[socket.socket, socket.socket]) -> None:
     with pytest.raises(TimeoutError):
         send(pair[0], Kind.PARCEL, bytes(1 << 24), deadline=soon(0.2))
+
+
+PARCEL = pack({"setup": "a", "number": 3}, {"common": b"abc", "private": b""})
+
+
+def test_a_parcel_comes_back_as_it_was_packed_and_is_the_bytes_it_always_was() -> None:
+    assert unpack(PARCEL) == ({"setup": "a", "number": 3}, {"common": b"abc", "private": b""})
+    header = b'{"header":{"setup":"a","number":3},"parts":{"common":3,"private":0}}'
+    assert b"FVP1" + struct.pack("<I", len(header)) + header + b"abc" == PARCEL
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b"FVP1",
+        b"FVW1" + PARCEL[4:],
+        PARCEL[:-1],
+        PARCEL + b"\0",
+        PARCEL[:20],
+        PARCEL.replace(b'"common":3', b'"common":9'),
+        PARCEL.replace(b'"private":0', b'"private":-1'),
+        PARCEL[:4] + struct.pack("<I", (1 << 20) + 1) + PARCEL[8:],
+        PARCEL[:4] + struct.pack("<I", 2) + b"[]",
+    ],
+    ids=repr,
+)
+def test_a_damaged_parcel_is_refused(damaged: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack(damaged)

@@ -12,6 +12,9 @@ of it outlives its parent. Flower's processes start others in sessions of their 
 leaves behind. So that process adopts whatever the command leaves orphaned (Linux), and ends all of it when the command
 exits, when it is told to (SIGTERM: gently; SIGUSR1: as a power cut would), or when its standard input closes. With
 `--spare WORD` it leaves alone what has WORD in its command line, and what that started.
+
+One process is nobody's child on purpose: a client's worker on Flower serves one message after the other, and outlives
+whoever happened to start it (fedveil.flower.worker_client).
 """
 
 from __future__ import annotations

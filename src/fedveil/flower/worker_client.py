@@ -142,8 +142,10 @@ def settings_of(home: Path) -> dict[str, Any]:
     path = home / SETTINGS
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
-        raise ConfigError(f"{path} cannot be read: {reason}. Make it with `fedveil flower client`.") from reason
+    except OSError as reason:
+        raise ConfigError(f"{path} cannot be read: {reason.strerror}. Make it with `fedveil flower client`.") from reason
+    except ValueError as reason:
+        raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
 
 
 def socket_address(home: Path) -> Path:
