@@ -105,7 +105,7 @@ def in_settings(place: Path) -> None:
     (place / "settings.toml").write_text(f"model = {json.dumps(names_code(place))}\nrounds = 1\nclients = 2\n")
 
 
-AUDIT = ("audit", "run", "--quick", "--workers", 1, "--attacks", "closed-form,received")
+AUDIT = ("audit", "run", "--quick", "--workers", 1, "--attacks", "closed-form")
 ATTACKS: dict[str, tuple[Callable[[Path], None], tuple[str | int, ...]]] = {
     "predict, a model file": (in_model, ("predict", "run/model.safetensors")),
     "predict, a run folder": (in_model, ("predict", "run")),
@@ -134,7 +134,18 @@ def test_no_name_in_a_file_is_imported(name: str, received: Path, monkeypatch: p
     assert "Traceback" not in done.error
 
 
-@pytest.mark.parametrize("name", [one for one in ATTACKS if one not in ("resume", "compare")])
+SEEN_BELOW = ("resume", "compare")
+LIKE_ANOTHER = ("audit, by its model", "audit, by its record")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one in LIKE_ANOTHER else ())
+        for one in ATTACKS
+        if one not in SEEN_BELOW
+    ],
+)
 def test_what_is_named_on_the_command_itself_is_run(name: str, received: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forge, command = ATTACKS[name]
     forge(received)
@@ -164,6 +175,7 @@ def test_a_run_of_ones_own_model_goes_on_where_it_is_named_again(
     assert len((received / "own" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_comparison_of_ones_own_model_goes_on_where_it_is_named_again(
     received: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
