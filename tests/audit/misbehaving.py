@@ -26,10 +26,6 @@ def counts(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def raises(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
-    raise ValueError("the picture would not come out")
-
-
 def dies(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
     progress(0.5)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -43,8 +39,8 @@ def leaves(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
 
 def hangs(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
     progress(0.25)
-    time.sleep(600)
-    return {}
+    while True:
+        time.sleep(600)
 
 
 def declines(view: Any, settings: Any, progress: Any) -> dict[str, torch.Tensor]:
