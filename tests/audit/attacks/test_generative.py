@@ -39,7 +39,9 @@ def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> 
     assert result.label_found
 
 
-@pytest.mark.parametrize("model", ["lenet-sigmoid", "mlp", "cnn"])
+@pytest.mark.parametrize(
+    "model", ["mlp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lenet-sigmoid", "cnn"))]
+)
 def test_digits_are_found_on_every_small_model(model: str) -> None:
     found = []
     for i in range(1 if model == "lenet-sigmoid" else 3):
@@ -50,7 +52,7 @@ def test_digits_are_found_on_every_small_model(model: str) -> None:
     assert sorted(found)[len(found) // 2] > 20, found
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_batches_are_reconstructed(count: int) -> None:
     x, y = TEST.x[:count], TEST.y[:count]
     result = generative(unprotected("lenet-sigmoid", x, y), digits_prior(), generator=generator(), budget=QUICK)
@@ -59,7 +61,7 @@ def test_batches_are_reconstructed(count: int) -> None:
     assert sorted(result.labels.tolist()) == sorted(y.tolist())
 
 
-@pytest.mark.parametrize("hiding", ["noise", "mask"])
+@pytest.mark.parametrize("hiding", [pytest.param("noise", marks=pytest.mark.slow), "mask"])
 def test_noise_and_a_mask_leave_no_more_than_a_blind_guess(hiding: str) -> None:
     x, y = TEST.x[:1], TEST.y[:1]
     problem = unprotected("lenet-sigmoid", x, y)

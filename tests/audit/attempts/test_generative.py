@@ -89,8 +89,13 @@ def test_classes_and_their_number_can_be_chosen() -> None:
             tried(class_inversion, view, classes=wrong)
 
 
-def test_both_are_found_by_name_and_run_in_a_process_that_gets_the_view_alone() -> None:
+def test_both_are_found_by_name() -> None:
     assert attack_at(target_of("generative")) is generative
+    assert attack_at(target_of("class-inversion")) is class_inversion
+
+
+@pytest.mark.slow
+def test_a_prior_is_learned_in_a_process_that_gets_the_view_alone() -> None:
     view = trained("fedavg").view(public__x=DIGITS.train.x[PUBLIC][:16])
     with AttackProcess("class-inversion") as process:
         found = process.run(to_bytes(view), settings={**QUICK, "per_class": 1, "classes": [1]})
