@@ -22,7 +22,7 @@ LEASH = [sys.executable, "-P", "-m", "fedveil.deploy.leash"]
 
 
 def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not true():
         assert time.monotonic() < deadline, "it did not come to pass"
         time.sleep(0.05)

@@ -24,7 +24,7 @@ from fedveil.engines.flower import courier
 from fedveil.engines.flower.courier import CourierError, accepts, hand_over, ping, socket_address, stop
 from fedveil.errors import ConfigError
 
-SECONDS = 40.0
+SECONDS = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from fedveil.engines.flower.courier import CourierError, hand_over, ping, socket
 from fedveil.engines.flower.frames import LIMIT, Kind, receive, send
 from fedveil.errors import ConfigError
 
-SECONDS = 40.0
+SECONDS = 300.0
 
 
 @pytest.fixture(autouse=True)
