@@ -79,9 +79,11 @@ def finished(
     return run, summary, expected
 
 
-def test_a_run_over_real_processes_gives_the_local_engines_model_though_a_worker_is_killed(tmp_path: Path) -> None:
+def test_a_run_over_real_processes_gives_the_local_engines_model_though_a_worker_is_killed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """A single round of few messages to two clients, for each message starts a process of Flower's."""
-    with of_nodes(tmp_path / "cluster", 2) as pair:
+    with of_nodes(tmp_path_factory.mktemp("pair"), 2) as pair:
         run, summary, expected = finished(pair, tmp_path, killed="answer, then wait", scheme="lossless", rounds=1)
         assert_same(model_of(run.out, homes_of(pair)), expected)
     assert (summary["engine"], summary["rounds"]) == ("flower", 1)
