@@ -68,6 +68,7 @@ def numbers(figures: Figures, name: str) -> list[float]:
     return value
 
 
+@pytest.mark.slow
 def test_what_travels_bare_gives_a_batch_of_one_away_under_any_noise() -> None:
     figures = run_of("mpdp")
     assert min(numbers(figures, "noise")) > 10

@@ -65,8 +65,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("unmask", ["always", "on-dropout"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+OFTEN = {(name, "always") for name in CASES} | {("complete", "on-dropout"), ("ring of 40", "on-dropout")}
+
+
+@pytest.mark.parametrize(
+    ("case", "unmask"),
+    [
+        pytest.param(case, how, id=f"{name}-{how}", marks=() if (name, how) in OFTEN else pytest.mark.slow)
+        for name, case in CASES.items()
+        for how in ("always", "on-dropout")
+    ],
+)
 def test_training_under_masks_ends_in_the_model_of_training_without(case: dict[str, Any], unmask: str) -> None:
     bare = {name: value for name, value in case.items() if name not in ("neighbours", "value_range")}
     theirs, their_rounds = trained(job(scheme="lossless", **LEARNING, **bare))

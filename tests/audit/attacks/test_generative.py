@@ -33,6 +33,7 @@ SHORT = Search(draws=4, steps=5, feature_steps=4, restarts=2)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> None:
     result = generative_reference(budget=QUICK)
     assert result.effective, result.psnr
@@ -136,6 +137,7 @@ def recognised(steps: int) -> Rate:
     return attack_success(pictures, labels, classifier=digits_judge().scores)
 
 
+@pytest.mark.slow
 def test_class_inversion_of_a_trained_model_is_recognised_and_of_an_untrained_one_is_not() -> None:
     """Chance is 10 %. An untrained model is as easily made sure of a class, but not of the right one."""
     assert accuracy(digits_model()(TEST.x), TEST.y) > 0.85
@@ -145,6 +147,7 @@ def test_class_inversion_of_a_trained_model_is_recognised_and_of_an_untrained_on
     assert trained.low > control.high + 0.2
 
 
+@pytest.mark.slow
 def test_inverted_pictures_lie_near_the_private_ones_of_their_class() -> None:
     pictures, labels = inverted(400)
     private, of = DIGITS.train.x[450:900], DIGITS.train.y[450:900]
