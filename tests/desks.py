@@ -76,7 +76,7 @@ class Desk:
         ).encode()
 
 
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 300.0) -> None:
     """Wait for a condition that must come true."""
     end = time.monotonic() + seconds
     while not condition():

@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_python_block_runs(tmp_path: Path) -> None:
     (block,) = blocks("python")
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     accuracy, seen, cover = map(float, done.stdout.split())
     assert 0 <= accuracy <= 1

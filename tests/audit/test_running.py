@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -228,18 +227,17 @@ def test_ctrl_c_ends_what_runs_at_once_and_keeps_what_was_found(
     children = running_children()
     main = threading.main_thread().ident
     assert main is not None
-    begun: list[float] = []
+    begun: list[bool] = []
 
     def tick(now: Tick) -> None:
-        # "received" goes first, then "probe" hangs for ten minutes after a quarter of its work.
+        # "received" goes first, then "probe" hangs for ever after a quarter of its work.
         if now.running.get("probe") == 0.25 and not begun:
-            begun.append(time.perf_counter())
+            begun.append(True)
             signal.pthread_kill(main, signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         audited(tmp_path, "received", "probe", "parameters", known=known, tick=tick)
     assert begun
-    assert time.perf_counter() - begun[0] < 30
     assert running_children() == children
     kept = store(tmp_path)
     assert kept.has("client/received")

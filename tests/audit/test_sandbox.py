@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +66,15 @@ def test_what_is_not_in_the_view_cannot_be_seen(tmp_path: Path, monkeypatch: pyt
         assert what not in json.dumps(seen)
 
 
-def test_an_error_inside_an_attack_is_told() -> None:
-    with pytest.raises(AttackError, match="'raises' failed: ValueError: the picture would not come out"):
-        run("raises")
-
-
-def test_a_killed_attack_is_told_from_one_that_leaves() -> None:
+def test_a_killed_attack_is_told() -> None:
     with pytest.raises(AttackError, match="'dies' was killed by signal 9"):
         run("dies")
-    with pytest.raises(AttackError, match=r"'leaves' ended without a result \(exit code 3\).*no more of this"):
-        run("leaves")
 
 
 def test_an_attack_that_takes_too_long_is_stopped() -> None:
-    started = time.perf_counter()
+    """It would sleep for ever."""
     with pytest.raises(AttackError, match="not done after 4 seconds"):
         run("hangs", time_limit=4.0)
-    assert time.perf_counter() - started < 60
 
 
 def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> None:
@@ -98,7 +89,7 @@ def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> No
 
 
 def test_a_process_takes_one_view_after_the_other() -> None:
-    """The same process, views of different length, and failures in between: each answer belongs to its own view."""
+    """The same process, views of different length, and between them errors and an attack that does not apply."""
     record = recorded_once(scheme="lossless")[1]
     lengths = []
     with AttackProcess("moody", attacks=ATTACKS) as process:
@@ -130,7 +121,9 @@ def alive(process: int) -> bool:
 def test_after_a_death_the_next_view_gets_a_new_process() -> None:
     with AttackProcess("moody", attacks=ATTACKS) as process:
         before = int(process.run(view(), settings={"mood": "well"})["process"])
-        with pytest.raises(AttackError, match=r"exit code 3\)\. It said: no more of this$"):
+        with pytest.raises(
+            AttackError, match=r"'moody' ended without a result \(exit code 3\)\. It said: no more of this$"
+        ):
             process.run(view(), settings={"mood": "leave"})
         after = int(process.run(view(), settings={"mood": "well"})["process"])
     assert before != after
@@ -151,11 +144,6 @@ def test_a_view_that_comes_while_another_is_worked_on_is_refused() -> None:
         process.run(view(), settings={"number": 1}, on_progress=meddle)
     assert len(refused) == 5
     assert "is at work" in refused[0]
-
-
-def test_an_inapplicable_attack_is_told_from_a_failed_one() -> None:
-    with pytest.raises(NotApplicableError, match=r"^no head noise$"):
-        run("declines")
 
 
 def test_what_is_no_answer_is_not_taken_for_one() -> None:

@@ -106,6 +106,7 @@ def test_json_is_the_file_and_nothing_else(ran: Path, first: Done) -> None:
     assert json.loads(done.output) == json.loads((ran / "audit" / "audit.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_audit_of_another_effort_is_said_to_be_replaced(ran: Path, first: Done, tmp_path: Path) -> None:
     shutil.copytree(ran / "audit", tmp_path / "other")
     before = (tmp_path / "other" / "audit.json").read_text()

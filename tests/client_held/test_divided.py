@@ -321,7 +321,7 @@ def phase_of(request: Request) -> str | None:
 
 
 @given(first=FAULTS, second=FAULTS, way=st.sampled_from(["pads", "pads, on dropout", "ballots"]))
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 def test_whoever_drops_out_when_the_model_is_the_mean_of_those_who_arrived_or_as_it_was(
     without_noise: dict[str, Any], first: dict[str, set[int]], second: dict[str, set[int]], way: str
 ) -> None:

@@ -12,6 +12,7 @@ from docs.pages import DOCS, blocks, typed
 TEXT = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_command_and_block_runs_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = typed("tutorial.md", tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,9 +25,7 @@ def objective(kind: str) -> Loss:
     return SquareLoss(target_scale=2.0, true_weight=4.0) if kind == "weighted" else SquareLoss()
 
 
-@settings(PROFILE, max_examples=320)
-@given(plan=plans, head=st.integers(0, 4), kind=LOSSES, samples=st.integers(3, 6))
-def test_random_networks_are_exact_in_float64(plan: Plan, head: int, kind: str, samples: int) -> None:
+def check_exact(plan: Plan, head: int, kind: str, samples: int) -> None:
     model, example = build(plan)
     model = model.double()
     scramble(model, plan.seed)
@@ -43,7 +42,23 @@ def test_random_networks_are_exact_in_float64(plan: Plan, head: int, kind: str, 
     assert_within(found, TOLERANCE)
 
 
-@settings(PROFILE, max_examples=60)
+RANDOM = given(plan=plans, head=st.integers(0, 4), kind=LOSSES, samples=st.integers(3, 6))
+
+
+@settings(PROFILE, max_examples=100)
+@RANDOM
+def test_random_networks_are_exact_in_float64(plan: Plan, head: int, kind: str, samples: int) -> None:
+    check_exact(plan, head, kind, samples)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=1000)
+@RANDOM
+def test_many_more_random_networks_are_exact(plan: Plan, head: int, kind: str, samples: int) -> None:
+    check_exact(plan, head, kind, samples)
+
+
+@settings(PROFILE, max_examples=30)
 @given(plan=plans, head=st.integers(0, 4))
 def test_random_networks_are_within_a_thousandth_in_float32(plan: Plan, head: int) -> None:
     model, example = build(plan)

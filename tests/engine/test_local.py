@@ -31,7 +31,7 @@ def equal(ours: ServerState, theirs: ServerState) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scheme", [{"scheme": "fedavg"}, {"scheme": "pbpfl"}, {"head_groups": 4}])
 def test_whatever_the_order_of_arrival_the_model_is_the_same_bit_for_bit(scheme: dict[str, Any], dtype: str) -> None:
     settings = {

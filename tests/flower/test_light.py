@@ -12,7 +12,7 @@ HEAVY = ("torch", "numpy", "scipy", "sklearn")
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_the_client_app_is_loaded_without_torch() -> None:

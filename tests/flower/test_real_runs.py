@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ pytest.importorskip("flwr")
 from fedveil.flower.cluster import Cluster
 from fedveil.processes import descendants
 from flower_runs import (
+    COMMON,
     Run,
+    Weights,
     assert_same,
     events,
     homes_of,
@@ -28,24 +31,62 @@ from flower_runs import (
     worker_of,
 )
 
+AGAIN = "the same message again"
+"""What a worker's log says of an answer that is kept and repeated."""
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+
+@contextlib.contextmanager
+def of_nodes(folder: Path, nodes: int) -> Iterator[Cluster]:
     before = set(descendants(os.getpid()))  # other tests may have left helpers of their own
-    with Cluster(tmp_path_factory.mktemp("cluster"), nodes=3) as made:
+    with Cluster(folder, nodes=nodes) as made:
         yield made
     assert set(descendants(os.getpid())) <= before
 
 
-def test_secure_aggregation_over_real_processes_gives_the_local_engines_model(cluster: Cluster, tmp_path: Path) -> None:
-    settings = {"scheme": "veil-secagg"}
-    with Run(cluster, made_app(tmp_path / "app", **settings), tmp_path / "run") as run:
-        expected = local_model(tmp_path / "local", **settings)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with of_nodes(tmp_path_factory.mktemp("cluster"), 3) as made:
+        yield made
+
+
+def finished(
+    cluster: Cluster, folder: Path, *, killed: str | None = None, **settings: Any
+) -> tuple[Run, dict[str, Any], Weights]:
+    """A run that its server found nothing wrong with, its summary, and the local engine's model of the same run.
+
+    With `killed`, client 1's worker is killed in the first round: its courier starts another, which answers the message
+    or repeats the answer that the first one kept.
+    """
+    settings["clients"] = cluster.nodes
+    home = cluster.places.home(1)
+    log = home / "worker.log"
+    told = log.read_text().count(AGAIN) if log.exists() else 0
+    with contextlib.ExitStack() as stack:
+        worker = stack.enter_context(ordered_worker(home, ("Train", 1, killed))) if killed else None
+        run = stack.enter_context(Run(cluster, made_app(folder / "app", **settings), folder / "run"))
+        expected = local_model(folder / "local", **settings)
+        if worker is not None:
+            run.eventually(lambda: is_waiting(home), "the worker is in the middle of its work")
+            worker.kill()
+            worker.wait()
         summary = run.summary()
-    assert_same(model_of(run.out, homes_of(cluster)), expected)
-    assert (summary["engine"], summary["rounds"]) == ("flower", 2)
-    assert [row["clients"] for row in rows(run.out)] == [3, 3]
+        if worker is not None:
+            assert worker_of(home) != worker.pid
+    rounds = settings.get("rounds", COMMON["rounds"])
+    assert [row["clients"] for row in rows(run.out)] == [cluster.nodes] * rounds
     assert events(run.out) == [], "nothing went wrong, and nothing is said to have"
+    assert log.read_text().count(AGAIN) - told == (killed == "answer, then wait")
+    return run, summary, expected
+
+
+def test_a_run_over_real_processes_gives_the_local_engines_model_though_a_worker_is_killed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A single round of few messages to two clients, for each message starts a process of Flower's."""
+    with of_nodes(tmp_path_factory.mktemp("pair"), 2) as pair:
+        run, summary, expected = finished(pair, tmp_path, killed="answer, then wait", scheme="lossless", rounds=1)
+        assert_same(model_of(run.out, homes_of(pair)), expected)
+    assert (summary["engine"], summary["rounds"]) == ("flower", 1)
 
 
 @pytest.mark.slow
@@ -53,19 +94,18 @@ def test_secure_aggregation_over_real_processes_gives_the_local_engines_model(cl
     "settings",
     [
         pytest.param({"scheme": "lossless"}, id="lossless"),
+        pytest.param({"scheme": "veil-secagg"}, id="veil-secagg"),
         pytest.param({"scheme": "nadp"}, id="nadp"),
         pytest.param({"scheme": "paraaegis", "cipher": "pads", "share": 0.1, "clip": 0.01}, id="paraaegis with pads"),
         pytest.param({"scheme": "paraaegis", "cipher": "ckks", "share": 0.1, "clip": 0.01}, id="paraaegis with ckks"),
     ],
 )
-def test_other_schemes_over_real_processes_give_the_local_engines_model(
+def test_schemes_over_real_processes_give_the_local_engines_model(
     cluster: Cluster, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     if settings.get("cipher") == "ckks":
         pytest.importorskip("tenseal")
-    with Run(cluster, made_app(tmp_path / "app", **settings), tmp_path / "run") as run:
-        expected = local_model(tmp_path / "local", **settings)
-        run.summary()
+    run, _, expected = finished(cluster, tmp_path, **settings)
     found = model_of(run.out, homes_of(cluster))
     if settings["scheme"] == "nadp":
         # Noise that cancels, in floating-point numbers: the last digit may differ between two processes.
@@ -73,34 +113,16 @@ def test_other_schemes_over_real_processes_give_the_local_engines_model(
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
     else:
         assert_same(found, expected)
-    assert [row["clients"] for row in rows(run.out)] == [3, 3]
-    assert events(run.out) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param("wait, then answer", id="before its answer is made", marks=pytest.mark.slow),
+        pytest.param("wait, then answer", id="before its answer is made"),
         pytest.param("answer, then wait", id="after its answer is kept"),
     ],
 )
 def test_a_worker_killed_in_the_middle_of_a_round_changes_nothing(cluster: Cluster, order: str, tmp_path: Path) -> None:
-    """Its courier starts another, which answers the message or repeats the answer that the first one kept."""
-    home = cluster.places.home(1)
-    settings = {"scheme": "lossless"}
-    told = (home / "worker.log").read_text().count("the same message again") if (home / "worker.log").exists() else 0
-    with (
-        ordered_worker(home, ("Train", 1, order)) as worker,
-        Run(cluster, made_app(tmp_path / "app", **settings), tmp_path / "run") as run,
-    ):
-        expected = local_model(tmp_path / "local", **settings)
-        run.eventually(lambda: is_waiting(home), "the worker is in the middle of its work")
-        worker.kill()
-        worker.wait()
-        run.summary()
-        assert worker_of(home) != worker.pid
+    run, _, expected = finished(cluster, tmp_path, killed=order, scheme="lossless")
     assert_same(model_of(run.out, homes_of(cluster)), expected)
-    assert [row["clients"] for row in rows(run.out)] == [3, 3]
-    assert events(run.out) == [], "the server has noticed nothing"
-    again = (home / "worker.log").read_text().count("the same message again") - told
-    assert again == (order == "answer, then wait")

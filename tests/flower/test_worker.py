@@ -25,7 +25,7 @@ from fedveil.flower import worker
 from fedveil.flower.worker_client import Kind, WorkerError, hand_over, ping, socket_address, stop
 from fedveil.framing import LIMIT, receive, send
 
-SECONDS = 40.0
+SECONDS = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
 from fedveil.flower.worker_client import WorkerError, accepts, hand_over, ping, socket_address, stop
 
-SECONDS = 40.0
+SECONDS = 300.0
 
 
 @pytest.fixture(autouse=True)

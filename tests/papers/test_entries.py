@@ -51,7 +51,13 @@ SOME = {
 }
 
 
-@pytest.mark.parametrize("name", SOME)
+OFTEN = ("nadp-table1", "mpdp-accuracy", "veil-dp-accuracy")
+"""One of each paper."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SOME]
+)
 def test_an_entry_trains_its_cells(name: str, folder: Path, tmp_path: Path) -> None:
     report = reproduce(name, Options(out=tmp_path, data=folder, quick=True, only=SOME[name]))
     figures = kept(tmp_path, f"{name}-quick")
@@ -63,6 +69,7 @@ def test_an_entry_trains_its_cells(name: str, folder: Path, tmp_path: Path) -> N
     assert all(one["noise"] > 0 and one["epsilon"] > 0 for one in noisy.values())
 
 
+@pytest.mark.slow
 def test_exact_accounting_adds_less_noise_for_the_same_epsilon(folder: Path, tmp_path: Path) -> None:
     reproduce(
         "nadp-table1", Options(out=tmp_path, data=folder, quick=True, only=["*/n10/eps4/nadp*", "*/n10/eps4/ldp"])

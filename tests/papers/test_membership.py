@@ -192,6 +192,7 @@ def test_figures_of_another_effort_are_refused(tmp_path: Path) -> None:
         store.has(replace(cell, more={**EFFORT, "shadows": 9}), 1)
 
 
+@pytest.mark.slow
 def test_a_small_veiled_run_is_attacked_three_ways(
     proven: None, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,9 +52,8 @@ def test_pictures_are_brought_between_zero_and_one_and_errors_back_to_their_unit
     assert scale.square == pytest.approx((16 + 4) / 2)
 
 
-@pytest.fixture(scope="module")
-def cells() -> dict[str, Figures]:
-    """MP-DP and veil-secagg on an mlp, for real."""
+def run_of(scheme: str) -> Figures:
+    """A scheme on an mlp, for real."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(TABLE["quick"], "clients", 3)
         patched.setattr(mpdp, "judge_of", lambda *_, **__: (Alike(), 1.0))
@@ -72,8 +71,9 @@ def numbers(figures: Figures, name: str) -> list[float]:
     return value
 
 
-def test_what_travels_bare_gives_a_batch_of_one_away_under_any_noise(cells: dict[str, Figures]) -> None:
-    figures = cells["mpdp"]
+@pytest.mark.slow
+def test_what_travels_bare_gives_a_batch_of_one_away_under_any_noise() -> None:
+    figures = run_of("mpdp")
     assert min(numbers(figures, "noise")) > 10
     assert max(numbers(figures, "closed-form psnr")) < max(numbers(figures, "mean picture psnr")) + 3
     assert min(numbers(figures, "phi psnr")) > 60
@@ -84,8 +84,9 @@ def test_what_travels_bare_gives_a_batch_of_one_away_under_any_noise(cells: dict
     assert float((made - originals).abs().max()) < 0.01
 
 
-def test_masks_leave_nothing_to_read(cells: dict[str, Figures]) -> None:
-    figures = cells["veil-secagg"]
+@pytest.mark.slow
+def test_masks_leave_nothing_to_read() -> None:
+    figures = run_of("veil-secagg")
     assert numbers(figures, "noise") == [-1.0, -1.0, -1.0]
     for attack in MLP.attacks:
         assert max(numbers(figures, f"{attack} psnr")) < max(numbers(figures, "mean picture psnr")) + 3

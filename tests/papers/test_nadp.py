@@ -112,6 +112,7 @@ def test_coalitions_grow_and_never_hold_their_victim(seen: Seen) -> None:
         assert victim not in sizes[-1]
 
 
+@pytest.mark.slow
 def test_a_small_table_is_run_and_judged(small: Form, tmp_path: Path) -> None:
     seen = reproduce("nadp-table4", Options(out=tmp_path, quick=True, only=["digits/d40000/nadp"]))
     results = Store(tmp_path / "nadp-table4-quick.json", entry="nadp-table4-quick").results()

@@ -20,6 +20,7 @@ def kept(out: Path, name: str) -> dict[str, Figures]:
     return {one: seeds["1"]["result"] for one, seeds in cells.items()}
 
 
+@pytest.mark.slow
 def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Path) -> None:
     pytest.importorskip("tenseal")
     only = ["digits/iid/fedavg", "digits/iid/dp-fedavg", "digits/iid/r10", "digits/cost/r10", "digits/pace"]
@@ -36,6 +37,7 @@ def test_encrypting_a_tenth_saves_what_noise_on_everything_destroys(tmp_path: Pa
     assert float(line["seconds"].split(" / ")[1]) > 10 * float(line["protection, s a round"]) > 0
 
 
+@pytest.mark.slow
 def test_which_tenth_is_encrypted_decides(tmp_path: Path) -> None:
     pytest.importorskip("tenseal")
     report = reproduce("paraaegis-table2", Options(out=tmp_path, quick=True))
@@ -43,6 +45,7 @@ def test_which_tenth_is_encrypted_decides(tmp_path: Path) -> None:
     assert len(kept(tmp_path, "paraaegis-table2-quick")) == 3
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_one_client_and_the_server_in_real_rounds() -> None:
     pytest.importorskip("tenseal")
     found = {label: measure(QUICK, BY_LABEL[label]) for label in ("dp-fedavg", "r10", "ckks-fedavg", "pads100")}
@@ -56,7 +59,6 @@ def test_costs_are_those_of_one_client_and_the_server_in_real_rounds() -> None:
     assert up["dp-fedavg"] == pytest.approx(8, rel=0.01)
     assert up["pads100"] == pytest.approx(8, rel=0.02)
     assert 25 < up["ckks-fedavg"] < 40
-    assert found["ckks-fedavg"]["protection"] > found["pads100"]["protection"]  # type: ignore[operator]
 
 
 def test_a_large_model_is_timed_on_a_slice_and_scaled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
     *("--disable-dev-shm-usage", "--hide-scrollbars", "--force-color-profile=srgb", "about:blank"),
 )
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 
 
 def chromium() -> str | None:

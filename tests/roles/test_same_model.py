@@ -11,7 +11,7 @@ from federation import accuracy, distance, job, sizes, trained
 from fedveil import models
 from fedveil.tensors import flatten
 
-ROUNDS = 100
+ROUNDS, MANY = 20, 100
 VEILED = ("lossless", "pbpfl")
 FEW_SECRETS = {"lossless": {"head_groups": 3}, "pbpfl": {}}
 CASES: dict[str, dict[str, Any]] = {
@@ -35,23 +35,26 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_hundred_rounds_under_a_veil_end_in_the_model_of_plain_averaging(case: dict[str, Any]) -> None:
-    settings = {"lr": 0.1, "rounds": ROUNDS, **case}
+def test_rounds_under_a_veil_end_in_the_model_of_plain_averaging(case: dict[str, Any], rounds: int) -> None:
+    settings = {"lr": 0.1, "rounds": rounds, **case}
     plain_job = job(scheme="fedavg", **settings)
     plain, plain_rounds = trained(plain_job)
     for scheme in VEILED:
         # All ten secrets where it is about them; three elsewhere, for a quick test.
         secrets = FEW_SECRETS[scheme] if case and "true_weight" not in case else {}
-        veiled, rounds = trained(job(scheme=scheme, **secrets, **settings))
+        veiled, veiled_rounds = trained(job(scheme=scheme, **secrets, **settings))
         assert distance(veiled.weights.parameters, plain.weights.parameters) < 1e-9
         assert torch.equal(veiled.weights.epsilon, plain.weights.epsilon)
         if plain.weights.statistics.numel():
             assert distance(veiled.weights.statistics, plain.weights.statistics) < 1e-9
-        losses = [(ours.loss, theirs.loss) for ours, theirs in zip(rounds, plain_rounds, strict=True)]
+        losses = [(ours.loss, theirs.loss) for ours, theirs in zip(veiled_rounds, plain_rounds, strict=True)]
         assert all(ours == pytest.approx(theirs, rel=1e-9, abs=1e-12) for ours, theirs in losses)
-    assert plain_rounds[-1].loss < 0.6 * plain_rounds[0].loss  # there was something to learn
-    assert len(plain_rounds) == ROUNDS
+    assert (
+        plain_rounds[-1].loss < (0.6 if rounds == MANY else 0.9) * plain_rounds[0].loss
+    )  # there was something to learn
+    assert len(plain_rounds) == rounds
 
 
 def test_the_batch_norm_case_really_moves_running_statistics() -> None:
@@ -121,18 +124,19 @@ def test_a_wrong_secret_would_be_noticed() -> None:
     assert distance(trained(one)[0].weights.parameters, trained(other)[0].weights.parameters) > 1e-8
 
 
-@pytest.mark.parametrize("scheme", VEILED)
-def test_in_float32_accuracies_agree_within_half_a_point(scheme: str) -> None:
+def test_in_float32_accuracies_agree_within_half_a_point() -> None:
     options = {"depth": 2, "width": 32}
     settings = {"dtype": "float32", "rounds": 100, "lr": 0.1, "momentum": 0.9, "options": options}
-    plain_job, veiled_job = job(scheme="fedavg", **settings), job(scheme=scheme, **settings)
-    plain, veiled = accuracy(plain_job, trained(plain_job)[0]), accuracy(veiled_job, trained(veiled_job)[0])
-    assert plain > 0.75
-    assert abs(plain - veiled) <= 0.005
+    found = {}
+    for scheme in ("fedavg", *VEILED):
+        one = job(scheme=scheme, **settings)
+        found[scheme] = accuracy(one, trained(one)[0])
+    assert found["fedavg"] > 0.75
+    assert all(abs(found["fedavg"] - found[scheme]) <= 0.005 for scheme in VEILED)
 
 
 def test_without_head_noise_any_loss_gives_the_same_model() -> None:
-    settings = {"loss": "cross-entropy", "rounds": 40, "lr": 0.1}
+    settings = {"loss": "cross-entropy", "rounds": 20, "lr": 0.1}
     plain, _ = trained(job(scheme="fedavg", **settings))
     veiled, _ = trained(job(scheme="lossless", head_noise=False, **settings))
     assert distance(veiled.weights.parameters, plain.weights.parameters) < 1e-9

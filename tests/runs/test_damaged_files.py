@@ -29,7 +29,7 @@ from fedveil.runs.privacy_journal import Books
 from fedveil.runs.session import run as train
 from shell import fedveil
 
-TIMES = 150
+TIMES = 60
 SEED = 20261
 GARBAGE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 10**9, 10**30, -(10**30), 1e308, -1e-308, float("nan"), float("inf")),

@@ -217,6 +217,7 @@ def test_a_run_of_ones_own_model_goes_on_where_it_is_named_again(
     assert len((received / "own" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_comparison_of_ones_own_model_goes_on_where_it_is_named_again(
     received: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_with_a_roster_the_ledger_says_so(tmp_path: Path) -> None:
 
 
 def test_secret_sampling_is_not_resumed_with_another_number_of_rounds(tmp_path: Path) -> None:
-    settings = small(scheme="ldp", dropouts=None, secret_sampling=0.3, rounds=2)
+    settings = small(scheme="ldp", dropouts=None, secret_sampling=0.3, epsilon=0.5, rounds=2)
     session.run(settings, tmp_path / "run", quiet=True)
     with pytest.raises(ConfigError, match="rounds = 2"):
         session.resume(tmp_path / "run", changes={"rounds": 20}, quiet=True)

@@ -31,6 +31,7 @@ def head(scheme: Scheme) -> tuple[int | None, float] | None:
 def test_every_scheme_says_what_it_is_and_what_it_protects() -> None:
     assert len(schemes()) >= 15
     for one in schemes():
+        assert find(one.name) is one
         assert one.paper
         assert one.summary
         assert one.protects

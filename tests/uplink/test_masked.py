@@ -52,9 +52,9 @@ def tolerance(one: Job) -> float:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "complete": {"clients": 8, "rounds": 20, "head_groups": 1},
-    "complete, ten head groups": {"clients": 6, "rounds": 10, "head_groups": 10},
-    "complete, batch norm": {"clients": 6, "rounds": 20, "head_groups": 1, "options": BATCH_NORM},
+    "complete": {"clients": 8, "rounds": 6, "head_groups": 1},
+    "complete, ten head groups": {"clients": 6, "rounds": 4, "head_groups": 10},
+    "complete, batch norm": {"clients": 6, "rounds": 6, "head_groups": 1, "options": BATCH_NORM},
     "ring of 40": {"clients": 40, "rounds": 3, "head_groups": 1, "neighbours": 8},
     "ring of 40, batch norm, default neighbours": {
         "clients": 40,
@@ -63,12 +63,21 @@ CASES: dict[str, dict[str, Any]] = {
         "options": BATCH_NORM,
     },
     "ring of 60, ten head groups": {"clients": 60, "rounds": 2, "head_groups": 10, "neighbours": 6},
-    "coarse": {"clients": 8, "rounds": 20, "head_groups": 1, "value_range": 2.0**40},
+    "coarse": {"clients": 8, "rounds": 6, "head_groups": 1, "value_range": 2.0**40},
 }
 
 
-@pytest.mark.parametrize("unmask", ["always", "on-dropout"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+OFTEN = {(name, "always") for name in CASES} | {("complete", "on-dropout"), ("ring of 40", "on-dropout")}
+
+
+@pytest.mark.parametrize(
+    ("case", "unmask"),
+    [
+        pytest.param(case, how, id=f"{name}-{how}", marks=() if (name, how) in OFTEN else pytest.mark.slow)
+        for name, case in CASES.items()
+        for how in ("always", "on-dropout")
+    ],
+)
 def test_training_under_masks_ends_in_the_model_of_training_without(case: dict[str, Any], unmask: str) -> None:
     bare = {name: value for name, value in case.items() if name not in ("neighbours", "value_range")}
     theirs, their_rounds = trained(job(scheme="lossless", **LEARNING, **bare))
@@ -107,7 +116,7 @@ def dropping(kind: type[Request], share: float, *, clients: int) -> Callable[[Re
 
 
 @pytest.mark.parametrize("unmask", ["always", "on-dropout"])
-@pytest.mark.parametrize("share", [0.1, 0.3])
+@pytest.mark.parametrize("share", [pytest.param(0.1, marks=pytest.mark.slow), 0.3])
 def test_who_drops_out_before_uploading_is_left_out_and_after_it_is_counted(share: float, unmask: str) -> None:
     settings: dict[str, Any] = {"clients": 20, "rounds": 2, "head_groups": 1, **LEARNING}
     for kind in (Train, Unmask):

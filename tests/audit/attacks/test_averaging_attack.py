@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from audit.attacks.reading import QUICK, batch_of, decibels, run_of, tried
+from audit.attacks.reading import batch_of, decibels, run_of, tried
 from fedveil.audit.attacks.averaging import averaging_attack as averaging
 from fedveil.audit.attacks.closed_form import closed_form_attack as closed_form
 from fedveil.audit.record import server_history, server_view
-from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.views import Opened, ServerHistory, to_bytes
+from fedveil.audit.views import Opened, ServerHistory
 from fedveil.errors import ConfigError, NotApplicableError
 
 ROUNDS = 12
@@ -78,7 +77,7 @@ def test_the_reading_attack_is_chosen_by_the_model_or_by_name() -> None:
         tried(averaging, history, **{"with": "ildg"})
 
 
-def test_what_cannot_be_averaged_says_why_across_the_process() -> None:
+def test_what_cannot_be_averaged_says_why() -> None:
     _, drawn = run_of("fedavg")
     _, masked = run_of("veil-secagg")
     history = server_history(drawn, 0)
@@ -88,8 +87,7 @@ def test_what_cannot_be_averaged_says_why_across_the_process() -> None:
         (server_history(masked, 0), r"^a gradient that the server can read in 0 of the recorded rounds"),
         (server_view(drawn, 0, round=1), r"^what the server sees: this attack is made on what the server over several"),
     ]
-    with AttackProcess("averaging") as process:
-        for view, why in cases:
-            with pytest.raises(NotApplicableError, match=why):
-                process.run(to_bytes(view), settings=QUICK)
-        assert process.run(to_bytes(history), settings={**QUICK, "batch": 2})["inputs"].shape == (2, 1, 8, 8)
+    for view, why in cases:
+        with pytest.raises(NotApplicableError, match=why):
+            tried(averaging, view)
+    assert tried(averaging, history, batch=2)["inputs"].shape == (2, 1, 8, 8)

@@ -19,11 +19,11 @@ def test_labels_of_a_fresh_model_are_found(model: str, loss: Loss, size: float) 
     digits = data.load("digits", seed=3).train
     module = models.build(model, input_shape=tuple(digits.x.shape[1:]), outputs=10, seed=2).double()
     right = 0
-    for x, y in zip(digits.x[:20].double(), digits.y[:20], strict=True):
+    for x, y in zip(digits.x[:10].double(), digits.y[:10], strict=True):
         gradient = size * client_gradient(module, loss, x[None], y[None])
         problem = Problem(module, loss, gradient, tuple(x.shape), 10)
         right += int(likeliest_label(problem, generator=torch.Generator().manual_seed(0))) == int(y)
-    assert right >= 18
+    assert right >= 9
 
 
 def test_several_samples_and_models_without_a_head_are_refused() -> None:

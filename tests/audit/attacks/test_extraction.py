@@ -181,6 +181,7 @@ def test_clients_that_hold_the_model_attack_what_they_hold(tmp_path: Path) -> No
         calibration(holding, {}, quiet)
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_finds_the_same() -> None:
     view = asked("lossless")
     with AttackProcess("calibration") as process:

@@ -31,6 +31,7 @@ SHORT = Search(draws=4, steps=5, feature_steps=4, restarts=2)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> None:
     others = data.load("digits", seed=0).train.x[1:501]
     prior = train_prior(others, generator=generator(), box=(0.0, 1.0), quick=True)
@@ -39,7 +40,9 @@ def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> 
     assert result.label_found
 
 
-@pytest.mark.parametrize("model", ["lenet-sigmoid", "mlp", "cnn"])
+@pytest.mark.parametrize(
+    "model", ["mlp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lenet-sigmoid", "cnn"))]
+)
 def test_digits_are_found_on_every_small_model(model: str) -> None:
     found = []
     for i in range(1 if model == "lenet-sigmoid" else 3):
@@ -50,7 +53,7 @@ def test_digits_are_found_on_every_small_model(model: str) -> None:
     assert sorted(found)[len(found) // 2] > 20, found
 
 
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_batches_are_reconstructed(count: int) -> None:
     x, y = TEST.x[:count], TEST.y[:count]
     result = generative(unprotected("lenet-sigmoid", x, y), digits_prior(), generator=generator(), quick=True)
@@ -59,7 +62,7 @@ def test_batches_are_reconstructed(count: int) -> None:
     assert sorted(result.labels.tolist()) == sorted(y.tolist())
 
 
-@pytest.mark.parametrize("hiding", ["noise", "mask"])
+@pytest.mark.parametrize("hiding", [pytest.param("noise", marks=pytest.mark.slow), "mask"])
 def test_noise_and_a_mask_leave_no_more_than_a_blind_guess(hiding: str) -> None:
     x, y = TEST.x[:1], TEST.y[:1]
     problem = unprotected("lenet-sigmoid", x, y)
@@ -134,6 +137,7 @@ def recognised(steps: int) -> Estimate:
     return attack_success(pictures, labels, classifier=digits_judge().scores)
 
 
+@pytest.mark.slow
 def test_class_inversion_of_a_trained_model_is_recognised_and_of_an_untrained_one_is_not() -> None:
     """Chance is 10 %. An untrained model is as easily made sure of a class, but not of the right one."""
     assert accuracy(digits_model()(TEST.x), TEST.y) > 0.85
@@ -143,6 +147,7 @@ def test_class_inversion_of_a_trained_model_is_recognised_and_of_an_untrained_on
     assert trained.low > control.high + 0.2
 
 
+@pytest.mark.slow
 def test_inverted_pictures_lie_near_the_private_ones_of_their_class() -> None:
     pictures, labels = inverted(400)
     private, of = DIGITS.train.x[450:900], DIGITS.train.y[450:900]

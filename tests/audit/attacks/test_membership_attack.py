@@ -99,6 +99,7 @@ def test_the_nearer_a_layer_is_to_the_end_the_more_it_says() -> None:
     assert areas["second"] > areas["third"]
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_finds_the_same() -> None:
     view = asked("lossless")
     done: list[float] = []

@@ -73,7 +73,7 @@ def test_of_several_attempts_at_a_round_the_last_is_read() -> None:
     assert decibels(found, batch_of(job, 0, round=2)[0]) >= 60
 
 
-@pytest.mark.parametrize("loss", ["square", "cross-entropy"])
+@pytest.mark.parametrize("loss", ["square", pytest.param("cross-entropy", marks=pytest.mark.slow)])
 def test_clipping_alone_hides_nothing(loss: str) -> None:
     """Central noise comes after the server: what it sees is clipped to a tenth and less, and reads as before."""
     job, record = run_of("cdp", clip=0.1, loss=loss, **SIGMOID)

@@ -34,7 +34,7 @@ def started(key: ckks.SecretKey) -> int:
 
 
 def gone(pid: int) -> bool:
-    for _ in range(100):
+    for _ in range(6000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except FileNotFoundError:
@@ -248,7 +248,7 @@ def script(tmp_path: Path, last: str) -> subprocess.Popen[str]:
 
 def test_a_script_without_a_main_guard_runs_once_and_leaves_no_process(tmp_path: Path) -> None:
     with script(tmp_path, "pass") as running:
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=600)
     words = out.split()
     assert (running.returncode, err, words[:-1]) == (0, "", ["child", "worker"])
     assert gone(int(words[-1]))
