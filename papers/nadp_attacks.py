@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attacks.averaging import averaged
-from fedveil.audit.attacks.collusion import remaining_variance, sharpest_estimate, sharpest_variance
 from fedveil.audit.attacks.gradients import client_gradient
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.metrics import feature_mse, mse, ssim
@@ -33,6 +32,7 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.clipping import ClippedSamples
 from papers.attacking import as_text, from_text, short
 from papers.cells import EMPTY, Cell, Check, Figures, Report, Results
+from papers.collusion import remaining_variance, sharpest_estimate, sharpest_variance
 from papers.stage import Entry, OnRound, Stage
 
 FEDAVG, LDP, BOTH, ROUNDS = "fedavg", "ldp", "nadp", "nadp-rounds"
