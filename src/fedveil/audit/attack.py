@@ -298,8 +298,8 @@ def attack_at(target: str) -> Attack:
     else:
         try:
             module, digest = importlib.import_module(place), ""
-        except ImportError as reason:
-            raise ConfigError(f"The attack {target} cannot be loaded: {reason}.") from reason
+        except Exception as reason:
+            raise ConfigError(f"The attack {target} cannot be loaded: {type(reason).__name__}: {reason}.") from reason
     found = getattr(module, name, None)
     if not isinstance(found, Attack):
         known = ", ".join(one.target.rpartition(":")[2] for one in _declared_in(module))
