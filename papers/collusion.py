@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attacks.averaging import averaged
-from fedveil.audit.attacks.collusion import remaining_variance, sharpest_estimate, sharpest_variance
 from fedveil.audit.attacks.gradients import client_gradient
 from fedveil.audit.record import server_history, server_view
 from fedveil.audit.subject import Subject, enacted, model_of
@@ -22,6 +21,7 @@ from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol.parts import bounded
 from fedveil.runs.job import Job
 from fedveil.work.clipping import ClippedSamples
+from papers.leftover_noise import remaining_variance, sharpest_estimate, sharpest_variance
 
 _ORDER = 0x7AB1E4
 

@@ -69,10 +69,10 @@ def test_a_long_row_is_cut(tmp_path: Path) -> None:
     assert pixels(tmp_path / "a.png").shape[1] == MOST_PICTURES * (SIDE + GAP) + GAP
 
 
-def trial_of(measure: Measure, originals: Tensor, **more: Any) -> Trial:
+def trial_of(measure: Measure, originals: Tensor, asset: str = "data", **more: Any) -> Trial:
     nothing: Any = OutsiderView
     attempt = Attempt(nothing, nothing, {"x": originals, "y": torch.zeros(len(originals))}, **more)
-    return Trial("server/rounds/a", "x", "data", "a", "", measure, (attempt,), settings={"box": [0.0, 1.0]})
+    return Trial("server/rounds/a", "x", asset, "a", "", measure, (attempt,), settings={"box": [0.0, 1.0]})
 
 
 LIKENESS = Likeness(peak=1.0, chance=0.0, random=0.0)
@@ -101,7 +101,8 @@ def test_a_reconstruction_that_is_no_number_is_still_a_picture(tmp_path: Path) -
 
 
 def test_what_makes_no_pictures_has_no_sheet(tmp_path: Path) -> None:
-    assert sheet_of(trial_of(Labels("labels", 0.1), ORIGINALS), [{"labels": torch.zeros(3)}], [], folder=tmp_path) == ""
+    labels = trial_of(Labels("labels", 0.1), ORIGINALS, "labels")
+    assert sheet_of(labels, [{"labels": torch.zeros(3)}], [], folder=tmp_path) == ""
     rows = ORIGINALS.flatten(1)
     assert sheet_of(trial_of(LIKENESS, rows), [{"inputs": rows}], [], folder=tmp_path) == ""
     assert list(tmp_path.iterdir()) == []

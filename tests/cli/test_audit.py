@@ -128,6 +128,57 @@ def test_attacks_are_listed() -> None:
     assert all(name in done.output for name in attacks())
 
 
+OWN = """
+from fedveil.audit.attack import attack
+
+@attack("constant", sees="model", asset="the model's function", reference=None, how="says the same to everything")
+def constant(view, context):
+    import torch
+    return {"said": torch.eye(10)[DIGIT].expand(len(view.known["queries"]), -1)}
+"""
+
+
+def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(ran: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.replace("DIGIT", "3"))
+    named = f"{file}:constant"
+    listed = " ".join(fedveil("audit", "--list", "--attack", named).output.split())
+    assert "constant │ client │ the model │ says the same to" in listed
+    command = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attacks", "constant")
+    refused(fedveil(*command), ConfigError, "Unknown attack 'constant'")
+
+    def found() -> dict[str, object]:
+        done = fedveil(*command, "--attack", named, "--json")
+        assert done.code == 0, done.error
+        (one,) = json.loads(done.output)["findings"]
+        return {**one, "said": done.error}
+
+    first = found()
+    assert (first["name"], first["verdict"]) == (
+        "client/constant",
+        "not effective",
+    )  # three rounds under noise train no model worth stealing
+    assert isinstance(first["value"], float)
+    assert first["value"] < 0.2
+    again = found()
+    assert "1 of 1 trials are in" in str(again["said"])
+    assert again["seconds"] == first["seconds"]
+    file.write_text(OWN.replace("DIGIT", "4"))
+    assert found()["value"] != first["value"], "another code finds another thing"
+
+
+def test_what_a_stored_audit_says_of_own_code_is_never_run(ran: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(OWN.replace("DIGIT", "3") + f"\nopen({str(tmp_path / 'imported')!r}, 'w').close()\n")
+    out = ("--quick", "--workers", 1, "--out", tmp_path / "out")
+    assert fedveil("audit", ran, *out, "--attack", f"{file}:constant", "--attacks", "constant").code == 0
+    (tmp_path / "imported").unlink()
+    stored = tmp_path / "out" / "audit.json"
+    stored.write_text(stored.read_text().replace('"client/constant": "', f'"client/constant": "{file}:constant'))
+    assert fedveil("audit", ran, *out, "--attacks", "received").code == 0
+    assert not (tmp_path / "imported").exists()
+
+
 def test_help_shows_examples() -> None:
     output = fedveil("audit", "--help").output
     assert "Examples" in output

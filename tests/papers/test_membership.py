@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 from torch import Tensor
 
-from fedveil.audit.attack import attacks
+from fedveil.audit.attack import attacks as declared
 from fedveil.audit.findings import Score
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.views import from_bytes
@@ -53,7 +53,7 @@ class Here(AttackProcess):
 
     def run(self, view: bytes, *, settings: Mapping[str, Any] | None = None, **_: object) -> dict[str, Tensor]:
         try:
-            return attacks()[self.name](from_bytes(view), dict(settings or {}), lambda done: None)
+            return declared()[self.name](from_bytes(view), dict(settings or {}), lambda done: None)
         except NumericError as reason:
             raise AttackError(str(reason)) from reason
 

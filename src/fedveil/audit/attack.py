@@ -177,17 +177,9 @@ class Attack:
     digest: str = ""
 
     def __call__(self, view: View, settings: Settings, progress: Progress = silent) -> Found:
-        """What the attack finds on a view."""
-        told = {one.name for one in fields(AttackContext)}
-        own = {name: value for name, value in settings.items() if name not in told}
-        for name in own:
-            if name not in self.settings:
-                raise ConfigError(
-                    f"The attack {self.name!r} has no setting {name!r}. "
-                    + (f"It takes: {', '.join(self.settings)}." if self.settings else "It takes none of its own.")
-                )
-        arguments = {self._spelt[name]: value for name, value in own.items()}
-        return self.function(view, AttackContext.of(settings, progress), **arguments)
+        """What the attack finds on a view; settings that it does not take are other attacks', and are left out."""
+        own = {spelt: settings[name] for name, spelt in self._spelt.items() if name in settings}
+        return self.function(view, AttackContext.of(settings, progress), **own)
 
     @functools.cached_property
     def _spelt(self) -> dict[str, str]:
@@ -306,8 +298,8 @@ def attack_at(target: str) -> Attack:
     else:
         try:
             module, digest = importlib.import_module(place), ""
-        except ImportError as reason:
-            raise ConfigError(f"The attack {target} cannot be loaded: {reason}.") from reason
+        except Exception as reason:
+            raise ConfigError(f"The attack {target} cannot be loaded: {type(reason).__name__}: {reason}.") from reason
     found = getattr(module, name, None)
     if not isinstance(found, Attack):
         known = ", ".join(one.target.rpartition(":")[2] for one in _declared_in(module))

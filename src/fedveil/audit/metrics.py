@@ -171,19 +171,16 @@ class Estimate:
 class Rates:
     """What an attack's scores are worth.
 
-    ``chance_true_positives`` is what a blind guess gets in place of ``true_positives``: the false
-    positive rate asked for. ``false_positives`` is the rate the threshold had on this sample; with fewer
-    than 1/rate non-members it is zero, stricter than what was asked.
+    ``false_positives`` is the rate the threshold had on this sample; with fewer than 1/rate non-members it is zero,
+    stricter than what was asked.
     """
 
     success: Estimate
     auc: Estimate
     true_positives: Estimate
     false_positives: Estimate
-    chance_true_positives: float
     members: int
     others: int
-    confidence: float
 
 
 def rates(
@@ -206,10 +203,8 @@ def rates(
         auc=area_under_curve(scores, member=member, confidence=confidence),
         true_positives=true,
         false_positives=false,
-        chance_true_positives=false_positive_rate,
         members=len(inside),
         others=len(outside),
-        confidence=confidence,
     )
 
 

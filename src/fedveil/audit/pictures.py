@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.findings import Attempt, Found, Trial
-from fedveil.audit.measures import Classes, Likeness, tamed
+from fedveil.audit.measures import tamed
 from fedveil.audit.metrics import assignment
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -78,10 +78,11 @@ def _tile(picture: Tensor) -> Tensor:
 
 def sheet_of(trial: Trial, found: Sequence[Found], bare: Sequence[Found], *, folder: Path) -> str:
     """The contact sheet of a trial that makes pictures, and its file name; "" where there is nothing to show."""
-    if not isinstance(trial.measure, (Likeness, Classes)) or not found or found[0]["inputs"].dim() != 4:
+    rebuilt = trial.asset == "data"
+    if not (rebuilt or trial.asset == "what classes look like") or not found or found[0]["inputs"].dim() != 4:
         return ""
     rows: list[tuple[str, Tensor]] = []
-    if isinstance(trial.measure, Likeness):
+    if rebuilt:
         rows.append((ROWS[0], torch.cat([one.truth["x"] for one in trial.attempts])))
         made = [_in_order(one["inputs"], each.truth["x"]) for one, each in zip(found, trial.attempts, strict=True)]
         rows.append((ROWS[1], torch.cat(made)))
@@ -92,7 +93,7 @@ def sheet_of(trial: Trial, found: Sequence[Found], bare: Sequence[Found], *, fol
             (ROWS[2], torch.cat([_twin_in_order(one, each) for one, each in zip(bare, trial.attempts, strict=True)]))
         )
     box = trial.settings.get("box")
-    name = trial.name.replace("/", "-") + (RECORDS if isinstance(trial.measure, Likeness) else ".png")
+    name = trial.name.replace("/", "-") + (RECORDS if rebuilt else ".png")
     contact_sheet(rows, folder / name, box=None if box is None else (box[0], box[1]))
     return name
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from audit.attacks.listening import Heard, listen
 from federation import job
 from fedveil.audit.attacks.averaging import averaged
-from fedveil.audit.attacks.collusion import remaining_variance
 from fedveil.errors import DataError
+from papers.leftover_noise import remaining_variance
 
 ROUNDS = 16
 VICTIM = 1

@@ -9,7 +9,14 @@ from scipy.stats import norm
 from torch import Tensor, nn
 
 from fedveil import data, models
-from fedveil.audit.attacks.likelihood import OWN_SPREAD_FROM, Shadows, best_threshold, likelihood, tail_scores
+from fedveil.audit.attacks.likelihood import (
+    OWN_SPREAD_FROM,
+    Shadows,
+    best_threshold,
+    likelihood,
+    strangers_to,
+    tail_scores,
+)
 from fedveil.audit.attacks.membership import UNKNOWN, Candidates, Criterion, Guess
 from fedveil.audit.metrics import CHANCE, Estimate, area_under_curve, success_rate
 from fedveil.errors import ConfigError, DataError, NumericError
@@ -40,15 +47,17 @@ def guessed(seed: int, *, seen: bool) -> tuple[Guess, Tensor]:
     member = torch.arange(2 * SAMPLES) < SAMPLES
     # Rows are in random order already: every second is known.
     shown = torch.where(torch.arange(2 * SAMPLES) % 2 == 0, member.long(), UNKNOWN)
-    guess = likelihood(
-        model,
-        Candidates(digits.x[candidates], digits.y[candidates], shown),
-        public=(digits.x[public], digits.y[public]),
-        fresh=fresh,
-        shadows=FEW,
-        generator=generator,
+    asked = Candidates(digits.x[candidates], digits.y[candidates], shown)
+    return likelihood(model, asked, shadowed(asked, (digits.x[public], digits.y[public]), FEW, generator)), member
+
+
+def shadowed(
+    candidates: Candidates, public: tuple[Tensor, Tensor], shadows: Shadows, generator: torch.Generator
+) -> Tensor:
+    criterion = Criterion()
+    return strangers_to(
+        candidates, public=public, fresh=fresh, shadows=shadows, generator=generator, criterion=criterion
     )
-    return guess, member
 
 
 def pooled(*, seen: bool, shuffled: bool = False) -> tuple[Estimate, Estimate]:
@@ -103,15 +112,9 @@ def test_calibrated_outputs_take_the_place_of_the_model_and_the_model_stays_as_i
     model, veiled = fresh(1), fresh(2).train()
 
     def scores(held: nn.Module, outputs: nn.Module | None = None) -> Tensor:
-        return likelihood(
-            held,
-            candidates,
-            public=(digits.x[4:40], digits.y[4:40]),
-            fresh=fresh,
-            outputs=outputs,
-            shadows=Shadows(count=2, epochs=2),
-            generator=torch.Generator().manual_seed(0),
-        ).scores
+        public, shadows = (digits.x[4:40], digits.y[4:40]), Shadows(count=2, epochs=2)
+        strangers = shadowed(candidates, public, shadows, torch.Generator().manual_seed(0))
+        return likelihood(held, candidates, strangers, outputs=outputs).scores
 
     assert torch.equal(scores(veiled, model), scores(model))
     assert not torch.equal(scores(veiled), scores(model))
@@ -132,7 +135,7 @@ def test_what_cannot_be_attacked_is_refused() -> None:
     candidates = Candidates(x[:4], y[:4], torch.tensor([1, 0, UNKNOWN, UNKNOWN]))
 
     def attack(public: tuple[Tensor, Tensor], shadows: Shadows = FEW) -> None:
-        likelihood(fresh(0), candidates, public=public, fresh=fresh, shadows=shadows, generator=torch.Generator())
+        shadowed(candidates, public, shadows, torch.Generator())
 
     with pytest.raises(DataError, match="1 of the candidates are among the public data"):
         attack((x[3:], y[3:]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, attack, counted
+from fedveil.audit.attack import AttackContext, Progress, attack, counted, silent
 from fedveil.audit.attacks.extraction import fitting
 from fedveil.audit.attacks.membership import (
     Candidates,
@@ -63,17 +63,13 @@ def likelihood_attack(
     plan = Shadows(count=counted("shadows", shadows) or usual.count, epochs=counted("epochs", epochs) or usual.epochs)
     x, y = granted_in(seen, "public.x"), granted_in(seen, "public.y")
     public = (alike(x, candidates.x), y.to(candidates.x.device))
-    guess = likelihood(
+    return likelihood(
         model,
         candidates,
-        public=public,
-        fresh=lambda seed: seen.facts.module(seed=seed),
-        generator=context.generator(),
+        _strangers(seen.facts, candidates, public, plan, context),
         outputs=lambda samples: model(fitting(model, samples)),
         criterion=criterion_of(seen.facts),
-        strangers=_strangers(seen.facts, candidates, public, plan, context),
-    )
-    return guess.result
+    ).result
 
 
 _TRAINED: list[tuple[tuple[Tensor, ...], tuple[object, ...], Tensor]] = []
@@ -126,36 +122,19 @@ class Shadows:
 def likelihood(
     model: nn.Module,
     candidates: Candidates,
+    strangers: Tensor,
     *,
-    public: tuple[Tensor, Tensor],
-    fresh: Callable[[int], nn.Module],
-    generator: torch.Generator,
     outputs: Outputs | None = None,
     criterion: Criterion | None = None,
-    shadows: Shadows | None = None,
-    strangers: Tensor | None = None,
-    progress: Callable[[float], None] = lambda done: None,
 ) -> Guess:
-    """Score the candidates whose membership the attacker does not know.
+    """Score the candidates whose membership the attacker does not know: −log P(N(μ, σ²) > φ), φ from the audited model.
 
-    ``public`` are samples and labels of the attacker's own, ``fresh`` makes an untrained network of the audited
-    architecture from a seed; ``outputs`` stands for ``model`` where the attacker can do better than to take its
-    outputs as they are. The score is −log P(N(μ, σ²) > φ) with φ from the audited model. ``strangers`` are the
-    closenesses of shadow models that were trained before, for another model and the same candidates.
+    ``strangers`` are the candidates' closenesses to shadow models; ``outputs`` stands for ``model`` where the attacker
+    can do better than to take its outputs as they are.
     """
     criterion = criterion or Criterion()
     with evaluating(model):
         target = criterion.closeness(class_scores(outputs or model, candidates.x), candidates.y)
-    if strangers is None:
-        strangers = strangers_to(
-            candidates,
-            public=public,
-            fresh=fresh,
-            generator=generator,
-            criterion=criterion,
-            shadows=shadows,
-            progress=progress,
-        )
     scores = tail_scores(target, strangers).cpu()
     rows = candidates.unknown.cpu()
     threshold = best_threshold(scores, inside=candidates.known(1).cpu(), outside=candidates.known(0).cpu())
@@ -169,11 +148,14 @@ def strangers_to(
     fresh: Callable[[int], nn.Module],
     generator: torch.Generator,
     criterion: Criterion,
-    shadows: Shadows | None = None,
-    progress: Callable[[float], None] = lambda done: None,
+    shadows: Shadows,
+    progress: Progress = silent,
 ) -> Tensor:
-    """The closeness φ of every candidate (columns) to every one of freshly trained shadow models (rows)."""
-    shadows = shadows or Shadows()
+    """The closeness φ of every candidate (columns) to every one of freshly trained shadow models (rows).
+
+    ``public`` are samples and labels of the attacker's own, ``fresh`` makes an untrained network of the audited
+    architecture from a seed.
+    """
     _check_public(public, candidates)
     found = []
     for done in range(shadows.count):

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from audit.attacks.listening import Heard, listen
 from federation import job
-from fedveil.audit.attacks.collusion import (
+from fedveil.errors import ConfigError
+from fedveil.ledger.correlated import charges
+from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed, partners
+from papers.leftover_noise import (
     remaining_variance,
     sharpest_estimate,
     sharpest_variance,
 )
-from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import charges
-from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed, partners
 
 CLIENTS = 6
 VICTIM = 2
