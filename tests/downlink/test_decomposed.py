@@ -336,7 +336,7 @@ def test_everything_that_is_sent_is_declared_and_the_veil_keeps_its_secrets() ->
     fields = [f"train.{one.name}" for one in dataclasses.fields(veil.broadcast()) if one.name != "head"]
     assert "train.multipliers" in fields
     check_declared([*fields, "train.head.vector"], downlink.releases())
-    assert repr(veil) == "<DecomposedVeil: hidden>"
+    assert repr(veil) == "<ScaledVeil: hidden>"
     with pytest.raises(TypeError, match="holds secrets"):
         copy.deepcopy(veil)
 

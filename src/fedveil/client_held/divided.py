@@ -34,7 +34,7 @@ from fedveil.uplink.vote import (
     tags,
     vote_label,
 )
-from fedveil.work.bounds import clipped
+from fedveil.work.per_sample import clipped
 
 _SERVER: tuple[Party, ...] = ("server",)
 _CLIENTS: tuple[Party, ...] = ("clients",)

@@ -70,11 +70,9 @@ class Veil(Protocol):
 
     def broadcast(self) -> Broadcast:
         """What clients receive."""
-        ...
 
     def recover(self, mean: Mean) -> Recovered:
         """The true gradient, exactly, from what clients returned."""
-        ...
 
 
 class Downlink(Protocol):
@@ -83,16 +81,12 @@ class Downlink(Protocol):
     @property
     def traced(self) -> bool:
         """Whether it needs the network's scale table."""
-        ...
 
     def head_tensors(self, blueprint: Blueprint) -> int:
         """How many gradients each client returns."""
-        ...
 
     def releases(self) -> tuple[Release, ...]:
         """What a broadcast gives away, field by field."""
-        ...
 
     def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
         """Draw this round's secrets and perturb."""
-        ...

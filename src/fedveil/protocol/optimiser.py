@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Blueprint, Weights, batch_norms
 from fedveil.downlink.messages import Recovered
-from fedveil.downlink.norms import batch_norms
 from fedveil.work.batches import Schedule
 
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from fedveil.downlink import Blueprint, noise_kinds
-from fedveil.downlink.decomposed import Decomposed, transitional
+from fedveil.downlink.decomposed import BOUNDED, Decomposed, secret_uniforms, transitional
 from fedveil.downlink.rescaling import scale_table
-from fedveil.downlink.samplers import BOUNDED, secret_uniforms
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.accountant import Account, SampledAccount
 from fedveil.ledger.correlated import Covering

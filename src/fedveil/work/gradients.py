@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import (
     Blueprint,
     TappedLinear,
+    batch_norms,
     load_epsilon,
     load_parameters,
     load_statistics,
 )
 from fedveil.downlink.decomposed import has_multipliers, load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.downlink.norms import batch_norms
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink import Blueprint, Broadcast
-from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.errors import DataError, NotApplicableError, unknown_name
 from fedveil.work.gradients import prepare
 

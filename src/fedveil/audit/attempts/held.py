@@ -10,8 +10,7 @@ from fedveil.audit.attacks.probe import read_head, received
 from fedveil.audit.attempts.common import require_classes
 from fedveil.audit.views import ClientView, weights_from
 from fedveil.downlink import Blueprint, Broadcast, assemble
-from fedveil.downlink.architecture import load_statistics
-from fedveil.downlink.norms import batch_norms
+from fedveil.downlink.architecture import batch_norms, load_statistics
 from fedveil.errors import DataError, NotApplicableError
 from fedveil.work.gradients import collect_statistics
 
