@@ -18,7 +18,7 @@ from fedveil.data.dataset import Task
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
-from fedveil.runs.callbacks import progress_for
+from fedveil.runs.callbacks import Progress
 from fedveil.runs.job import ModelFacts, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import Row, fresh_state, summarise, train_job
 from fedveil.runs.preflight import rehearse
@@ -105,7 +105,7 @@ def train(
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress)
         return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
-    with progress_for(config.scheme, total=config.rounds, quiet=not progress) as bar:
+    with Progress(config.scheme, total=config.rounds, quiet=not progress) as bar:
         outcome = train_job(job, state=fresh_state(job), on_round=lambda row, state: bar.update(row))
     return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
 

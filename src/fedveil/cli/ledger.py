@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,6 @@ from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, listed, percent, plainly, table
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
     from fedveil.ledger.statement import Ledger, Line, PaperFigure
     from fedveil.runs.planning import Noise, Planned, Question, Sampled
 
@@ -36,7 +33,7 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
         ruled=True,
     )
     listed("Assumed", _assumptions(ledger.lines))
-    listed("What may change", _distinct(one.relation for one in ledger.lines if one.relation))
+    listed("What may change", list(dict.fromkeys(one.relation for one in ledger.lines if one.relation)))
     if ledger.paper is not None:
         listed("The paper's own figure", _paper(ledger.paper, summed(ledger)))
     listed("Not protected", ledger.unprotected)
@@ -51,7 +48,7 @@ def _why(line: Line) -> str:
 
 
 def _assumptions(lines: Sequence[Line]) -> list[str]:
-    everywhere = _distinct(one for line in lines for one in line.assumptions)
+    everywhere = dict.fromkeys(one for line in lines for one in line.assumptions)
     claims = [line for line in lines if line.assumptions]
     shown = []
     for one in everywhere:
@@ -83,10 +80,6 @@ def compared(noise: float, other: float) -> str:
     if abs(saving) < _SAME:
         return "as much"
     return f"{percent(abs(saving))} {'less' if saving > 0 else 'more'}"
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
 
 
 _ASKED = "Instead of a run: a question"
@@ -150,6 +143,8 @@ def ledger(
 
       fedveil ledger --scheme paraaegis --clients 10 --rounds 50 --samples 947 --epsilon 1 --accounting paper
     """
+    from fedveil.cli.inspect import example_of
+    from fedveil.config import parse_model_options
     from fedveil.errors import ConfigError
     from fedveil.runs.callbacks import working
     from fedveil.runs.folder import read_ledger
@@ -166,7 +161,8 @@ def ledger(
         return
     question = _question(context.params)
     with working(f"accounting for {clients:,} clients and {rounds:,} rounds"):
-        answer = plan_run(question, model=None if model is None else _model(model, model_option))
+        network = None if model is None else example_of(model, options=parse_model_options(model_option))
+        answer = plan_run(question, model=network)
     if json:
         typer.echo(json_module.dumps(answer.as_data(), indent=2, ensure_ascii=False))
     else:
@@ -205,13 +201,6 @@ def _numbers(text: str) -> list[int]:
         return [int(one) for one in text.split(",")]
     except ValueError:
         raise ConfigError(f"Sizes are written like 480,600,720 (got {text!r}).") from None
-
-
-def _model(name: str, given: list[str]) -> tuple[nn.Module, torch.Tensor]:
-    from fedveil.cli.inspect import example_of
-    from fedveil.config import parse_model_options
-
-    return example_of(name, options=parse_model_options(given))
 
 
 def show_plan(answer: Planned, *, samples: Sequence[int]) -> None:
