@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
 from fedveil.crypto.keys import Identity, PairSecret, RunKey
-from fedveil.downlink.decomposed import DecomposedVeil
 from fedveil.downlink.rescaling import HeadSecret, ScaledVeil
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Keyring
@@ -29,7 +28,7 @@ from fedveil.work.messages import ClientData
 
 # Guarded covers whatever holds secrets by design; each side has some of its own.
 CLIENTS_OWN = (Keyring, Identity, RunKey, PairSecret)
-SERVERS_OWN = (HeadSecret, ScaledVeil, DecomposedVeil)
+SERVERS_OWN = (HeadSecret, ScaledVeil)
 SERVER_SIDE = (Guarded, ServerRole, ServerState)
 CLIENT_SIDE = (Guarded, ClientRole, ClientState, ClientData, X25519PrivateKey, Ed25519PrivateKey)
 _DECIMALS = re.compile(r"-?\d+\.\d{5,}(?:e[+-]?\d+)?")

@@ -21,7 +21,7 @@ from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.runs.callbacks import progress_for
+from fedveil.runs.callbacks import Progress
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import Row, fresh_state, summarise, train_job
 from fedveil.runs.preflight import rehearse
@@ -131,7 +131,7 @@ def train(
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress)
         return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
-    with progress_for(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
+    with Progress(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))

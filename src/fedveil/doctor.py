@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import operator
 import os
 import re
 import shutil
@@ -29,9 +30,10 @@ class Finding:
     found: str
     todo: str = ""
 
-    def as_data(self) -> dict[str, str]:
-        """As plain data."""
-        return {"what": self.what, "state": self.state, "found": self.found, "todo": self.todo}
+
+def _judged(what: str, found: str, wrong: bool, state: str, todo: str) -> Finding:
+    """What was found: fine, or else in some state with something to do about it."""
+    return Finding(what, state, found, todo) if wrong else Finding(what, OK, found)
 
 
 PURPOSES = {
@@ -52,6 +54,7 @@ FLOWER_COMMANDS = ("flwr", "flower-superlink", "flower-supernode")
 _PARTS = re.compile(
     r"^(?P<name>[A-Za-z0-9._-]+)(\[[^]]*\])?(?P<bounds>[^;]*)(;.*extra\s*==\s*['\"](?P<extra>[^'\"]+))?"
 )
+_SIGNS = {">=": operator.ge, "<=": operator.le, "==": operator.eq, "<": operator.lt, ">": operator.gt}
 _BOUND = re.compile(r"(>=|<=|==|<|>)\s*([0-9][0-9.]*)")
 
 
@@ -70,7 +73,7 @@ class Requirement:
 
     def allows(self, found: str) -> bool:
         """Whether a version will do."""
-        return all(_holds(numbers_of(found), sign, numbers_of(bound)) for sign, bound in self.bounds)
+        return all(_SIGNS[sign](numbers_of(found), numbers_of(bound)) for sign, bound in self.bounds)
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
@@ -80,12 +83,6 @@ def numbers_of(text: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
-
-
-def _holds(found: tuple[int, ...], sign: str, bound: tuple[int, ...]) -> bool:
-    return {">=": found >= bound, "<=": found <= bound, "==": found == bound, "<": found < bound, ">": found > bound}[
-        sign
-    ]
 
 
 def parse(text: str) -> Requirement:
@@ -123,13 +120,10 @@ def core_packages() -> Iterator[Finding]:
     for one in wrong:
         found = version_of(one.name)
         there = "not installed" if found is None else f"{found}; needed: {one.wanted}"
-        yield Finding(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{_written(one)}'")
+        written = ",".join(f"{sign}{bound}" for sign, bound in one.bounds)
+        yield Finding(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{written}'")
     if not wrong:
         yield Finding("packages", OK, ", ".join(f"{one.name} {version_of(one.name)}" for one in needed))
-
-
-def _written(one: Requirement) -> str:
-    return ",".join(f"{sign}{bound}" for sign, bound in one.bounds)
 
 
 def extras() -> Iterator[Finding]:
@@ -158,12 +152,11 @@ def flower_commands() -> Iterator[Finding]:
     """Whether Flower's own commands, which `fedveil flower` starts, are found."""
     if version_of("flwr") is None:
         return
-    missing = [name for name in FLOWER_COMMANDS if shutil.which(name) is None]
-    if missing:
-        todo = "activate the environment that flwr is installed in, so that its bin folder is on PATH"
-        yield Finding("Flower's commands", ADVICE, f"not on PATH: {', '.join(missing)}", todo)
-    else:
-        yield Finding("Flower's commands", OK, ", ".join(str(shutil.which(name)) for name in FLOWER_COMMANDS))
+    places = {name: shutil.which(name) for name in FLOWER_COMMANDS}
+    missing = [name for name, place in places.items() if place is None]
+    found = f"not on PATH: {', '.join(missing)}" if missing else ", ".join(map(str, places.values()))
+    todo = "activate the environment that flwr is installed in, so that its bin folder is on PATH"
+    yield _judged("Flower's commands", found, bool(missing), ADVICE, todo)
 
 
 def homomorphic() -> Iterator[Finding]:
@@ -199,10 +192,9 @@ def same_model() -> Iterator[Finding]:
 def judged(apart: float, seconds: float) -> Finding:
     """What a relative difference between the two models means."""
     found = f"two rounds of veil-secagg end {apart:.1e} from fedavg (relative), in {seconds:.1f} s"
-    if apart <= CLOSE:  # not for NaN
-        return Finding("self-test", OK, found)
+    wrong = not apart <= CLOSE  # also for NaN
     todo = "this installation computes wrongly: reinstall torch and numpy, then report it with this table"
-    return Finding("self-test", PROBLEM, f"{found}; at most {CLOSE:g} is rounding", todo)
+    return _judged("self-test", found + f"; at most {CLOSE:g} is rounding" * wrong, wrong, PROBLEM, todo)
 
 
 def difference(scheme: str) -> float:
@@ -240,10 +232,7 @@ _LITTLE_DISK, _NO_DISK = 2.0, 0.1
 def python() -> Iterator[Finding]:
     """Python's and our own version."""
     found = f"{sys.version.split()[0]} ({sys.executable}), fedveil {__version__} ({Path(__file__).parents[1]})"
-    if sys.version_info < OLDEST_PYTHON:
-        yield Finding("Python", PROBLEM, found, "use Python 3.11 or newer")
-    else:
-        yield Finding("Python", OK, found)
+    yield _judged("Python", found, sys.version_info < OLDEST_PYTHON, PROBLEM, "use Python 3.11 or newer")
 
 
 def torch_and_device() -> Iterator[Finding]:
@@ -274,11 +263,8 @@ def processors() -> Iterator[Finding]:
     import torch
 
     cores, threads = usable_cores(), torch.get_num_threads()
-    found = f"{threads} threads of torch on {cores} cores"
-    if threads > cores:
-        yield Finding("threads", ADVICE, found, f"more threads than cores wait for each other: OMP_NUM_THREADS={cores}")
-    else:
-        yield Finding("threads", OK, found)
+    todo = f"more threads than cores wait for each other: OMP_NUM_THREADS={cores}"
+    yield _judged("threads", f"{threads} threads of torch on {cores} cores", threads > cores, ADVICE, todo)
 
 
 def folders() -> Iterator[Finding]:
@@ -303,11 +289,8 @@ def memory() -> Iterator[Finding]:
     free = free_memory(Path("/proc/meminfo"))
     if free is None:
         return
-    found = f"{free:.1f} GB free"
-    if free < _LITTLE_MEMORY:
-        yield Finding("memory", ADVICE, found, "close other programs, or use smaller models and fewer clients a round")
-    else:
-        yield Finding("memory", OK, found)
+    todo = "close other programs, or use smaller models and fewer clients a round"
+    yield _judged("memory", f"{free:.1f} GB free", free < _LITTLE_MEMORY, ADVICE, todo)
 
 
 def free_memory(file: Path) -> float | None:
@@ -327,11 +310,9 @@ def disk() -> Iterator[Finding]:
 
 def disk_finding(free: float) -> Finding:
     """What so many free gigabytes mean."""
-    found = f"{free:.1f} GB free for {Path.cwd()}"
-    if free < _LITTLE_DISK:
-        todo = "make room: a run keeps checkpoints, and --record every message of some rounds"
-        return Finding("disk", PROBLEM if free < _NO_DISK else ADVICE, found, todo)
-    return Finding("disk", OK, found)
+    found, state = f"{free:.1f} GB free for {Path.cwd()}", PROBLEM if free < _NO_DISK else ADVICE
+    todo = "make room: a run keeps checkpoints, and --record every message of some rounds"
+    return _judged("disk", found, free < _LITTLE_DISK, state, todo)
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -341,9 +322,8 @@ def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         if name == DATA_VARIABLE:
             yield _data(Path(value).expanduser())
         elif name == WORKERS_VARIABLE:
-            fine = value.strip().isdecimal() and int(value) > 0
-            todo = "" if fine else "set it to a whole number of processes from 1 on, or unset it"
-            yield Finding(name, OK if fine else PROBLEM, value, todo)
+            wrong = not value.strip().isdecimal() or int(value) == 0
+            yield _judged(name, value, wrong, PROBLEM, "set it to a whole number of processes from 1 on, or unset it")
         else:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
             todo = f"did you mean {near[0]}?" if near else f"FedVeil reads {' and '.join(VARIABLES)} only"

@@ -60,7 +60,7 @@ def read_raw(file: Path) -> bytes:
 
 def whole(value: object) -> bool:
     """Whether it is a whole number of a size that files may name."""
-    return _whole(value) and isinstance(value, int) and abs(value) < LARGEST_WHOLE
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST_WHOLE
 
 
 def figure(value: object) -> TypeGuard[int | float]:
@@ -116,10 +116,10 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
             return {key: _fitting(inner[1], one, name) for key, one in value.items()}
         fits = False
     elif hint is float:
-        fits = isinstance(value, float) or (_whole(value) and abs(value) < LARGEST_WHOLE)
+        fits = figure(value)
         value = float(value) if fits else value
     elif hint is int:
-        fits = _whole(value) and abs(value) < LARGEST_WHOLE
+        fits = whole(value)
     else:
         fits = isinstance(value, type(None) if hint is None else hint)
     if not fits:
@@ -145,10 +145,6 @@ def _several(kinds: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
     if len(value) != len(kinds):
         raise _WrongError(f"{name} is {_shown(value)}")
     return tuple(_fitting(kind, one, name) for kind, one in zip(kinds, value, strict=True))
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _shown(value: object) -> str:

@@ -175,12 +175,12 @@ def test_no_progress_bar_bytes_reach_a_pipe(tmp_path: Path) -> None:
 
 def test_a_terminal_does_get_a_progress_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The silence above is a choice: on a terminal there is a bar."""
-    from fedveil.runs.callbacks import Bar, Quiet, progress_for
+    from fedveil.runs.callbacks import Progress
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert isinstance(progress_for("lossless", total=3), Bar)
-    assert isinstance(progress_for("lossless", total=3, quiet=True), Quiet)
-    with progress_for("lossless", total=3) as bar:
+    assert Progress("lossless", total=3).shown is not None
+    assert Progress("lossless", total=3, quiet=True).shown is None
+    with Progress("lossless", total=3) as bar:
         bar.update({"round": 1, "loss": 0.5, "test_accuracy": 0.25})
         bar.update({"round": 2, "loss": 0.5, "test_mse": 0.25})
 

@@ -78,7 +78,7 @@ def test_resuming_needs_no_other_flag_and_trains_nothing_twice(compared: tuple[P
 
 @pytest.mark.skipif(not TENSORBOARD, reason="needs the extra tensorboard")
 def test_every_run_is_tracked_in_a_folder_of_its_own(compared: tuple[Path, Done]) -> None:
-    from fedveil.tracking.trackers import rounds_in
+    from fedveil.tracking import rounds_in
 
     out, _ = compared
     for scheme in ("fedavg", "lossless", "nadp"):

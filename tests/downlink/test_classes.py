@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.downlink.edges import PINNED, ClassSet
+from fedveil.downlink.scales import PINNED, ClassSet
 
 
 def scales_of(classes: ClassSet, seed: int = 0) -> torch.Tensor:

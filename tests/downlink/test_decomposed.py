@@ -334,7 +334,7 @@ def test_every_field_of_a_broadcast_is_told_apart_from_a_plain_one_and_the_veil_
     veil = downlink.veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
     assert set(downlink.covers()) == {"parameters", "epsilon", "statistics", "multipliers"}
     assert "transitional" not in downlink.covers()["multipliers"]["what"]  # there are such layers
-    assert repr(veil) == "<DecomposedVeil: hidden>"
+    assert repr(veil) == "<ScaledVeil: hidden>"
     with pytest.raises(TypeError, match="holds secrets"):
         copy.deepcopy(veil)
 

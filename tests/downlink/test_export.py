@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from federation import job, trained
 from fedveil import models
 from fedveil.downlink import Blueprint, Weights, assemble, draw
-from fedveil.downlink.architecture import draw_secret_epsilon
+from fedveil.downlink.architecture import VectorBatchNorm, draw_secret_epsilon
 from fedveil.downlink.export import ChannelAffine, ExportShape, ShiftedLinear, export, exported_architecture
-from fedveil.downlink.norms import VectorBatchNorm
-from fedveil.downlink.report import coverage
+from fedveil.downlink.scales import coverage
 from fedveil.errors import TraceError
 from fedveil.secrets import OsSecrets, SeededSecrets
 

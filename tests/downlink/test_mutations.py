@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from downlink.exactness import assert_exact
 from downlink.networks import VECTOR, Net
-from fedveil.downlink import edges, rescaling, rules
+from fedveil.downlink import rescaling, rules
+from fedveil.downlink import scales as edges
 from fedveil.downlink.rescaling import HeadSecret, ScaledVeil
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from downlink.exactness import relative, scramble
-from fedveil.downlink.architecture import batch_norms
-from fedveil.downlink.norms import VectorBatchNorm, VectorNorm, with_vector_norms
+from fedveil.downlink.architecture import VectorBatchNorm, VectorNorm, batch_norms, with_vector_norms
 from fedveil.errors import TraceError
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

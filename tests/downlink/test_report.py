@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedveil import models
 from fedveil.downlink import Blueprint, HeadNoise, Rescaling, Weights, draw
-from fedveil.downlink.report import Coverage, coverage, require_coverage
+from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.errors import TraceError
 from fedveil.secrets import OsSecrets
 

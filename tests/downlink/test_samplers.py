@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from scipy import special, stats
 
-from fedveil.downlink import samplers
-from fedveil.downlink.samplers import (
+from fedveil.crypto.streams import WordStream
+from fedveil.downlink import decomposed
+from fedveil.downlink.decomposed import (
     BOUNDED,
     BOUNDED_HALF,
     GAUSSIAN,
@@ -26,7 +27,6 @@ from fedveil.downlink.samplers import (
     gaussian,
     half,
     secret_uniforms,
-    seeded_uniforms,
     whole,
 )
 from fedveil.errors import ConfigError
@@ -95,9 +95,9 @@ def test_two_halves_make_a_whole(halves: tuple[Floats, Floats]) -> None:
 
 def test_the_series_has_exactly_half_the_whole_factors_mean_and_variance() -> None:
     # ln √Gamma(3/2) has the mean ψ(3/2)/2 and the variance ψ′(3/2)/4; each half has half of either.
-    terms = np.concatenate([samplers._FIRST, samplers._SECOND])
-    mean = samplers._CENTRE - 0.5 * terms.sum()
-    variance = 0.5 * (terms**2).sum() + samplers._TAIL_DEVIATION**2
+    terms = np.concatenate([decomposed._FIRST, decomposed._SECOND])
+    mean = decomposed._CENTRE - 0.5 * terms.sum()
+    variance = 0.5 * (terms**2).sum() + decomposed._TAIL_DEVIATION**2
     assert mean == pytest.approx(float(special.digamma(1.5)) / 4, rel=1e-12)
     assert variance == pytest.approx(float(special.polygamma(1, 1.5)) / 8, rel=1e-12)
 
@@ -118,13 +118,14 @@ def test_secret_factors_are_positive_and_not_close_to_zero(halves: tuple[Floats,
 
 
 def test_any_source_of_uniform_numbers_serves() -> None:
-    for source in (secret_uniforms(OsSecrets().stream()), seeded_uniforms(SEED)):
+    seeded = decomposed._from_words(WordStream(SEED).take)
+    for source in (secret_uniforms(OsSecrets().stream()), seeded):
         numbers = source(40_000)
         assert len(numbers) == 40_000
         assert 0.0 <= numbers.min() < numbers.max() < 1.0
         assert len(np.unique(numbers)) == 40_000
         assert len(half(3, source)) == len(whole(3, source)) == 3
-    assert fits(seeded_uniforms(SEED)(SAMPLES), stats.uniform.cdf)
+    assert fits(decomposed._from_words(WordStream(SEED).take)(SAMPLES), stats.uniform.cdf)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from driving import drive
 from federation import job, server_of
 from fedveil.crypto.keys import PairSecret
 from fedveil.downlink import Broadcast
-from fedveil.downlink.architecture import flat_views
-from fedveil.downlink.decomposed import DecomposedVeil
 from fedveil.downlink.rescaling import ScaledVeil
 from fedveil.engine import LocalEngine
 from fedveil.engine.local import Absent
@@ -80,23 +78,23 @@ def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings:
     hidden = [cover.name for cover in one.coverage.parameters if cover not in one.coverage.visible]
 
     def add_parameters(parameters: torch.Tensor) -> None:
-        for part in flat_views(one.blueprint, parameters, hidden):
+        parts = one.blueprint.parameters.split(parameters)
+        for part in (parts[name] for name in hidden):
             secrets.add("a true parameter", part)
             secrets.add("a true parameter (32 bits)", part.float())
 
     def spying(self: Any, blueprint: Any, weights: Any, **named: Any) -> Any:
         made = original(self, blueprint, weights, **named)
-        veil = made._scaled if isinstance(made, DecomposedVeil) else made
-        veils.append(veil)
+        veils.append(made)
         truths.append(weights.parameters.clone())
         add_parameters(weights.parameters)
         secrets.add("a true ε", weights.epsilon)
         secrets.add("a running statistic", weights.statistics)
-        secrets.add("a scale", veil._scales)
-        secrets.add("an inverse scale", veil._scales.reciprocal())
-        if veil._head is not None:
-            secrets.add("γ", veil._head.gamma)
-            secrets.add("the head noise", veil._head.noise())
+        secrets.add("a scale", made._scales)
+        secrets.add("an inverse scale", made._scales.reciprocal())
+        if made._head is not None:
+            secrets.add("γ", made._head.gamma)
+            secrets.add("the head noise", made._head.noise())
         return made
 
     monkeypatch.setattr(type(one.scheme.downlink), "veil", spying)

@@ -13,8 +13,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
-from fedveil.tracking import Tracked, trackers
-from fedveil.tracking.trackers import figures_of, ledger_in_words
+from fedveil.tracking import Tracked, figures_of, ledger_in_words, trackers
 from interrupting import interrupted_run
 from shell import fedveil
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.runs import session
-from fedveil.tracking.trackers import closing_figures, epsilons_of, figures_of, ledger_in_words, settings_of, slug
+from fedveil.tracking import closing_figures, epsilons_of, figures_of, ledger_in_words, settings_of, slug
 
 SMALL = RunConfig(scheme="nadp", rounds=2, clients=3, seed=1, epsilon=3.0, model_options={"depth": 2, "width": 8})
 

@@ -14,8 +14,7 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
-from fedveil.tracking import Tracked, trackers
-from fedveil.tracking.trackers import LINEAGE, figures_of, ledger_in_words
+from fedveil.tracking import LINEAGE, Tracked, figures_of, ledger_in_words, trackers
 from interrupting import interrupted_run
 from shell import fedveil
 

@@ -8,8 +8,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.runs import session
-from fedveil.tracking import Tracked, trackers
-from fedveil.tracking.trackers import EventFiles
+from fedveil.tracking import EventFiles, Tracked, trackers
 from shell import fedveil
 
 pytest.importorskip("tensorboard", reason="needs the extra tensorboard")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from federation import distance, job
 from fedveil.downlink import noise_kinds
-from fedveil.downlink.samplers import BOUNDED
+from fedveil.downlink.decomposed import BOUNDED
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.protocol.client_state import ClientState

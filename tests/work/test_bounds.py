@@ -18,9 +18,19 @@ from fedveil.downlink import Broadcast, Plain, draw
 from fedveil.errors import ConfigError
 from fedveil.secrets import SecretStream, SeededSecrets
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss
-from fedveil.work.bounds import clip_weights, clipped, full_precision, safe_bound, working
 from fedveil.work.clipping import SMALLEST_CLIP, ClippedSamples, ClippedUpdate
-from fedveil.work.per_sample import Dense, Factor, embedding_weight, linear_weight, measured
+from fedveil.work.per_sample import (
+    Dense,
+    Factor,
+    clip_weights,
+    clipped,
+    embedding_weight,
+    full_precision,
+    linear_weight,
+    measured,
+    safe_bound,
+    working,
+)
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 ODD = [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1e-45, 3e-39, 1e-38, 3.4e38, 1.7e308]

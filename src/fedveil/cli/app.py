@@ -8,13 +8,12 @@ from fedveil.cli.audit import audit
 from fedveil.cli.compare import compare
 from fedveil.cli.demo import demo
 from fedveil.cli.doctor import doctor
-from fedveil.cli.export import export
 from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
 from fedveil.cli.options import Command
-from fedveil.cli.predict import predict
+from fedveil.cli.predict import export, predict
 from fedveil.cli.report import report
 from fedveil.cli.reproduce import reproduce
 from fedveil.cli.run import run

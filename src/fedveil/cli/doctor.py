@@ -36,7 +36,7 @@ def doctor(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
         findings = list(examine())
     states = [one.state for one in findings]
     if json:
-        rows = [one.as_data() for one in findings]
+        rows = list(map(vars, findings))
         typer.echo(
             json_module.dumps({"problems": states.count(PROBLEM), "findings": rows}, indent=2, ensure_ascii=False)
         )

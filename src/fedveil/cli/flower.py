@@ -302,16 +302,16 @@ def _follow(
     from contextlib import ExitStack
 
     from fedveil.errors import FedVeilError
-    from fedveil.runs.callbacks import Progress, Quiet, progress_for, working
+    from fedveil.runs.callbacks import Progress, working
 
-    bar: Progress = Quiet()
+    bar = Progress("", total=rounds, quiet=True)
     with ExitStack() as shown:
         shown.enter_context(working("submitting the run", quiet=quiet))
         for event in submission.events(app, override):
             match event["event"]:
                 case "began":
                     shown.close()
-                    bar = progress_for(event["scheme"], total=event["rounds"], done=event["round"], quiet=quiet)
+                    bar = Progress(event["scheme"], total=event["rounds"], done=event["round"], quiet=quiet)
                     shown.enter_context(bar)
                     if not quiet:
                         aside(f"run {submission.run_id} in {event['out']}")

@@ -43,7 +43,7 @@ def inspect(
     from fedveil.config import parse_model_options
     from fedveil.downlink import draw
     from fedveil.downlink.export import verify
-    from fedveil.downlink.report import coverage
+    from fedveil.downlink.scales import coverage
     from fedveil.errors import unknown_name
     from fedveil.runs.callbacks import working
 

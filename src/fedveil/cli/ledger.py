@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
         ruled=True,
     )
     listed("Assumed", _assumptions(ledger.lines))
-    listed("What may change", _distinct(one.relation for one in ledger.lines if one.relation))
+    listed("What may change", list(dict.fromkeys(one.relation for one in ledger.lines if one.relation)))
     if ledger.paper is not None:
         listed("The paper's own figure", _paper(ledger.paper, summed(ledger)))
     listed("Not protected", ledger.unprotected)
@@ -48,7 +48,7 @@ def _why(line: Line) -> str:
 
 
 def _assumptions(lines: Sequence[Line]) -> list[str]:
-    everywhere = _distinct(one for line in lines for one in line.assumptions)
+    everywhere = dict.fromkeys(one for line in lines for one in line.assumptions)
     claims = [line for line in lines if line.assumptions]
     shown = []
     for one in everywhere:
@@ -80,10 +80,6 @@ def compared(noise: float, other: float) -> str:
     if abs(saving) < _SAME:
         return "as much"
     return f"{percent(abs(saving))} {'less' if saving > 0 else 'more'}"
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
 
 
 _ASKED = "Instead of a run: a question"

@@ -37,7 +37,7 @@ from fedveil.uplink.vote import (
     tags,
     vote_label,
 )
-from fedveil.work.bounds import clipped
+from fedveil.work.per_sample import clipped
 
 Voting = Literal["tags", "histogram"]
 VOTES = ("tags", "histogram")

@@ -97,19 +97,6 @@ class Arrays:
     vocabulary: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class _Ready:
-    """A part as tensors, not yet normalised."""
-
-    x: Tensor
-    y: Tensor
-    groups: Tensor | None
-
-    def rows(self, indices: Tensor) -> _Ready:
-        groups = None if self.groups is None else self.groups[indices]
-        return _Ready(self.x[indices], self.y[indices], groups)
-
-
 def split_rows(count: int, options: Options, *, where: str) -> tuple[Tensor, Tensor]:
     """Indices of the training and of the test rows, each in the order of the file."""
     if count < 2:
@@ -131,28 +118,25 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
             f"{parts[0].origin} holds {parts[0].x.dtype}, but {parts[1].origin} {parts[1].x.dtype}. "
             "Bytes are scaled to [0, 1] and other numbers are not: store both parts alike."
         )
+    inputs = [_inputs(part, tokens=arrays.vocabulary is not None) for part in parts]
     ready = [
-        _Ready(_inputs(part, tokens=arrays.vocabulary is not None), y, _groups(part))
-        for part, y in zip(parts, targets, strict=True)
+        Dataset(name, task, x, y, outputs, labels, _groups(part), arrays.vocabulary)
+        for part, x, y in zip(parts, inputs, targets, strict=True)
     ]
     if len(ready) == 1:
-        train_rows, test_rows = split_rows(len(ready[0].y), options, where=parts[0].origin)
-        ready = [ready[0].rows(train_rows), ready[0].rows(test_rows)]
-    elif ready[0].x.shape[1:] != ready[1].x.shape[1:]:
-        ours, theirs = (tuple(part.x.shape[1:]) for part in ready)
+        ready = [ready[0].subset(rows) for rows in split_rows(len(ready[0]), options, where=parts[0].origin)]
+    elif ready[0].input_shape != ready[1].input_shape:
+        ours, theirs = (part.input_shape for part in ready)
         raise DataError(
             f"{parts[0].origin} has samples of shape {ours}, but {parts[1].origin} of shape {theirs}. "
             "Bring both parts to the same shape."
         )
     if image and options.normalise:
         ready = _standardised(ready)
-    train, test = (
-        Dataset(name, task, part.x, part.y, outputs, labels, part.groups, arrays.vocabulary) for part in ready
-    )
-    return Split(train, test)
+    return Split(*ready)
 
 
-def _standardised(parts: list[_Ready]) -> list[_Ready]:
+def _standardised(parts: list[Dataset]) -> list[Dataset]:
     """Every channel shifted and scaled by the mean and deviation it has in the first part."""
     x = parts[0].x
     # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
@@ -270,7 +254,7 @@ _DAMAGES = (
     *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, TypeError, MemoryError),
     *(tokenize.TokenError, OverflowError),
 )
-_TEST = ("test", "val", "valid", "validation")
+TEST_NAMES = ("test", "val", "valid", "validation")
 
 
 def recognises(path: Path) -> bool:
@@ -290,7 +274,7 @@ def read(path: Path) -> Arrays:
             f"{path}: {len(files)} .npz files ({', '.join(sorted(files))}), but none called train.npz. "
             "Rename them to train.npz and test.npz, or pass the path of one file."
         )
-    second = next((name for name in _TEST if name in files), None)
+    second = next((name for name in TEST_NAMES if name in files), None)
     if second is None:
         return _single(files["train"])
     train, test = _lowered(read_arrays(files["train"])), _lowered(read_arrays(files[second]))
@@ -350,7 +334,7 @@ def _check_header(file: IO[bytes], size: int) -> None:
 
 def _single(path: Path) -> Arrays:
     arrays = _lowered(read_arrays(path))
-    test = next((name for name in _TEST if _find(arrays, _X, name)), None)
+    test = next((name for name in TEST_NAMES if _find(arrays, _X, name)), None)
     if _find(arrays, _X, "train") and test:
         pair = _part(arrays, path, "train"), _part(arrays, path, test)
         return Arrays(*pair, _classes(arrays), None, _vocabulary(arrays))

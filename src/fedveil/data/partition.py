@@ -98,7 +98,9 @@ def _dirichlet(deal: _Deal) -> list[Indices]:
     shares: list[list[Indices]] = [[] for _ in range(deal.clients)]
     for label in np.unique(labels):
         rows = deal.rng.permutation(np.flatnonzero(labels == label))
-        cuts = np.floor(np.cumsum(_proportions(deal))[:-1] * len(rows)).astype(np.int64)
+        # From 1e9 on the shares are equal, and further up the sampler overflows.
+        proportions = deal.rng.dirichlet(np.full(deal.clients, min(deal.alpha, 1e9)))
+        cuts = np.floor(np.cumsum(proportions)[:-1] * len(rows)).astype(np.int64)
         for share, piece in zip(shares, np.split(rows, cuts), strict=True):
             share.append(piece)
     dealt = [np.concatenate(share) for share in shares]
@@ -108,11 +110,6 @@ def _dirichlet(deal: _Deal) -> list[Indices]:
         dealt[client], dealt[richest] = dealt[richest][-1:], dealt[richest][:-1]
         sizes[client], sizes[richest] = 1, sizes[richest] - 1
     return dealt
-
-
-def _proportions(deal: _Deal) -> npt.NDArray[np.float64]:
-    # From there on the shares are equal, and further up the sampler overflows.
-    return deal.rng.dirichlet(np.full(deal.clients, min(deal.alpha, 1e9)))
 
 
 def _size(deal: _Deal) -> list[Indices]:

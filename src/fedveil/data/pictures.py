@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.data.arrays import Array, Arrays, Part, files_of, largest_of, read_arrays, read_bytes
+from fedveil.data.arrays import TEST_NAMES, Array, Arrays, Part, files_of, largest_of, read_arrays, read_bytes
 from fedveil.errors import DataError, missing_extra
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
@@ -427,7 +427,6 @@ def _class_names(folder: Path, classes: int, *, binary: bool) -> tuple[str, ...]
 _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow goes by content, not by name, and hands PostScript to another program.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
-_TEST = ("test", "val", "valid", "validation")
 
 
 def is_pictures(path: Path) -> bool:
@@ -441,7 +440,7 @@ def read_pictures(path: Path) -> Arrays:
     if not _class_folders(path / "train"):
         classes = _class_folders(path)
         return Arrays(_picture_part(path, classes, decode), None, tuple(classes))
-    held = next((path / name for name in _TEST if _class_folders(path / name)), None)
+    held = next((path / name for name in TEST_NAMES if _class_folders(path / name)), None)
     classes = _class_folders(path / "train")
     train = _picture_part(path / "train", classes, decode)
     if held is None:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedveil.data.arrays import by_plain_name, files_of, plain_name, read_bytes, split_rows
+from fedveil.data.arrays import TEST_NAMES, by_plain_name, files_of, plain_name, read_bytes, split_rows
 from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.errors import ConfigError, DataError, unknown_name
 
@@ -298,7 +298,6 @@ def token_ids(texts: Sequence[str], ids: dict[str, int], *, length: int) -> npt.
 
 _SPLIT = "split"
 _TRAIN = frozenset({"train", "training"})
-_TEST = frozenset({"test", "val", "valid", "validation"})
 
 
 def recognises(path: Path) -> bool:
@@ -335,7 +334,7 @@ def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
     if not path.is_dir():
         return read_table(path), None
     files = by_plain_name(file for file in files_of(path) if is_table(file))
-    second = next((f"{name}.csv" for name in ("test", "val", "valid", "validation") if f"{name}.csv" in files), None)
+    second = next((f"{name}.csv" for name in TEST_NAMES if f"{name}.csv" in files), None)
     if "train.csv" in files and second is not None:
         train, test = read_table(files["train.csv"]), read_table(files[second])
         rows = np.arange(len(train) + len(test))
@@ -375,12 +374,12 @@ def _split_column(table: Table) -> tuple[Rows, Rows] | None:
         return None
     marks = [_mark(value) for value in table.columns[_SPLIT]]
     for row, mark in enumerate(marks):
-        if mark not in _TRAIN | _TEST:
+        if mark not in (*_TRAIN, *TEST_NAMES):
             raise DataError(
                 f"{table.place(row)}: column {_SPLIT!r} says {mark!r}; only train and test "
                 "can be told apart. Remove the row or rename the column."
             )
-    held = np.array([mark in _TEST for mark in marks])
+    held = np.array([mark in TEST_NAMES for mark in marks])
     if not held.any():
         return None
     rows = np.arange(len(marks))

@@ -1,12 +1,12 @@
 """The way down: how a model travels to clients, and how the server undoes what it hid."""
 
 from fedveil.downlink.architecture import Blueprint, Weights, assemble, draw
-from fedveil.downlink.decomposed import Decomposed, noise_kinds
+from fedveil.downlink.decomposed import Decomposed, client_noise, noise_kinds
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered, Veil
 from fedveil.downlink.plain import Plain
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
-from fedveil.downlink.samplers import client_noise
-from fedveil.downlink.table import ScaleTable, trace
+from fedveil.downlink.scales import ScaleTable
+from fedveil.downlink.trace import trace
 
 __all__ = [
     "Blueprint",

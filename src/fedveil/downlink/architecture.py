@@ -2,23 +2,217 @@
 
 The server keeps a model's values in `Weights`; a client keeps a *skeleton*, the same network with
 every value zeroed, and fills it from what is broadcast.
+
+In a skeleton the ε of normalisation layers is a tensor, one number per normalisation group: a veil multiplies the in
+edge by k and must multiply ε by k², which differs between channels; torch's own layers take one number. The layers
+here are drop-in replacements that keep parameter and buffer names, and remember their batch statistics so that a
+client can send them up.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.downlink.norms import VectorBatchNorm, VectorNorm, with_vector_norms
-from fedveil.downlink.table import ScaleTable, trace
+from fedveil.downlink.scales import ScaleTable
+from fedveil.downlink.trace import NORM_KINDS, norm_paths, trace
+from fedveil.errors import DataError, TraceError
 from fedveil.secrets import SecretStream
 from fedveil.tensors import Layout, flatten
+
+
+class _FusedTrainingNorm(torch.autograd.Function):
+    """Batch normalisation with vector ε on torch's own kernels.
+
+    y = (x − μ)/√(v + ε)·w + b. The backward kernel reads 1/√(v + ε) from what the forward saved, so a
+    vector ε costs nothing there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: Tensor) -> Tensor:
+        invstd = torch.rsqrt(var + eps)
+        # In evaluation mode the kernel computes (x − mean)/√(var + 0)·w + b in one pass.
+        out, _, _ = torch.ops.aten.native_batch_norm(x, weight, bias, mean, invstd**-2, False, 0.0, 0.0)
+        ctx.save_for_backward(x, weight, mean, invstd)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd = ctx.saved_tensors
+        gx, gw, gb = torch.ops.aten.native_batch_norm_backward(
+            grads[0].contiguous(), x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
+        )
+        return gx, gw, gb, None, None, None
+
+
+def _channelwise(vector: Tensor, rank: int) -> Tensor:
+    return vector.reshape((1, -1) + (1,) * (rank - 2))
+
+
+class VectorNorm(nn.Module):
+    """Base: the affine parameters and a buffer `epsilon` with one number per normalisation group."""
+
+    epsilon: Tensor
+
+    def __init__(self, original: nn.Module, groups: int, like: Tensor) -> None:
+        super().__init__()
+        self.weight = getattr(original, "weight", None)
+        self.bias = getattr(original, "bias", None)
+        eps = float(original.eps)  # type: ignore[arg-type]
+        self.register_buffer("epsilon", torch.full((groups,), eps, dtype=like.dtype, device=like.device))
+        self.training = original.training
+
+
+class VectorBatchNorm(VectorNorm):
+    """BatchNorm1d/2d/3d with one ε per channel; `statistics` holds the last batch's mean and variance."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, original: nn.modules.batchnorm._BatchNorm, like: Tensor) -> None:
+        super().__init__(original, original.num_features, like)
+        self.momentum = 0.1 if original.momentum is None else float(original.momentum)
+        self.track = original.running_mean is not None
+        if self.track:
+            assert original.running_mean is not None
+            assert original.running_var is not None
+            self.register_buffer("running_mean", original.running_mean.clone())
+            self.register_buffer("running_var", original.running_var.clone())
+        self.fused = True
+        self.statistics: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over batch and space."""
+        if not self.training and self.track:
+            return self._plain(x, self.running_mean, self.running_var)
+        dims = [0, *range(2, x.dim())]
+        if x.numel() == x.shape[1]:
+            raise DataError(
+                "A batch normalisation was given a single value per channel, which has no variance: give every "
+                "client at least two samples and batches of two or more, or use GroupNorm."
+            )
+        if self.fused and self.weight is not None and self.bias is not None and torch.is_grad_enabled():
+            with torch.no_grad():
+                # Three times faster than torch.var_mean on a CPU, and the same bits.
+                mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+            out = _FusedTrainingNorm.apply(x, self.weight, self.bias, mean, var, self.epsilon)  # type: ignore[no-untyped-call]
+        else:
+            var, mean = torch.var_mean(x, dims, correction=0)
+            out = self._plain(x, mean, var)
+        if self.training and self.track:
+            count = x.numel() // x.shape[1]
+            unbiased = var.detach() * (count / max(count - 1, 1))
+            self.statistics.append((mean.detach(), unbiased))
+        return out  # type: ignore[no-any-return]
+
+    def _plain(self, x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        factor = torch.rsqrt(var + self.epsilon)
+        if self.weight is not None:
+            factor = factor * self.weight
+        shift = -mean * factor
+        if self.bias is not None:
+            shift = shift + self.bias
+        return x * _channelwise(factor, x.dim()) + _channelwise(shift, x.dim())
+
+    def take_statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and unbiased variance over the calls since the last time, and forget them.
+
+        A layer that ran in evaluation mode answers with its running statistics, one that was not called
+        with those of a fresh layer.
+        """
+        if not self.training:
+            self.statistics.clear()
+            return self.running_mean.clone(), self.running_var.clone()
+        if not self.statistics:
+            return torch.zeros_like(self.running_mean), torch.ones_like(self.running_var)
+        means, variances = zip(*self.statistics, strict=True)
+        self.statistics.clear()
+        return torch.stack(means).mean(0), torch.stack(variances).mean(0)
+
+
+class VectorGroupNorm(VectorNorm):
+    """GroupNorm and InstanceNorm with one ε per group."""
+
+    def __init__(self, original: nn.Module, groups: int, like: Tensor, *, channels: int) -> None:
+        super().__init__(original, groups, like)
+        self.groups = groups
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over each group's channels and space."""
+        if x.dim() < 2 or x.shape[1] != self.channels:
+            raise TraceError(
+                f"A normalisation of {self.channels} channels was given a tensor of shape {tuple(x.shape)}; "
+                "it takes (batch, channels, …)."
+            )
+        grouped = x.reshape(x.shape[0], self.groups, -1)
+        var, mean = torch.var_mean(grouped, -1, correction=0, keepdim=True)
+        out = ((grouped - mean) * torch.rsqrt(var + self.epsilon[None, :, None])).reshape(x.shape)
+        if self.weight is not None:
+            out = out * _channelwise(self.weight, x.dim())
+        return out if self.bias is None else out + _channelwise(self.bias, x.dim())
+
+
+class VectorLayerNorm(VectorNorm):
+    """LayerNorm with its ε as a tensor."""
+
+    def __init__(self, original: nn.LayerNorm, like: Tensor) -> None:
+        super().__init__(original, 1, like)
+        self.dims = tuple(range(-len(original.normalized_shape), 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over the last dimensions."""
+        var, mean = torch.var_mean(x, self.dims, correction=0, keepdim=True)
+        out = (x - mean) * torch.rsqrt(var + self.epsilon)
+        if self.weight is not None:
+            out = out * self.weight
+        return out if self.bias is None else out + self.bias
+
+
+def _replacement(module: nn.Module, like: Tensor) -> VectorNorm | None:
+    kind = NORM_KINDS.get(type(module))  # a subclass may compute anything and stays as it is
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and kind == "batch":
+        return VectorBatchNorm(module, like)
+    if isinstance(module, nn.GroupNorm) and kind == "group":
+        return VectorGroupNorm(module, module.num_groups, like, channels=module.num_channels)
+    if isinstance(module, nn.LayerNorm) and kind == "layer":
+        return VectorLayerNorm(module, like)
+    if kind == "instance" and not getattr(module, "track_running_stats", False):
+        features = int(module.num_features)  # type: ignore[arg-type]
+        return VectorGroupNorm(module, features, like, channels=features)
+    return None
+
+
+def with_vector_norms(model: nn.Module) -> nn.Module:
+    """A copy of `model` whose normalisation layers take a vector ε (the value stays the same)."""
+    twin = copy.deepcopy(model)
+    floating = (one for one in (*twin.parameters(), *twin.buffers()) if one.is_floating_point())
+    like = next(floating, torch.empty(0))
+    made: dict[int, VectorNorm] = {}
+    found = [(path, twin.get_submodule(path)) for path in norm_paths(twin)]
+    for path, module in found:
+        if id(module) not in made:
+            replacement = _replacement(module, like)
+            if replacement is None:
+                continue
+            made[id(module)] = replacement
+        parent, _, attribute = path.rpartition(".")
+        if not path:
+            return made[id(module)]
+        setattr(twin.get_submodule(parent), attribute, made[id(module)])
+    return twin
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, VectorBatchNorm]]:
+    """Every batch normalisation that tracks statistics, by path."""
+    return [(p, m) for p, m in model.named_modules() if isinstance(m, VectorBatchNorm) and m.track]
 
 
 class TappedLinear(nn.Linear):
@@ -104,15 +298,9 @@ class Blueprint:
 
     def to(self, *, device: torch.device) -> Blueprint:
         """The same blueprint on another device."""
-        return Blueprint(
-            copy.deepcopy(self.skeleton).to(device),
-            self.input_shape,
-            self.input_dtype,
-            self.parameters,
-            self.trainable.to(device),
-            self.norms,
-            None if self.table is None else self.table.to(device),
-        )
+        skeleton, trainable = copy.deepcopy(self.skeleton).to(device), self.trainable.to(device)
+        table = None if self.table is None else self.table.to(device)
+        return replace(self, skeleton=skeleton, trainable=trainable, table=table)
 
 
 def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint, Weights]:
@@ -123,9 +311,9 @@ def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint,
     table = trace(model, example) if traced else None
     prepared = with_vector_norms(model)
     if table is not None and table.head is not None:
-        _tap(prepared, table.head.path)
+        # The class changes, parameters and names stay: every holder of the layer keeps its reference.
+        prepared.get_submodule(table.head.path).__class__ = TappedLinear
     named = dict(prepared.named_parameters())
-    norms = tuple(path for path, norm in prepared.named_modules() if isinstance(norm, VectorNorm))
     blueprint = Blueprint(
         skeleton=_emptied(prepared),
         input_shape=tuple(example.shape[1:]),
@@ -135,7 +323,7 @@ def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint,
             [torch.full((value.numel(),), value.requires_grad) for value in named.values()]
             or [torch.empty(0, dtype=torch.bool)]
         ),
-        norms=norms,
+        norms=tuple(path for path, norm in prepared.named_modules() if isinstance(norm, VectorNorm)),
         table=table,
     )
     return blueprint, weights_of(prepared, blueprint)
@@ -165,30 +353,24 @@ def _norm_buffers(module: nn.Module) -> set[str]:
 
 def load_parameters(module: nn.Module, flat: Tensor) -> None:
     """Copy a flat vector into a module's parameters, in order."""
-    with torch.no_grad():
-        targets: list[Tensor] = list(module.parameters())
-        if targets:
-            parts = torch.split(flat, [one.numel() for one in targets])
-            torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
+    _load(list(module.parameters()), flat)
 
 
 def load_epsilon(blueprint: Blueprint, module: nn.Module, flat: Tensor) -> None:
     """Copy a flat vector of ε into a module's normalisation layers."""
-    start = 0
-    for norm in blueprint.epsilon_norms(module):
-        size = len(norm.epsilon)
-        norm.epsilon.copy_(flat[start : start + size])
-        start += size
+    _load([norm.epsilon for norm in blueprint.epsilon_norms(module)], flat)
 
 
 def load_statistics(module: nn.Module, flat: Tensor) -> None:
     """Copy a flat vector of running means and variances into a module's batch norms."""
-    start = 0
-    for _, norm in batch_norms(module):
-        size = len(norm.running_mean)
-        norm.running_mean.copy_(flat[start : start + size])
-        norm.running_var.copy_(flat[start + size : start + 2 * size])
-        start += 2 * size
+    _load([part for _, norm in batch_norms(module) for part in (norm.running_mean, norm.running_var)], flat)
+
+
+def _load(targets: list[Tensor], flat: Tensor) -> None:
+    if targets:
+        parts = torch.split(flat, [one.numel() for one in targets])
+        with torch.no_grad():
+            torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
 
 def assemble(blueprint: Blueprint, weights: Weights) -> nn.Module:
@@ -200,11 +382,6 @@ def assemble(blueprint: Blueprint, weights: Weights) -> nn.Module:
     for name, value in weights.buffers.items():
         module.get_buffer(name).copy_(value)
     return module
-
-
-def _tap(module: nn.Module, path: str) -> None:
-    # The class changes, parameters and names stay: every holder of the layer keeps its reference.
-    module.get_submodule(path).__class__ = TappedLinear
 
 
 def _emptied(prepared: nn.Module) -> nn.Module:
@@ -219,12 +396,6 @@ def _emptied(prepared: nn.Module) -> nn.Module:
     return twin
 
 
-def flat_views(blueprint: Blueprint, flat: Tensor, names: Sequence[str]) -> list[Tensor]:
-    """Views of named parameters inside a flat vector."""
-    parts = blueprint.parameters.split(flat)
-    return [parts[name] for name in names]
-
-
 LOWEST, HIGHEST = 1e-6, 1e-4
 
 
@@ -232,8 +403,3 @@ def draw_secret_epsilon(weights: Weights, stream: SecretStream) -> None:
     """Give every normalisation group its own ε, log-uniform on [1e-6, 1e-4]; once per model."""
     logs = math.log(LOWEST) + stream.uniform(weights.epsilon.numel()) * math.log(HIGHEST / LOWEST)
     weights.epsilon.copy_(torch.exp(logs))
-
-
-def batch_norms(model: nn.Module) -> list[tuple[str, VectorBatchNorm]]:
-    """Every batch normalisation that tracks statistics, by path."""
-    return [(p, m) for p, m in model.named_modules() if isinstance(m, VectorBatchNorm) and m.track]

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 
 from fedveil.downlink.architecture import (
     Blueprint,
+    VectorBatchNorm,
     Weights,
     assemble,
     load_epsilon,
     load_parameters,
     load_statistics,
+    with_vector_norms,
 )
 from fedveil.downlink.decomposed import Decomposed, load_multipliers
-from fedveil.downlink.norms import VectorBatchNorm, with_vector_norms
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.downlink.table import HeadSite
+from fedveil.downlink.scales import HeadSite
 from fedveil.errors import ConfigError, TraceError
 from fedveil.secrets import OsSecrets, SecretStream
 

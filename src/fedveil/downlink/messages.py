@@ -73,11 +73,9 @@ class Veil(Protocol):
 
     def broadcast(self) -> Broadcast:
         """What clients receive."""
-        ...
 
     def recover(self, mean: Mean) -> Recovered:
         """The true gradient, exactly, from what clients returned."""
-        ...
 
 
 class Downlink(Protocol):
@@ -86,7 +84,6 @@ class Downlink(Protocol):
     @property
     def traced(self) -> bool:
         """Whether it needs the network's scale table."""
-        ...
 
     @property
     def head_noise(self) -> bool:
@@ -95,7 +92,6 @@ class Downlink(Protocol):
 
     def head_tensors(self, blueprint: Blueprint) -> int:
         """How many gradients each client returns."""
-        ...
 
     def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
@@ -107,4 +103,3 @@ class Downlink(Protocol):
 
     def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
         """Draw this round's secrets and perturb."""
-        ...

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, TappedLinear, Weights, assemble, flat_views
+from fedveil.downlink.architecture import Blueprint, TappedLinear, Weights, assemble
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
-from fedveil.downlink.table import HeadSite, ScaleTable
+from fedveil.downlink.scales import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError
 from fedveil.ledger.releases import Cover
 from fedveil.secrets import Guarded, SecretStream
+from fedveil.tensors import flatten
 
 _PROBE_SAMPLES = 64
 
@@ -105,13 +106,16 @@ def scaled_veil(
     head: HeadNoise | None,
     stream: SecretStream,
     head_level: float | None,
+    multipliers: Tensor | None = None,
 ) -> ScaledVeil:
     """The veil of given scales, one for every class of the blueprint's table, and of a freshly drawn γ."""
     device = weights.parameters.device
+    if multipliers is None:
+        multipliers = weights.parameters.new_empty(0)
     if head is None:
-        return ScaledVeil(blueprint, weights, scales.to(device), None)
+        return ScaledVeil(blueprint, weights, scales.to(device), None, multipliers)
     secret = _draw_head(head, head_site(blueprint).outputs, stream, device)
-    veil = ScaledVeil(blueprint, weights, scales.to(device), secret)
+    veil = ScaledVeil(blueprint, weights, scales.to(device), secret, multipliers)
     level = head_level if head_level else veil.probe_level()
     secret.gamma *= head.strength / level
     return veil
@@ -177,19 +181,22 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
 
 
 class ScaledVeil(Guarded):
-    """One round's secrets: the scales, γ, and the model they hide."""
+    """One round's secrets: the scales, γ, and the model they hide; and the transitional layers' public numbers."""
 
-    __slots__ = ("_blueprint", "_head", "_scales", "_table", "_weights")
+    __slots__ = ("_blueprint", "_head", "_multipliers", "_scales", "_table", "_weights")
 
-    def __init__(self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None) -> None:
+    def __init__(
+        self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None, multipliers: Tensor
+    ) -> None:
         self._blueprint = blueprint
         self._table = scale_table(blueprint)
         self._weights = weights
         self._scales = scales
         self._head = head
+        self._multipliers = multipliers
 
     def broadcast(self) -> Broadcast:
-        """Ŵ = R ∘ W (+ r·1ᵀ on the head), ε·k², running mean·k and variance·k²."""
+        """Ŵ = R ∘ W (+ r·1ᵀ on the head), ε·k², running mean·k and variance·k², and 1/(r·s)."""
         dtype = self._weights.parameters.dtype
         veiled = self._table.rescale(self._weights.parameters, self._scales)
         public = None
@@ -197,16 +204,15 @@ class ScaledVeil(Guarded):
             site = self._table.head
             assert site is not None
             noise = self._head.noise()
-            names = [site.weight] if site.bias is None else [site.weight, site.bias]
-            for part in flat_views(self._blueprint, veiled, names):
+            parts = self._blueprint.parameters.split(veiled)
+            for part in (parts[site.weight], *([] if site.bias is None else [parts[site.bias]])):
                 part += noise.reshape([-1] + [1] * (part.dim() - 1))
             public = self._head.public
         epsilon = self._weights.epsilon.to(torch.float64) * self._norm_factor()
         statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
         if self._blueprint.frozen_statistics:
             statistics = self.veiled_statistics()
-        nothing = veiled.new_empty(0, dtype=dtype)
-        return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), nothing, public)
+        return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), self._multipliers, public)
 
     def veiled_statistics(self) -> Tensor:
         """Running mean·k and variance·k², in float64."""
@@ -261,23 +267,15 @@ class ScaledVeil(Guarded):
         return max(float(alpha.square().mean().sqrt()), 1e-12)
 
     def _norm_factor(self) -> Tensor:
-        by_path = {norm.path: norm.read for norm in self._table.norms}
-        parts = []
-        for path, norm in zip(
-            self._blueprint.norms, self._blueprint.epsilon_norms(self._blueprint.skeleton), strict=True
-        ):
-            read = by_path.get(path)
-            ones = torch.ones(len(norm.epsilon), dtype=torch.float64, device=self._scales.device)
-            parts.append(ones if read is None else self._scales[read] ** 2)
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self._scales.device)
+        layers = self._blueprint.epsilon_norms(self._blueprint.skeleton)
+        sizes = zip(self._blueprint.norms, (len(one.epsilon) for one in layers), strict=True)
+        return flatten([self._read(path, size) ** 2 for path, size in sizes], like=self._scales[:0])
 
     def _statistics_factor(self) -> Tensor:
-        by_path = {norm.path: norm.read for norm in self._table.norms if norm.kind == "batch"}
-        parts = []
-        for path, size in self._blueprint.statistics_sizes:
-            read = by_path.get(path)
-            scale = torch.ones(size, dtype=torch.float64, device=self._scales.device)
-            if read is not None:
-                scale = self._scales[read]
-            parts += [scale, scale**2]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64, device=self._scales.device)
+        scales = [self._read(path, size) for path, size in self._blueprint.statistics_sizes]
+        return flatten([part for one in scales for part in (one, one**2)], like=self._scales[:0])
+
+    def _read(self, path: str, size: int) -> Tensor:
+        """The scales k that a normalisation layer reads; 1 where it has none."""
+        found = next((norm.read for norm in self._table.norms if norm.path == path), None)
+        return torch.ones_like(self._scales[:1]).expand(size) if found is None else self._scales[found]

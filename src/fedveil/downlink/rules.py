@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.edges import (
+from fedveil.downlink.scales import (
     Edge,
     LinearSite,
     NormUse,
@@ -85,38 +85,6 @@ def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: o
     return place(made, -1, out.dim())
 
 
-def _convolution(
-    tracing: Tracing,
-    out: Tensor,
-    input: object,
-    weight: object,
-    bias: object,
-    *,
-    groups: int,
-    transposed: bool,
-) -> Tensor:
-    edge, kernel = as_edge(input), _weighted(weight)
-    spatial = kernel.value.dim() - 2
-    channel_dim = edge.value.dim() - spatial - 1
-    read = along(tracing, edge, channel_dim)
-    first, second, *sizes = kernel.value.shape
-    ones = (1,) * spatial
-    if transposed:  # weight is (in, out/groups, …)
-        outputs = second * groups
-        view = (groups, first // groups, second, *sizes)
-        out_shape, in_shape = (groups, 1, second, *ones), (groups, first // groups, 1, *ones)
-    else:  # weight is (out, in/groups, …)
-        outputs = first
-        view = (groups, first // groups, second, *sizes)
-        out_shape, in_shape = (groups, first // groups, 1, *ones), (groups, 1, second, *ones)
-    made = _fresh_out(tracing, kernel, outputs)
-    tracing.use(kernel, view=view, out=made.reshape(out_shape), into=read.reshape(in_shape))
-    if bias is not None:
-        tracing.use(_weighted(bias), view=(outputs,), out=made)
-    return place(made, channel_dim, out.dim())
-
-
-@rule("conv1d", "conv2d", "conv3d")
 def convolution(
     tracing: Tracing,
     out: Tensor,
@@ -125,28 +93,33 @@ def convolution(
     bias: object = None,
     stride: object = 1,
     padding: object = 0,
-    dilation: object = 1,
+    third: object = None,
     groups: int = 1,
+    *_: object,
+    transposed: bool,
+    **__: object,
 ) -> Tensor:
-    """A convolution: like a linear map over channels, group by group."""
-    return _convolution(tracing, out, input, weight, bias, groups=groups, transposed=False)
+    """A convolution: like a linear map over channels, group by group. `third` is one more that no scale depends on."""
+    edge, kernel = as_edge(input), _weighted(weight)
+    spatial = kernel.value.dim() - 2
+    channel_dim = edge.value.dim() - spatial - 1
+    read = along(tracing, edge, channel_dim)
+    first, second, *sizes = kernel.value.shape
+    ones = (1,) * spatial
+    view = (groups, first // groups, second, *sizes)
+    left, right = (groups, first // groups, 1, *ones), (groups, 1, second, *ones)
+    # The weight of a transposed one is (in, out/groups, …), else (out, in/groups, …).
+    outputs, out_shape, in_shape = (second * groups, right, left) if transposed else (first, left, right)
+    made = _fresh_out(tracing, kernel, outputs)
+    tracing.use(kernel, view=view, out=made.reshape(out_shape), into=read.reshape(in_shape))
+    if bias is not None:
+        tracing.use(_weighted(bias), view=(outputs,), out=made)
+    return place(made, channel_dim, out.dim())
 
 
-@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def transposed_convolution(
-    tracing: Tracing,
-    out: Tensor,
-    input: object,
-    weight: object,
-    bias: object = None,
-    stride: object = 1,
-    padding: object = 0,
-    output_padding: object = 0,
-    groups: int = 1,
-    dilation: object = 1,
-) -> Tensor:
-    """A transposed convolution: the weight is (in, out/groups, …)."""
-    return _convolution(tracing, out, input, weight, bias, groups=groups, transposed=True)
+for _dims in (1, 2, 3):
+    RULES[f"conv{_dims}d"] = partial(convolution, transposed=False)
+    RULES[f"conv_transpose{_dims}d"] = partial(convolution, transposed=True)
 
 
 @rule("embedding")

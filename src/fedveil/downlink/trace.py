@@ -21,19 +21,24 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.edges import Edge, ParameterRef, Pin, Tracing, broadcast
 from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
+from fedveil.downlink.scales import (
+    PINNED,
+    Edge,
+    HeadSite,
+    NormScale,
+    ParameterRef,
+    Pin,
+    Reader,
+    Scaled,
+    ScaleTable,
+    Tracing,
+    broadcast,
+)
 from fedveil.errors import TraceError
 
 _TOLERANCE = 1e-3
 _Result = TypeVar("_Result")
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """torch.export prints the graph it gave up on; our error says what a user needs."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
 
 
 class CaptureError(Exception):
@@ -111,7 +116,8 @@ def captured_by_fx(model: nn.Module) -> fx.Graph:
 def captured_by_export(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     """The graph by running the code on tensors without values."""
     state = random.getstate()
-    with warnings.catch_warnings(), _silence():
+    # It prints the graph it gave up on; our error says what a user needs.
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         exported = torch.export.export(model, (example,), strict=False)
     if random.getstate() != state:
@@ -149,45 +155,27 @@ _SHAPE_ONLY = frozenset(
 )
 _UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
+_DIMS = (1, 2, 3)
+_POOLS = {"Max": "max", "Avg": "avg", "AdaptiveMax": "adaptive_max", "AdaptiveAvg": "adaptive_avg"}
 NORM_KINDS: dict[type[nn.Module], str] = {
-    nn.BatchNorm1d: "batch",
-    nn.BatchNorm2d: "batch",
-    nn.BatchNorm3d: "batch",
+    **{getattr(nn, f"{kind}Norm{dims}d"): kind.lower() for kind in ("Batch", "Instance") for dims in _DIMS},
     nn.GroupNorm: "group",
     nn.LayerNorm: "layer",
-    nn.InstanceNorm1d: "instance",
-    nn.InstanceNorm2d: "instance",
-    nn.InstanceNorm3d: "instance",
 }
-
 _SAME_NAME: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.LeakyReLU: "leaky_relu",
-    nn.Dropout: "dropout",
-    nn.Dropout1d: "dropout",
-    nn.Dropout2d: "dropout",
-    nn.Dropout3d: "dropout",
     nn.Identity: "identity",
-    nn.Upsample: "upsample",
-    nn.UpsamplingNearest2d: "upsample",
-    nn.UpsamplingBilinear2d: "upsample",
-    **{
-        getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d"
-        for kind, name in (
-            ("Max", "max"),
-            ("Avg", "avg"),
-            ("AdaptiveMax", "adaptive_max"),
-            ("AdaptiveAvg", "adaptive_avg"),
-        )
-        for dims in (1, 2, 3)
-    },
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "dropout"),
+    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), "upsample"),
+    **{getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d" for kind, name in _POOLS.items() for dims in _DIMS},
 }
 _MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
 _OTHER_PADS = {
     getattr(nn, f"{kind}Pad{dims}d"): mode
     for kind, mode in (("Reflection", "reflect"), ("Replication", "replicate"), ("Circular", "circular"))
-    for dims in (1, 2, 3)
+    for dims in _DIMS
 }
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -411,7 +399,63 @@ def _fits(value: object, ids: object) -> bool:
     return ids.dim() == value.dim() and all(i in (1, v) for i, v in zip(ids.shape, value.shape, strict=True))
 
 
+_READERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def trace(model: nn.Module, example: Tensor) -> ScaleTable:
+    """Trace `model` on an example batch into its scale table.
+
+    Operations without a rule pin their edges to 1 and are listed in `pins`; nothing is guessed.
+    """
+    tracing = walk(model, example)
+    classes, compact = tracing.classes.compile()
+    entries = []
+    for name, parameter in model.named_parameters():
+        use = tracing.uses.get(name)
+        shape = tuple(parameter.shape)
+        if use is None or name in tracing.pinned_parameters:
+            entries.append(Scaled(name, shape, shape, None, None))
+            continue
+        into = None if use.into is None else compact[use.into]
+        entries.append(Scaled(name, shape, use.view, compact[use.out], into))
+    norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
+    head, refusal = _head(model, tracing)
+    reading = [one for one in entries if one.into is not None and bool((one.into != PINNED).any())]
+    readers = tuple(_reader(model, tracing, entry.name) for entry in reading)
+    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers)
+
+
+def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
+    parameter = model.get_parameter(weight)
+    found: dict[int, str] = {}
+    for inside in tracing.readers[weight]:
+        try:
+            module = model.get_submodule(inside)
+        except AttributeError:
+            module = model
+        if type(module) not in _READERS or module.weight is not parameter:
+            return Reader(weight, (), f"{weight} is read outside the call of an nn.Linear or convolution module")
+        found.setdefault(id(module), inside)
+    return Reader(weight, tuple(found.values()))
+
+
+def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
+    if tracing.opaque:
+        return None, f"{tracing.opaque[0]} may have any backward pass, and the recovery needs a linear one"
+    site = tracing.linear_sites.get(tracing.produced or "")
+    if site is None:
+        return None, "the model's output is not the output of a linear layer, and nothing else"
+    path = site.inside
+    module = model.get_submodule(path)
+    if type(module) is not nn.Linear or (module.bias is None) != (site.bias is None):
+        return None, f"the last linear map ({site.weight}) is not the call of an nn.Linear module"
+    for name in (site.weight, site.bias):
+        if name is not None and tracing.use_counts[name] > 1:
+            return None, f"the last linear layer's {name} is used more than once (tied)"
+    if site.rank != 2:
+        return None, "the last linear layer does not produce one vector per sample"
+    return HeadSite(path, site.weight, site.bias, module.in_features, module.out_features), ""
 
 
 def walk(model: nn.Module, example: Tensor) -> Tracing:
@@ -453,10 +497,6 @@ def walk(model: nn.Module, example: Tensor) -> Tracing:
     return tracing
 
 
-def _new_tracing(twin: nn.Module) -> Tracing:
-    return Tracing({id(parameter): name for name, parameter in twin.named_parameters()}, norm_paths(twin))
-
-
 def norm_paths(model: nn.Module) -> dict[str, str]:
     """Every path of every normalisation layer that can take a vector ε → the layer's first path.
 
@@ -473,31 +513,39 @@ def norm_paths(model: nn.Module) -> dict[str, str]:
     return {path: first for path, first in paths.items() if id(model.get_submodule(path)) not in owned}
 
 
-def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
-    graph = captured_by_fx(twin)
-    tracing = _new_tracing(twin)
+def _walk(
+    twin: nn.Module, graph: fx.Graph, inside: Callable[[fx.Node], str], operand: Callable[[Walker, fx.Node], Any]
+) -> tuple[Tracing, object]:
+    """Run a captured graph: `inside` tells the module of a node, `operand` what an input or an attribute is."""
+    tracing = Tracing({id(parameter): name for name, parameter in twin.named_parameters()}, norm_paths(twin))
     walker = Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
-    inputs: Iterator[Tensor] = iter((example,))
     for node in graph.nodes:
-        tracing.where = node.name
-        tracing.inside = str(node.target) if node.op == "call_module" else ""
+        tracing.where, tracing.inside = node.name, inside(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
-        if node.op == "placeholder":
-            value = next(inputs, None)
-            environment[node] = tracing.constant(value) if value is not None else node.args[0]
-        elif node.op == "get_attr":
-            environment[node] = _attribute(walker, str(node.target))
-        elif node.op == "call_module":
-            environment[node] = walker.module(str(node.target), args, kwargs)
-        elif node.op == "call_method":
-            environment[node] = walker.function(node.target, args, kwargs, method=True)
-        elif node.op == "call_function":
-            environment[node] = walker.function(node.target, args, kwargs)
-        elif node.op == "output":
+        if node.op == "output":
             _finish(tracing, node, args)
             return tracing, values(args[0])
+        if node.op == "call_module":
+            environment[node] = walker.module(str(node.target), args, kwargs)
+        elif node.op in ("call_function", "call_method"):
+            environment[node] = walker.function(node.target, args, kwargs, method=node.op == "call_method")
+        else:
+            environment[node] = operand(walker, node)
     raise CaptureError("it has no output")
+
+
+def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+    inputs: Iterator[Tensor] = iter((example,))
+
+    def operand(walker: Walker, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return _attribute(walker, str(node.target))
+        value = next(inputs, None)
+        return walker.tracing.constant(value) if value is not None else node.args[0]
+
+    graph = captured_by_fx(twin)
+    return _walk(twin, graph, lambda node: str(node.target) if node.op == "call_module" else "", operand)
 
 
 def _attribute(walker: Walker, target: str) -> Any:
@@ -523,35 +571,27 @@ def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
 
 def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
     exported = captured_by_export(twin, example)
-    tracing = _new_tracing(twin)
-    walker = Walker(twin, tracing)
     signature = exported.graph_signature
-    environment: dict[fx.Node, Any] = {}
-    for node in exported.graph.nodes:
-        tracing.where = node.name
+
+    def inside(node: fx.Node) -> str:
         stack = node.meta.get("nn_module_stack") or {"": ("", "")}
-        tracing.inside = list(stack.values())[-1][0]
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
-        if node.op == "placeholder":
-            if name := signature.inputs_to_parameters.get(node.name):
-                parameter = twin.get_parameter(name)
-                environment[node] = ParameterRef(tracing.names[id(parameter)], parameter.detach())
-            elif name := signature.inputs_to_buffers.get(node.name):
-                environment[node] = tracing.constant(twin.get_buffer(name), fixed=True)
-            elif name := signature.inputs_to_lifted_tensor_constants.get(node.name):
-                value = exported.constants[name]
-                assert isinstance(value, Tensor)
-                environment[node] = tracing.constant(value, fixed=True)
-            else:
-                environment[node] = tracing.constant(example)
-        elif node.op == "call_function":
-            environment[node] = walker.function(node.target, args, kwargs)
-        elif node.op == "get_attr":
-            environment[node] = getattr(exported.graph_module, str(node.target))
-        elif node.op == "output":
-            _finish(tracing, node, args)
-            return tracing, values(args[0])
-    raise CaptureError("it has no output")
+        return str(list(stack.values())[-1][0])
+
+    def operand(walker: Walker, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return getattr(exported.graph_module, str(node.target))
+        if name := signature.inputs_to_parameters.get(node.name):
+            parameter = twin.get_parameter(name)
+            return ParameterRef(walker.tracing.names[id(parameter)], parameter.detach())
+        if name := signature.inputs_to_buffers.get(node.name):
+            return walker.tracing.constant(twin.get_buffer(name), fixed=True)
+        if name := signature.inputs_to_lifted_tensor_constants.get(node.name):
+            value = exported.constants[name]
+            assert isinstance(value, Tensor)
+            return walker.tracing.constant(value, fixed=True)
+        return walker.tracing.constant(example)
+
+    return _walk(twin, exported.graph, inside, operand)
 
 
 def _first_line(error: Exception) -> str:

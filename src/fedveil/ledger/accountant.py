@@ -75,8 +75,8 @@ class Account:
         """
         if self.trusted:
             # The server's noise does not depend on who stayed away.
-            whole = central(covering)
-            return {CLIENTS: _zero_unless(whole, covering, arrived) if published else np.zeros_like(whole)}
+            here = np.ones(len(covering.members)) if arrived is None else np.isin(covering.members, list(arrived))
+            return {CLIENTS: np.where(here, central(covering), 0.0) if published else np.zeros(len(here))}
         dishonest = self.dishonest(len(covering.members))
         by_clients = np.zeros(len(covering.members))
         if published:
@@ -140,13 +140,6 @@ class Account:
     def epsilon(self, adversary: str, delta: float) -> float:
         """ε at δ of the client who has spent most."""
         return epsilon_of(self.worst(adversary)[1], delta)
-
-
-def _zero_unless(prices: Prices, covering: Covering, arrived: Collection[int] | None) -> Prices:
-    """The prices of those who took part."""
-    if arrived is None:
-        return prices
-    return np.where(np.isin(covering.members, list(arrived)), prices, 0.0)
 
 
 @dataclass

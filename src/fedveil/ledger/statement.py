@@ -20,6 +20,7 @@ OUTSIDER = "outsider"
 Verdict = Literal["differential privacy", "conditional", "estimate", "aggregate only", "ciphertexts only", "none"]
 _LONG = 1000.0
 _PLACES = "neither colluders nor the server choose a round's graph: it falls on them at random"
+_ARRIVALS = "the server is honest about whose upload did not arrive"
 _UNITS = {
     "record": ("one record of one client", "replace one record; numbers of samples are public"),
     "client": ("all data of one client", "replace one client's data; numbers of samples are public"),
@@ -116,7 +117,9 @@ def state(
     lines = [_server_line(releases, remarks, account, delta, unit)]
     if account is not None and COLLUSION in account.adversaries:
         alone = dataclasses.replace(lines[0], adversary=COLLUSION)
-        with_them = _spent_line(COLLUSION, account, delta, unit, remarks, _collusion_why(account))
+        share = f"{_dishonest(account)} of a round's clients may side with the server, or add no noise"
+        why = f"{share} ({account.how}{'' if account.certified else ': an estimate, not a proof'})"
+        with_them = _spent_line(COLLUSION, account, delta, unit, remarks, why)
         lines.append(alone if alone.verdict == "none" else with_them)
     elif any(one.with_client is not None for one in releases):
         weaker = [_with_client(one) for one in releases]
@@ -243,27 +246,20 @@ def _spent_line(adversary: str, account: Account, delta: float, unit: str, remar
     if not math.isfinite(mu):
         return Line(adversary, "none", f"{why}, but nothing covers client {client}")
     proven = adversary != COLLUSION or account.certified
-    named = dataclasses.replace(
-        Line(adversary, "differential privacy" if proven else "estimate", why),
+    trusting = adversary != CLIENTS and account.honest_arrivals
+    return Line(
+        adversary,
+        "differential privacy" if proven else "estimate",
+        why,
         epsilon=account.epsilon(adversary, delta),
         delta=delta,
         mu=mu,
         worst_client=client,
         unit=what,
         relation=relation,
-        assumptions=(*remarks.assumptions, *(() if proven else (_PLACES,))),
-    )
-    if adversary == CLIENTS or not account.honest_arrivals:
-        return named
-    return dataclasses.replace(
-        named, assumptions=(*named.assumptions, "the server is honest about whose upload did not arrive")
+        assumptions=(*remarks.assumptions, *([] if proven else [_PLACES]), *([_ARRIVALS] if trusting else [])),
     )
 
 
 def _dishonest(account: Account) -> str:
     return f"{account.collusion:.0%}" if account.collusion > 0 else "any one"
-
-
-def _collusion_why(account: Account) -> str:
-    share = f"{_dishonest(account)} of a round's clients may side with the server, or add no noise"
-    return f"{share} ({account.how}{'' if account.certified else ': an estimate, not a proof'})"

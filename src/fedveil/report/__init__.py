@@ -1,5 +1,5 @@
 """One HTML file about runs, comparisons and audits: curves, trade-offs, the ledger, findings, how to get them again."""
 
-from fedveil.report.writing import write_report
+from fedveil.report.view import write_report
 
 __all__ = ["write_report"]

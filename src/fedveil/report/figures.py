@@ -24,11 +24,6 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return sorted(kept, key=lambda index: points[index])
 
 
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "hexagon")
-DASHES = (
-    *("solid", "7px,4px", "2px,3px", "7px,3px,2px,3px", "12px,4px", "12px,3px,2px,3px", "4px,2px"),
-    "12px,3px,2px,3px,2px,3px",
-)
 Trace = dict[str, Any]
 
 
@@ -83,8 +78,9 @@ def curves(groups: Sequence[Group]) -> list[Figure]:
     said = f" No loss leaves the clients of {', '.join(silent)}." if silent else ""
     kinds = sorted({str(run.summary["loss"]) for group in groups for run in group.runs if "loss" in run.summary})
     said += f" Different losses ({', '.join(kinds)}) have different scales." if len(kinds) > 1 else ""
+    reach = "The share of right answers" if worth.higher else "The mean square error (lower is better)"
     made = [
-        _over_rounds(groups, worth, f"{_reach(worth)} on data nobody trained on, after each round.{lines}"),
+        _over_rounds(groups, worth, f"{reach} on data nobody trained on, after each round.{lines}"),
         _over_rounds(groups, loss, f"How far the model is from the clients' own data: lower is closer.{lines}{said}"),
     ]
     return [one for one in made if one is not None]
@@ -92,10 +88,6 @@ def curves(groups: Sequence[Group]) -> list[Figure]:
 
 def _known(curve: Curve) -> list[float]:
     return [value for value in curve.mean if value is not None]
-
-
-def _reach(worth: Worth) -> str:
-    return "The share of right answers" if worth.higher else "The mean square error (lower is better)"
 
 
 def _over_rounds(groups: Sequence[Group], worth: Worth, reading: str) -> Figure | None:
@@ -148,8 +140,8 @@ def _line(group: Group, curve: Curve, worth: Worth) -> Trace:
         "connectgaps": True,
         "customdata": [worth.shown(value) for value in curve.mean],
         "hovertemplate": "%{customdata}",
-        "line": {"width": 2, "dash": DASHES[group.slot % len(DASHES)]},
-        "marker": {"size": 4, "symbol": SYMBOLS[group.slot % len(SYMBOLS)]},
+        "line": {"width": 2, "dash": group.dash},
+        "marker": {"size": 4, "symbol": group.symbol},
         "meta": {"slot": group.slot, "role": "line"},
     }
 
@@ -246,13 +238,16 @@ def _against_epsilon(groups: Sequence[Group], worth: Worth, adversary: str, who:
     if not proven:
         return None
     verdicts = {group.slot: line.verdict for group, line in lines if line is not None}
+    units = {
+        group.slot: "all data of a client" if line.unit.startswith("all data") else "one record"
+        for group, line in lines
+        if line is not None and line.epsilon is not None
+    }
     without = [group for group, line in lines if line is None or line.epsilon is None]
-    units: dict[int, str] = {}
     outright = [(x, group) for x, group in proven if verdicts[group.slot] == _PROVEN]
     traces, best = _with_front(outright, worth) if outright else ([], [])
     for x, group in proven:
         verdict = verdicts[group.slot]
-        units[group.slot] = "all data of a client" if _by_client(group, adversary) else "one record"
         note = "" if verdict == _PROVEN else f", {verdict}"
         point = _point(group, x, worth, f"ε = {plain(x)} for {units[group.slot]}{note}")
         if note:
@@ -291,12 +286,6 @@ def _against_epsilon(groups: Sequence[Group], worth: Worth, adversary: str, who:
         f"{', '.join(best) or 'none'}.",
         drawing={"data": traces, "layout": layout},
     )
-
-
-def _by_client(group: Group, adversary: str) -> bool:
-    """Whether a group's ε is for all data of a client, not for one record."""
-    line = group.line(adversary)
-    return line is not None and line.unit.startswith("all data")
 
 
 def _decades(values: Sequence[float]) -> list[float]:
@@ -342,7 +331,7 @@ def _point(group: Group, x: float, worth: Worth, cost: str) -> Trace:
             "width": 0,
             "visible": len(values) > 1,
         },
-        "marker": {"size": 11, "symbol": SYMBOLS[group.slot % len(SYMBOLS)]},
+        "marker": {"size": 11, "symbol": group.symbol},
         "customdata": [[worth.shown(mean), html.escape(cost)]],
         "hovertemplate": "%{customdata[0]}, %{customdata[1]}",
         "meta": {"slot": group.slot, "role": "point"},

@@ -249,6 +249,13 @@ class Curve:
     high: tuple[float | None, ...]
 
 
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "hexagon")
+DASHES = (
+    *("solid", "7px,4px", "2px,3px", "7px,3px,2px,3px", "12px,4px", "12px,3px,2px,3px", "4px,2px"),
+    "12px,3px,2px,3px,2px,3px",
+)
+
+
 @dataclass(frozen=True)
 class Group:
     """Runs of the same settings under several seeds; `slot` decides colour, dash and symbol."""
@@ -256,6 +263,16 @@ class Group:
     label: str
     slot: int
     runs: tuple[Run, ...]
+
+    @property
+    def symbol(self) -> str:
+        """The sign of its points."""
+        return SYMBOLS[self.slot % len(SYMBOLS)]
+
+    @property
+    def dash(self) -> str:
+        """How its lines are broken."""
+        return DASHES[self.slot % len(DASHES)]
 
     @property
     def scheme(self) -> str:

@@ -1,17 +1,26 @@
-"""The command line that starts a run again, from its settings."""
+"""The page: what it shows of its sources, and one HTML file that needs nothing else, no network and no other file."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
 from fedveil.config import RunConfig, parse_model_options
+from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
-from fedveil.report.figures import DASHES, SYMBOLS, Figure, Worth, curves, trade_offs, worth_of
+from fedveil.ledger.statement import Ledger
+from fedveil.report.figures import Figure, Worth, curves, trade_offs, worth_of
 from fedveil.report.sources import (
     DASH,
     Audited,
@@ -20,6 +29,7 @@ from fedveil.report.sources import (
     Material,
     Run,
     duration,
+    gather,
     grouped,
     number,
     percent,
@@ -28,10 +38,13 @@ from fedveil.report.sources import (
     spread,
 )
 from fedveil.report.words import AuditView, Claim, Entry, audit_view, claim, entry
+from fedveil.runs.folder import write_atomically
+from fedveil.version import __version__
 
 _ALWAYS = ("scheme", "dataset", "model", "clients", "rounds")
 _IN_PYTHON = "python"
 _TABLES = {"model_options": "-o", "options": "--set"}
+_COLUMNS = ("What a client's copy gets", "… noise taken off", "Down", "Up", "Time")
 
 
 def command_for(settings: Mapping[str, Any], *, out: str) -> str:
@@ -79,35 +92,14 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Chip:
-    """A group's switch, which is its legend too."""
-
-    slot: int
-    label: str
-    dash: str
-    symbol: str
-
-
-@dataclass(frozen=True)
-class Glance:
-    """A group's ledger in one row: against the server, it with clients, the other clients; and what is left open."""
-
-    label: str
-    entries: tuple[Entry | None, ...]
-    unprotected: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class LedgerView:
-    """A group's ledger in words."""
+    """A group's ledger in words; `glance` is against the server, it with clients, the other clients."""
 
     label: str
     note: str
-    rounds: int
-    simulation: bool
+    ledger: Ledger
+    glance: tuple[Entry | None, ...]
     entries: tuple[Entry, ...]
-    unprotected: tuple[str, ...]
-    notes: tuple[str, ...]
     claim: Claim | None
 
 
@@ -138,10 +130,9 @@ class View:
     """What all groups were trained with."""
     own: Grid
     """What differs between them."""
-    chips: tuple[Chip, ...]
+    groups: tuple[Group, ...]
     curves: tuple[Figure, ...]
     trade_offs: tuple[Figure, ...]
-    glance: tuple[Glance, ...]
     ledgers: tuple[LedgerView, ...]
     without_ledger: tuple[str, ...]
     audits: tuple[tuple[str, AuditView], ...]
@@ -165,18 +156,14 @@ def view_of(material: Material, *, with_records: bool = False) -> View:
         lead=_lead(material.runs),
         simulated=any(run.ledger is not None and run.ledger.simulation for run in material.runs),
         tiles=_tiles(groups[0], worth) if len(groups) == 1 else (),
-        results=Grid(_columns(worth), tuple(_result(group, worth) for group in groups)),
+        results=Grid(("Scheme", "Runs", worth.title, *_COLUMNS), tuple(_result(group, worth) for group in groups)),
         warnings=tuple(_warnings(material.runs, groups)),
         failures=material.failures,
         common=common,
         own=own,
-        chips=tuple(
-            Chip(one.slot, one.label, DASHES[one.slot % len(DASHES)], SYMBOLS[one.slot % len(SYMBOLS)])
-            for one in groups
-        ),
+        groups=groups,
         curves=tuple(curves(groups)),
         trade_offs=tuple(trade_offs(groups)),
-        glance=tuple(short for group in groups if (short := _glance(group)) is not None),
         ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
         without_ledger=tuple(group.label for group in groups if group.worst.ledger is None),
         audits=tuple((label, audit_view(one, with_records=with_records)) for label, one in audited),
@@ -220,19 +207,6 @@ def _tiles(group: Group, worth: Worth) -> Pairs:
     )
 
 
-def _columns(worth: Worth) -> tuple[str, ...]:
-    return (
-        "Scheme",
-        "Runs",
-        worth.title,
-        "What a client's copy gets",
-        "… noise taken off",
-        "Down",
-        "Up",
-        "Time",
-    )
-
-
 def _result(group: Group, worth: Worth) -> tuple[str, ...]:
     kind = "accuracy" if worth.higher else "mse"
     return (
@@ -245,14 +219,6 @@ def _result(group: Group, worth: Worth) -> tuple[str, ...]:
         spread(group.values("bytes_up"), size),
         spread(group.values("seconds"), duration),
     )
-
-
-def _glance(group: Group) -> Glance | None:
-    ledger = group.worst.ledger
-    if ledger is None:
-        return None
-    lines = [group.line(one) for one in (SERVER, COLLUSION, CLIENTS)]
-    return Glance(group.label, tuple(None if one is None else entry(one) for one in lines), ledger.unprotected)
 
 
 def _warnings(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
@@ -293,29 +259,24 @@ def _trained(group: Group) -> dict[str, str]:
     options = settings.get("model_options")
     chosen = ", ".join(f"{key} = {value}" for key, value in options.items()) if isinstance(options, dict) else ""
     holder = {"server": "the server", "clients": "the clients; the server never has it"}
-    parameters = number(last, "parameters")
+    machines = "clients on machines of their own (Flower)"
+    engine = machines if last.get("engine") == "flower" else "all clients simulated on it"
     hidden = number(last, "coverage")
     pairs = [
         ("Scheme", run.scheme),
         ("Data", _text(settings.get("dataset"))),
         ("How it is divided", _text(settings.get("partition"))),
         ("Model", _text(settings.get("model")) + (f" ({chosen})" if chosen else "")),
-        ("Parameters", plain(parameters)),
+        ("Parameters", plain(number(last, "parameters"))),
         ("Parameters hidden, up to scale", percent(hidden) if hidden is not None else ""),
         ("Who holds the model", holder.get(str(last.get("holder")), "")),
         ("Clients", _text(last.get("clients", settings.get("clients")))),
         ("Rounds", f"{_text(last.get('rounds', last.get('round')))} of {_text(settings.get('rounds'))}"),
         ("Loss", _text(last.get("loss")) if run.ended else ""),
         ("Seeds" if len(group.runs) > 1 else "Seed", ", ".join(_text(one.seed) for one in group.runs)),
-        ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {_engine(last)}"),
+        ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {engine}"),
     ]
     return {name: value for name, value in pairs if value}
-
-
-def _engine(last: Any) -> str:
-    return (
-        "clients on machines of their own (Flower)" if last.get("engine") == "flower" else "all clients simulated on it"
-    )
 
 
 def _ledger(group: Group) -> LedgerView | None:
@@ -323,14 +284,13 @@ def _ledger(group: Group) -> LedgerView | None:
     if ledger is None:
         return None
     several = f"of the seed that is worst off ({_text(group.worst.seed)})" if len(group.runs) > 1 else ""
+    lines = [group.line(one) for one in (SERVER, COLLUSION, CLIENTS)]
     return LedgerView(
         label=group.label,
         note=several,
-        rounds=ledger.rounds,
-        simulation=ledger.simulation,
+        ledger=ledger,
+        glance=tuple(None if one is None else entry(one) for one in lines),
         entries=tuple(map(entry, ledger.lines)),
-        unprotected=ledger.unprotected,
-        notes=ledger.notes,
         claim=claim(ledger),
     )
 
@@ -359,3 +319,51 @@ def _again(group: Group) -> Again:
 
 def _text(value: Any) -> str:
     return DASH if value is None else str(value)
+
+
+def write_report(sources: Sequence[Path], out: Path, *, with_records: bool = False) -> Path:
+    """Write a report on run folders, comparisons and audits to `out`; returns it.
+
+    The file holds everything it shows, opens from disk, and its own policy forbids browsers any connection.
+    Pictures of clients' samples, and of what attacks rebuilt of them, are left out; `with_records` puts them in, and
+    then the file's name says so: report.html becomes report.with-records.html.
+    """
+    plotly = _plotly()
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder: give the report's file, like {out / 'report.html'}.")
+    view = view_of(gather([Path(one) for one in sources]), with_records=with_records)
+    page = rendered(view, plotly=plotly)
+    if view.holds_records and "records" not in out.name:
+        out = out.with_name(f"{out.stem}.with-records{out.suffix}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+    return out
+
+
+def rendered(view: View, *, plotly: str) -> str:
+    """The page; whatever came from files is escaped, and only our own scripts may run."""
+    ours = _asset("report.js")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    figures = {one.name: one.drawing for one in (*view.curves, *view.trade_offs)}
+    scripts = [plotly, ours] if figures else [ours]
+    return environment.from_string(_asset("report.html")).render(
+        view=view,
+        figures=figures,
+        style=Markup(_asset("report.css")),
+        scripts=[Markup(one) for one in scripts],
+        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}" for one in scripts],
+        version=__version__,
+    )
+
+
+def _plotly() -> str:
+    """plotly's script, as a text whose hash a browser gets too."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise missing_extra("plotly", "report", "Writing a report") from None
+    return str(get_plotlyjs()).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _asset(name: str) -> str:
+    return (files("fedveil.report") / "assets" / name).read_text(encoding="utf-8")

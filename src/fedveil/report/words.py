@@ -187,14 +187,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Who is after what, from what."""
-
-    title: str
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
 class Sheet:
     """A picture with the names of its rows."""
 
@@ -211,7 +203,8 @@ class AuditView:
 
     quick: bool
     sentences: tuple[str, ...]
-    tables: tuple[Table, ...]
+    tables: tuple[tuple[str, tuple[Row, ...]], ...]
+    """By who is after what, from what."""
     sheets: tuple[Sheet, ...]
     left_out: int
     """How many pictures are not shown, since they hold clients' records."""
@@ -231,7 +224,7 @@ def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
         quick=audit.quick,
         sentences=audit.sentences,
         tables=tuple(
-            Table(f"{_capital(who)}, after {asset}, from {seen}", tuple(map(_row, found)))
+            (f"{_sentence(who)}, after {asset}, from {seen}", tuple(map(_row, found)))
             for (who, asset, seen), found in groups.items()
         ),
         sheets=tuple(_sheet(one, audit.folder / "pictures") for one in shown),
@@ -280,16 +273,12 @@ def _sheet(one: Finding, folder: Path) -> Sheet:
         f"{shown.get('unprotected', DASH)}: {SHORT[one.verdict]}."
     )
     return Sheet(
-        title=f"{_capital(one.adversary)}, {one.attack}{' *' * one.adaptive}, on {one.seen}",
+        title=f"{_sentence(one.adversary)}, {one.attack}{' *' * one.adaptive}, on {one.seen}",
         source=f"data:image/png;base64,{base64.b64encode(raw).decode()}",
         rows=rows,
         alternative=(
-            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_capital(one.adversary)} used "
-            f"the attack {one.attack} on {one.seen}. {_capital(figures)}"
+            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_sentence(one.adversary)} used "
+            f"the attack {one.attack} on {one.seen}. {_sentence(figures)}"
         ),
-        reading=f"{_capital(figures)} {_READING[rows[0]]}",
+        reading=f"{_sentence(figures)} {_READING[rows[0]]}",
     )
-
-
-def _capital(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}"

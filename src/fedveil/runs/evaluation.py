@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedveil.data import Dataset
 from fedveil.downlink import Blueprint, Broadcast, Weights, assemble
-from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
 

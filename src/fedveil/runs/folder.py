@@ -266,21 +266,7 @@ def _release(held: list[int]) -> None:
         os.close(held.pop())
 
 
-_CLOSING = frozenset(
-    {
-        "train_loss",
-        "seconds",
-        "bytes_down",
-        "bytes_up",
-        "test_accuracy",
-        "test_mse",
-        "test_loss",
-        "parameters",
-        "clients",
-        "coverage",
-        "failed_rounds",
-    }
-)
+_CLOSING = frozenset("train_loss seconds bytes_down bytes_up parameters clients coverage failed_rounds".split())
 _ALWAYS = ("seconds", "bytes_down", "bytes_up")
 _TEXTS = ("scheme", "holder", "loss", "stopped", "warning", "dataset", "model", "engine")
 _FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")

@@ -18,7 +18,7 @@ from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Blueprint, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import verify
-from fedveil.downlink.report import Coverage, coverage, require_coverage
+from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy

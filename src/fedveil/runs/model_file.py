@@ -20,10 +20,9 @@ from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.data.arrays import read_array
 from fedveil.downlink import Blueprint, Weights, assemble, draw
-from fedveil.downlink.architecture import weights_of
+from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture
-from fedveil.downlink.norms import with_vector_norms
-from fedveil.downlink.report import Coverage, coverage
+from fedveil.downlink.scales import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError, DataError
 from fedveil.models.custom import vouched
 from fedveil.plain import made, named, parsed
@@ -222,7 +221,8 @@ def predict_dataset(
     RunConfig.from_mapping({name: value for name, value in config.items() if value is not None}, where=str(path))
     if not isinstance(config.get("dataset"), str):
         raise CheckpointError(f"{path} does not say what data it was trained on: give inputs with --inputs FILE.npy.")
-    if dataset is not None and not _same_source(dataset, config["dataset"]):
+    trained = config["dataset"]
+    if dataset is not None and dataset != trained and Path(dataset).resolve() != Path(trained).resolve():
         raise ConfigError(
             f"{dataset} is not the data this model was trained on ({config['dataset']}). Standardisation and "
             "categories come from a run's own training data and are not stored with the model, so other data would be "
@@ -238,18 +238,12 @@ def predict_dataset(
         group=config.get("group"),
     )
     chosen = split.test if part == "test" else split.train
-    outputs = _outputs(loaded, chosen.x)
+    outputs, accuracy, mse = _outputs(loaded, chosen.x), None, None
     if chosen.task == "classification":
         accuracy = float((outputs.argmax(1) == chosen.y).double().mean())
-        return Predictions(
-            loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy=accuracy, split_known="seed" in config
-        )
-    mse = float((outputs - chosen.y).double().square().mean())
-    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, mse=mse, split_known="seed" in config)
-
-
-def _same_source(given: str, trained: str) -> bool:
-    return given == trained or Path(given).resolve() == Path(trained).resolve()
+    else:
+        mse = float((outputs - chosen.y).double().square().mean())
+    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy, mse, "seed" in config)
 
 
 def predict_file(path: Path, inputs: Path, *, model: str | None = None, say: Say = lambda text: None) -> Predictions:

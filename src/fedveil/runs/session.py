@@ -12,7 +12,7 @@ from fedveil.config import RunConfig
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import Follower, Following, progress_for, working
+from fedveil.runs.callbacks import Follower, Progress, working
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
@@ -82,10 +82,11 @@ def continue_in(
     folder.take()
     done = folder.finished(config)
     if done is not None:
-        followers = Following(follow)
         try:
-            followers.begin(folder, config, folder.metrics())
-            followers.end(done)
+            for one in follow:
+                one.begin(folder, config, folder.metrics())
+            for one in follow:
+                one.end(done)
         finally:
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
@@ -128,7 +129,6 @@ class Trainer(Protocol):
         say: Say,
     ) -> Outcome:
         """What the run leaves."""
-        ...
 
 
 def train_into(
@@ -147,28 +147,32 @@ def train_into(
     `earlier` are the rows of the rounds before.
     """
     config = job.config
-    followers = Following(follow)
 
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
-        followers.round(row)
+        for one in follow:
+            one.round(row)
         every = config.checkpoint_every
         if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
-            followers.kept()
+            for one in follow:
+                one.kept()
         bar.update(row)
 
     try:
-        followers.begin(folder, config, earlier)
-        with progress_for(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
+        for one in follow:
+            one.begin(folder, config, earlier)
+        with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
             outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
         outcome.rows = [*earlier, *outcome.rows]
         summary = _leave(job, folder, outcome, say)
-        followers.end(summary)
+        for one in follow:
+            one.end(summary)
     except BaseException as reason:
-        followers.stopped(reason)
+        for one in follow:
+            one.stopped(reason)
         raise
     finally:
         folder.release()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink import Blueprint, client_noise, noise_kinds
-from fedveil.downlink.samplers import simulated_noise
+from fedveil.downlink.decomposed import simulated_noise
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState

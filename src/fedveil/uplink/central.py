@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.samplers import client_noise, simulated_noise
+from fedveil.downlink.decomposed import client_noise, simulated_noise
 from fedveil.protocol.parts import RoundContext, Terms, planned
 from fedveil.secrets import SecretStream
 from fedveil.uplink.fixed_point import FixedPoint

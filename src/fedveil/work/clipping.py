@@ -9,18 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Blueprint, VectorBatchNorm
 from fedveil.downlink.messages import Broadcast
-from fedveil.downlink.norms import VectorBatchNorm
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import LARGEST, Layout
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
-from fedveil.work.bounds import clipped, safe_bound, working
 from fedveil.work.gradients import prepare, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData, one_by_one
-from fedveil.work.per_sample import PerSample, Sums, joined, looped, trained_names
+from fedveil.work.messages import Bench, ClientData, OneByOne
+from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
@@ -141,7 +139,9 @@ class ClippedSamples:
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Clients with small batches of equal size together, the others one by one."""
         _refuse_head(broadcast)
-        if (reason := _broken(broadcast, round)) is not None:
+        try:
+            refuse_broken(broadcast, round)
+        except NumericError as reason:
             yield from ((position, reason) for position in range(len(clients)))
             return
         engine = self._engine(bench)
@@ -227,23 +227,16 @@ def _dtype(bench: Bench) -> torch.dtype:
 
 
 def refuse_broken(broadcast: Broadcast, round: int) -> None:
-    """Refuse to train a model that holds what is not a number."""
-    if (reason := _broken(broadcast, round)) is not None:
-        raise reason
-
-
-def _broken(broadcast: Broadcast, round: int) -> NumericError | None:
-    """Why nothing can be computed on a model: it, and not a client's data, holds what is not a number."""
-    if bool(broadcast.parameters.isfinite().all()):
-        return None
-    return NumericError(
-        f"The model of round {round + 1} holds numbers that are not finite: training has diverged. Lower the learning "
-        "rate. Checkpoints written so far are untouched."
-    )
+    """Refuse to compute on a model if it, and not a client's data, holds what is not a number."""
+    if not bool(broadcast.parameters.isfinite().all()):
+        raise NumericError(
+            f"The model of round {round + 1} holds numbers that are not finite: training has diverged. Lower the "
+            "learning rate. Checkpoints written so far are untouched."
+        )
 
 
 @dataclass(frozen=True)
-class BoundedUpdate:
+class BoundedUpdate(OneByOne):
     """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
 
     local: LocalSteps
@@ -290,12 +283,6 @@ class ClippedUpdate(BoundedUpdate):
             moved = torch.zeros_like(broadcast.parameters)
         return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
 
-    def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """One client after the other."""
-        return one_by_one(self, bench, broadcast, clients, round=round)
-
 
 RAN_AWAY = 1e6
 """The training loss that a client reports whose training ran away."""
@@ -327,9 +314,3 @@ class DividedUpdate(BoundedUpdate):
             if self.reports:  # it travels hidden, and a loss of zero would look like success
                 moved[bench.blueprint.size] = RAN_AWAY * len(data)
         return weighted(moved / len(data), len(data))
-
-    def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """One client after the other."""
-        return one_by_one(self, bench, broadcast, clients, round=round)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,18 +10,19 @@ from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Blueprint, batch_norms
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import ConfigError, NumericError
+from fedveil.errors import ConfigError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, Schedule, has_random_layers, seeded_dropout
 from fedveil.work.gradients import CapturedDescent, collect_statistics, contribution_layout, prepare, weighted
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData, check_finite, one_by_one, reported
+from fedveil.work.messages import Bench, ClientData, OneByOne, check_finite, reported
+from fedveil.work.per_sample import trained_names
 
 Descent = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(OneByOne):
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
     Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
@@ -63,7 +64,8 @@ class LocalSteps:
         module = bench.module
         prepare(bench.blueprint, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
-        moving = _moving(bench.blueprint, parameters)
+        trained = trained_names(bench.blueprint)
+        moving: list[Tensor] = [one for name, one in module.named_parameters() if name in trained]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
         drawn = [
@@ -106,12 +108,6 @@ class LocalSteps:
             prepare(bench.blueprint, module, broadcast)
         return lambda x, y, rate: captured(x, y, rate=rate)
 
-    def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """One client after the other: local steps change the parameters, so nothing is shared."""
-        return one_by_one(self, bench, broadcast, clients, round=round)
-
 
 def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:
     """w ← w − lr·g on one batch, in place; the loss before it."""
@@ -121,9 +117,3 @@ def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y
     with torch.no_grad():
         torch._foreach_add_(moving, grads, alpha=-rate)
     return value.detach()
-
-
-def _moving(blueprint: Blueprint, parameters: list[Tensor]) -> list[Tensor]:
-    """The parameters that are trained: those the model's author did not freeze."""
-    masks = torch.split(blueprint.trainable, [one.numel() for one in parameters])
-    return [one for one, mask in zip(parameters, masks, strict=True) if bool(mask.any())]

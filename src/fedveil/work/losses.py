@@ -21,11 +21,9 @@ class Loss(Protocol):
     @property
     def name(self) -> str:
         """Its name in configurations."""
-        ...
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean loss over a batch."""
-        ...
 
 
 @dataclass(frozen=True)

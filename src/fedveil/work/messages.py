@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -47,7 +48,6 @@ class LocalWork(Protocol):
     @property
     def returns(self) -> str:
         """ "gradient" at the broadcast point, or "update" after local steps."""
-        ...
 
     @property
     def local_training(self) -> tuple[int | None, int | None]:
@@ -66,17 +66,14 @@ class LocalWork(Protocol):
 
     def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
         """The sections of one contribution."""
-        ...
 
     def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's contribution: n_k × everything, and n_k, in one flat vector."""
-        ...
 
     def run_many(
         self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """The same for many clients at once: (position, contribution or why there is none), in any order."""
-        ...
 
 
 @dataclass(eq=False)
@@ -98,15 +95,22 @@ class Bench:
         self.captured: dict[object, Callable[..., Tensor]] = {}
 
 
-def one_by_one(
-    work: LocalWork, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-) -> Iterator[tuple[int, Tensor | NumericError]]:
-    """`run_many` for work that shares nothing between clients."""
-    for position, data in enumerate(clients):
-        try:
-            yield position, work.run(bench, broadcast, data, round=round)
-        except NumericError as reason:
-            yield position, reason
+class OneByOne(ABC):
+    """Work that shares nothing between clients."""
+
+    @abstractmethod
+    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """One client's contribution."""
+
+    def run_many(
+        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """One client after the other."""
+        for position, data in enumerate(clients):
+            try:
+                yield position, self.run(bench, broadcast, data, round=round)
+            except NumericError as reason:
+                yield position, reason
 
 
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:

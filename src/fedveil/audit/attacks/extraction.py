@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from fedveil.audit.attack import CPU, AttackContext, attack, require_classes, seen_by
 from fedveil.audit.views import ClientView, View, weights_from
 from fedveil.downlink import Blueprint, Broadcast, PublicHead, assemble
-from fedveil.downlink.architecture import batch_norms, load_statistics
-from fedveil.downlink.norms import VectorBatchNorm
+from fedveil.downlink.architecture import VectorBatchNorm, batch_norms, load_statistics
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 from fedveil.tensors import flatten
 from fedveil.work.gradients import collect_statistics, prepare

@@ -1,16 +1,25 @@
-"""Scale classes: which channels of a network must share one secret number.
+"""Secret scales: which channels share one, how every tensor of a network scales by them, and what that hides.
 
 Every channel of every edge belongs to a class. Class 0 is pinned to the number 1. A class is
 free, or the product of two others (a gate multiplies two edges), or has been united with another.
+
+A parameter W becomes Ŵ = R ∘ W with R = scales[out] ⊗ 1/scales[into]; a gradient with respect to Ŵ
+becomes the gradient with respect to W by the same R. R itself is never materialised: the two small
+vectors broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from fedveil.errors import TraceError
+from fedveil.tensors import flatten
 
 PINNED = 0
 
@@ -293,3 +302,220 @@ def collapse(ids: Tensor) -> Tensor:
         if ids.shape[dim] > 1 and bool((ids == first).all()):
             ids = first
     return ids.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """How one parameter scales: viewed as `view`, × scales[out] / scales[into]."""
+
+    name: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    out: Tensor | None
+    into: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class NormScale:
+    """The classes k that one normalisation layer reads: ε·k², running mean·k, running variance·k²."""
+
+    path: str
+    kind: str
+    read: Tensor
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The modules whose call lets one weight read a scaled input, or why they cannot be told."""
+
+    weight: str
+    paths: tuple[str, ...]
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class HeadSite:
+    """The last linear layer, if the model's output is its output."""
+
+    path: str
+    weight: str
+    bias: str | None
+    features: int
+    outputs: int
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleTable:
+    """One architecture's scales, found by tracing it once."""
+
+    classes: Classes
+    parameters: tuple[Scaled, ...]
+    norms: tuple[NormScale, ...]
+    pins: tuple[Pin, ...]
+    head: HeadSite | None
+    head_refusal: str = ""
+    readers: tuple[Reader, ...] = ()
+
+    def to(self, device: torch.device) -> ScaleTable:
+        """The same table with its index arrays on another device."""
+
+        def move(ids: Tensor | None) -> Tensor | None:
+            return None if ids is None else ids.to(device)
+
+        parameters = tuple(replace(one, out=move(one.out), into=move(one.into)) for one in self.parameters)
+        norms = tuple(replace(one, read=one.read.to(device)) for one in self.norms)
+        return replace(self, parameters=parameters, norms=norms)
+
+    def rescale(self, flat: Tensor, scales: Tensor) -> Tensor:
+        """R ∘ flat in float64, for all parameters in one flat vector (or their gradients).
+
+        The same R takes parameters down (Ŵ = R ∘ W) and gradients up (∇_W L = R ∘ ∇_Ŵ L).
+        """
+        result = flat.to(torch.float64, copy=True)
+        views = torch.split(result, [math.prod(entry.shape) for entry in self.parameters])
+        for side, factors in ((self._out, scales), (self._into, scales.reciprocal())):
+            _multiply(views, side, factors)
+        return result
+
+    @cached_property
+    def _out(self) -> _Side:
+        return _side([(entry.view, entry.out) for entry in self.parameters])
+
+    @cached_property
+    def _into(self) -> _Side:
+        return _side([(entry.view, entry.into) for entry in self.parameters])
+
+    def free(self) -> int:
+        """How many secret numbers one draw takes."""
+        return self.classes.count - 1 - len(self.classes.products)
+
+
+@dataclass(frozen=True, eq=False)
+class _Side:
+    """The out or the in sides of all parameters that have one: which, how viewed, and all ids in a row."""
+
+    which: tuple[int, ...]
+    views: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]
+    ids: Tensor
+
+
+def _side(entries: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> _Side:
+    found = [(number, view, ids) for number, (view, ids) in enumerate(entries) if ids is not None]
+    return _Side(
+        tuple(number for number, _, _ in found),
+        tuple(view for _, view, _ in found),
+        tuple(tuple(ids.shape) for _, _, ids in found),
+        flatten([ids for _, _, ids in found], like=torch.empty(0, dtype=torch.int64)),
+    )
+
+
+def _multiply(parts: Sequence[Tensor], side: _Side, factors: Tensor) -> None:
+    # One look-up for all factors and one call for all products: on a GPU, launches are the cost.
+    if not side.which:
+        return
+    pieces = torch.split(factors[side.ids], [math.prod(shape) for shape in side.shapes])
+    torch._foreach_mul_(
+        [parts[number].view(view) for number, view in zip(side.which, side.views, strict=True)],
+        [piece.view(shape) for piece, shape in zip(pieces, side.shapes, strict=True)],
+    )
+
+
+_PROBES = 2
+
+
+@dataclass(frozen=True)
+class ParameterCover:
+    """How well one parameter is hidden."""
+
+    name: str
+    shape: tuple[int, ...]
+    size: int
+    hidden: int
+    sides: str
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of its numbers that are hidden on at least one side."""
+        return self.hidden / self.size if self.size else 1.0
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A network's cover: every parameter, and which operations pin."""
+
+    parameters: tuple[ParameterCover, ...]
+    pins: tuple[Pin, ...]
+    head_noise: bool
+    head_refusal: str
+    secrets: int
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of all numbers that are hidden on at least one side."""
+        total = sum(one.size for one in self.parameters)
+        return sum(one.hidden for one in self.parameters) / total if total else 0.0
+
+    @property
+    def visible(self) -> tuple[ParameterCover, ...]:
+        """Parameters that are not hidden, or not entirely."""
+        return tuple(one for one in self.parameters if one.hidden < one.size)
+
+    def as_data(self) -> dict[str, object]:
+        """The same as plain data, for JSON."""
+        return {
+            "coverage": self.fraction,
+            "head_noise": self.head_noise,
+            "head_noise_refused": self.head_refusal or None,
+            "secret_scales": self.secrets,
+            "parameters": [asdict(one) for one in self.parameters],
+            "visible": [one.name for one in self.visible],
+            "pins": [asdict(one) for one in self.pins],
+        }
+
+
+def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True) -> Coverage:
+    """Judge a table. With a public ε, whatever a normalisation reads is seen and hides nothing."""
+    generator = torch.Generator().manual_seed(0)
+    draws = []
+    for _ in range(_PROBES):
+        logs = torch.rand(table.classes.count, generator=generator, dtype=torch.float64) + 0.5
+        if not secret_epsilon:
+            for norm in table.norms:
+                logs[norm.read] = 0.0
+        draws.append(table.classes.scales(logs))
+    noised = table.head if head_noise else None
+    # The noise adds one number per output to the weight's whole row and to the bias: differences inside a
+    # row stay, so it hides one number per output and no more.
+    covered = None if noised is None else noised.bias or noised.weight
+    covers = tuple(
+        _cover(entry, draws, noise=noised.outputs if noised is not None and entry.name == covered else 0)
+        for entry in table.parameters
+    )
+    return Coverage(covers, table.pins, noised is not None, table.head_refusal, table.free())
+
+
+def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
+    size, hidden, both = math.prod(entry.shape), noise, False
+    if entry.out is not None:
+        out = torch.stack([draw[entry.out] for draw in draws])
+        into = torch.ones_like(out) if entry.into is None else torch.stack([draw[entry.into] for draw in draws])
+        # An element is visible if its factor is 1 under every draw: both sides pinned, or equal classes.
+        scaled = ((out / into - 1.0).abs() > 1e-9).any(0).expand(entry.view)
+        hidden = max(int(scaled.sum()), noise)
+        both = bool((out != 1.0).all()) and bool((into != 1.0).all())
+    sides = "visible" if hidden == 0 else "partly" if hidden < size else "both" if both else "one"
+    return ParameterCover(entry.name, entry.shape, size, hidden, sides)
+
+
+def require_coverage(found: Coverage, *, minimum: float) -> None:
+    """Stop a run whose model would be too visible, naming what pins."""
+    if found.fraction >= minimum:
+        return
+    pins = "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in found.pins[:6]) or "nothing but the ends"
+    names = ", ".join(one.name for one in found.visible[:6])
+    raise TraceError(
+        f"A veil would hide only {found.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
+        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, lower "
+        "--min-coverage, or train with --scheme fedavg."
+    )

@@ -1,4 +1,4 @@
-"""What a tracker is told of a run: numbers by name, settings as text, the ledger in words."""
+"""Runs in TensorBoard and MLflow: every round's figures, the settings, the ledger in words, and a run's files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, FedVeilError, missing_extra
+from fedveil.plain import figure
 from fedveil.runs.callbacks import Follower
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.version import __version__
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of one round, under the names of metrics.jsonl; a round that failed has failed = 1."""
-    numbers = {name: float(value) for name, value in row.items() if name != "round" and _is_number(value)}
+    numbers = {name: float(value) for name, value in row.items() if name != "round" and figure(value)}
     if "failed" in row:
         numbers["failed"] = 1.0
     if "refused" in row:
@@ -52,7 +53,7 @@ def closing_figures(summary: Mapping[str, Any]) -> dict[str, float]:
         f"final_{name}": float(value)
         for name, value in summary.items()
         if name.startswith(("test_", "client_view_")) or name in ("coverage", "train_loss")
-        if _is_number(value)
+        if figure(value)
     }
     return {**epsilons_of(summary), **final}
 
@@ -82,10 +83,6 @@ def ledger_in_words(summary: Mapping[str, Any]) -> str:
 def slug(name: str) -> str:
     """A name of lower-case words joined by underscores, as every tracker takes it."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _ALWAYS_THERE = "seconds"
@@ -170,7 +167,6 @@ LINEAGE = "fedveil.lineage"
 _EXPERIMENT = "fedveil"
 _ENVIRONMENT = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}
 _HERE = "sqlite:///mlflow.db"
-_ALWAYS_THERE_mlflow_run = "seconds"
 _MOST_METRICS = 1000  # that MLflow takes at once
 _MOST_PARAMS = 100
 _LONGEST = 6000  # characters of a parameter
@@ -212,7 +208,7 @@ class MlflowRun:
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
-            history = self._client.get_metric_history(self._run, _ALWAYS_THERE_mlflow_run)
+            history = self._client.get_metric_history(self._run, _ALWAYS_THERE)
             self._there = {one.step for one in history}
         else:
             tags = {LINEAGE: tag, "fedveil.version": __version__, "fedveil.folder": str(folder.path.resolve())}
