@@ -86,9 +86,9 @@ def _table3_report(results: Results, quick: bool) -> Report:
         for row in membership.NAMES:
             theirs = [paper(one) for one in printed.get(row, (None, None))]
             bare, sent = (membership.written(results, one, row, membership.RECEIVED) for one in (plain, veiled))
-            ours = membership.verdict_row(results, veiled, plain, row)
-            line = (theirs[0], bare, theirs[1], sent, ours.gets, ours.unprotected, ours.verdict)
-            rows.append((where, ours.attack, ours.chance, *line))
+            judged = membership.verdict_row(results, veiled, plain, row)
+            line = (theirs[0], bare, theirs[1], sent, judged.gets, judged.unprotected, judged.verdict)
+            rows.append((where, judged.attack, judged.chance, *line))
         checks.append(membership.told_without_protection(results, plain, where))
         checks.append(membership.close_accuracy(results, veiled, plain, where, points=_T3["points"]))
         checks += membership.guesses(results, veiled, plain, where)

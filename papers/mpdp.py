@@ -99,7 +99,9 @@ def _accuracy_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Fi
 
 
 def _accuracy_report(results: Results, quick: bool) -> Report:
-    rows, checks, delta = [], [], _ACCURACY["delta"]
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
+    delta = _ACCURACY["delta"]
     for bench in _ACCURACY.form(quick)["benches"]:
         plain = numbers(results, accuracy_cell(bench, "fedavg"))
         for epsilon in bench["epsilons"]:
@@ -152,7 +154,9 @@ def _table4_cells(quick: bool) -> tuple[Cell, ...]:
 
 
 def _table4_report(results: Results, quick: bool) -> Report:
-    benches, rows, checks = _T4.form(quick)["benches"], [], []
+    benches = _T4.form(quick)["benches"]
+    rows: list[tuple[str, ...]] = []
+    checks: list[Check] = []
     for bench in benches:
         where, plain = membership.shown_as(bench), membership.name_of(bench, "fedavg")
         printed = _T4["printed"].get(bench["data"], {})
@@ -266,7 +270,8 @@ def between(job: Job, scale: Scale) -> Job:
 
 def _victims(subject: Subject, place: Place) -> tuple[list[ServerView], list[Truth]]:
     """Views of uploads, and the samples behind them."""
-    views, truths = [], []
+    views: list[ServerView] = []
+    truths: list[Truth] = []
     for one in uploads_of(subject):
         x, y = (part.cpu() for part in subject.batch(one.client, round=one.round))
         # Among several samples classes are granted to the attacker, as the literature does: an upper bound.

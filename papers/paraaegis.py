@@ -326,7 +326,7 @@ def _cost_rounds(job: Job) -> tuple[list[Spent], Gathered]:
 def _standing_job(bench: Bench, row: Algorithm, *, large: bool) -> Job:
     """A row's scheme on a few random samples and with local training that stands still."""
     slice_of = {"model": "mlp", "model_options": {"depth": 2, "width": SLICE // _PER_UNIT}}
-    changes: dict[str, object] = {**(slice_of if large else {}), "rounds": _ROUNDS}
+    changes: dict[str, Any] = {**(slice_of if large else {}), "rounds": _ROUNDS}
     if row.scheme == "paraaegis" and row.encrypted < 1.0:  # clients elect what is encrypted
         changes |= {"share": row.mean_share(bench["rounds"]), "share_decay": 1.0}
     settings = bench.settings(row, cipher=row.cipher, **changes)
