@@ -1,4 +1,4 @@
-"""The walk of a round: which files it passes through, in order. `python -m tools.round_walk [SCHEME ...]`.
+"""The walk of a round: through which files of the package it goes. `python -m tools.round_walk [SCHEME ...]`.
 
 Every function that Python enters between the boundaries of a run's first and second round is noted by its file; the
 first round is left out because it builds what later rounds find. `--write` puts the walk of `fedavg` into
