@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.crypto.keys import seal
+from fedveil.crypto.keys import seal, unseal
 from fedveil.errors import ProtocolError
 from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.codec import from_stored
 
 KEY = bytes(range(32))
 ROUNDS = st.tuples(st.integers(-1, 10**6), st.integers(0, 10**6))
@@ -30,6 +31,12 @@ STATES = st.builds(
 @given(STATES)
 def test_a_sealed_state_comes_back(state: ClientState) -> None:
     assert ClientState.unseal(state.seal(KEY), KEY) == state
+
+
+def test_a_state_is_stored_under_the_names_that_earlier_versions_read() -> None:
+    state = ClientState(3, cohort=(1, 3), survivor_digest="0a", transcript="0b")
+    facts, _ = from_stored(unseal(state.seal(KEY), key=KEY, purpose="client state"))
+    assert (facts["seat"], facts["listed"], facts["story"]) == ([1, 3], "0a", "0b")
 
 
 def test_a_sealed_state_shows_nothing_and_differs_every_time() -> None:

@@ -13,7 +13,7 @@ round's cohort (the beacon's, or everybody), not the nonces of others (their com
 client took). The argument is each client's own: its graphs are as random as its nonce, whatever the server told
 others. If a nonce is missing the epoch is void, and a new one begins with new nonces: leaving one out would be a
 choice between two graphs. An epoch begun anew is a new draw, so a client counts epochs, and the bound on what a
-server can find (`uplink/surrounding.py`) is taken over all draws that clients allow.
+server can find (`uplink/graph.py`) is taken over all draws that clients allow.
 """
 
 from __future__ import annotations

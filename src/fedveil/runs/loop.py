@@ -201,34 +201,36 @@ def conduct(
     started = last = time.perf_counter()
     failures = 0
     for step in asked(server.run(), engine):
+        if isinstance(step, RunStopped):
+            outcome.stop(step.reason, say)
+            continue
         if isinstance(step, RoundBegins):
             if books.account is not None:
                 books.begin(step)
-        elif isinstance(step, RunStopped):
-            outcome.stop(step.reason, say)
-        else:
-            done = step
-            declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
-            if books.account is not None:
-                books.end(done, void=declined and not done.gathered.missing)
-            failures = failures + 1 if done.failed else 0
-            if declined and done.round > 0:  # nobody takes part any more; what was trained so far is the result
-                outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
-                break
-            state.round = done.round + 1
-            if done.failed and (_all_lost(done) or failures >= _MOST_FAILURES):
-                raise _failure(done)
-            if done.aggregate is not None and written is not None:
-                try:
-                    done = written(done)
-                except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
-                    done = replace(done, failed=str(reason), aggregate=None)
-            row = _row(job, done, state, seconds=time.perf_counter() - last)
-            last = time.perf_counter()
-            outcome.rows.append(row)
-            _log(row)
-            if on_round is not None:
-                on_round(row, state)
+            continue
+        done = step
+        declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
+        if books.account is not None:
+            books.end(done, void=declined and not done.gathered.missing)
+        failures = failures + 1 if done.failed else 0
+        if declined and done.round > 0:
+            state.round = done.round  # nobody takes part any more: what was trained before this round is the result
+            outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
+            break
+        state.round = done.round + 1
+        if done.failed and (_all_refuse(done) or failures >= _MOST_FAILURES):
+            raise _failure(done)
+        if done.aggregate is not None and written is not None:
+            try:
+                done = written(done)
+            except ProtocolError as reason:  # the clients will refuse it too, and the server then takes it back
+                done = replace(done, failed=str(reason), aggregate=None)
+        row = _row(job, done, state, seconds=time.perf_counter() - last)
+        last = time.perf_counter()
+        outcome.rows.append(row)
+        _log(row)
+        if on_round is not None:
+            on_round(row, state)
     outcome.seconds = time.perf_counter() - started
     _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
@@ -282,7 +284,7 @@ def _all_refused(code: Code, done: RoundDone) -> bool:
     return bool(refused) and all(one.code is code for one in refused.values())
 
 
-def _all_lost(done: RoundDone) -> bool:
+def _all_refuse(done: RoundDone) -> bool:
     """Everybody gone for one round is what networks do; everybody refusing is not, unless the last sums alone, which
     the server then takes back."""
     refuses = not done.gathered.arrived and bool(done.gathered.refused)
