@@ -33,6 +33,7 @@ _WORDS = {
     "flower": "messages, on Flower",
     "ledger": "what is proven",
     "models": "networks by name",
+    "own_code": "your own, by name",
     "plain": "data from files, checked",
     "protocol": "messages, phases, parts",
     "record": "audit: what was seen",
