@@ -35,6 +35,7 @@ _WORDS = {
     "framing": "bytes told apart",
     "ledger": "what is proven",
     "models": "networks by name",
+    "own_code": "your own, by name",
     "plain": "data from files, checked",
     "processes": "children, supervised",
     "protocol": "messages, phases, parts",
