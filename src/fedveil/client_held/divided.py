@@ -17,7 +17,11 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
+<<<<<<< ours
 from fedveil.protocol.messages import Aggregate, releases_of, releases_of_all
+=======
+from fedveil.protocol.messages import Aggregate, Reply, Request, each_once, releases_of, releases_of_all
+>>>>>>> theirs
 from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
@@ -234,33 +238,49 @@ class Parallel(Channel):
         if self.throughout:
             hidden |= Cover(what="the update where it is hidden, under noise", noise="Gaussian", with_client="noised")
             opened = Cover(noise="Gaussian", protection="noised")
-        but = () if self.cipher is not None else ("hidden",)
-        found = (
-            *releases_of_all(Found, Founded, Join, Invitation, Joined),
-            *releases_of(Begin, but=("latest",)),
-            *self._vote_releases(),
-            *releases_of(Divided, but=but, covers={"rest": rest, "hidden": hidden}),
-            *releases_of(Aggregate, but=but, covers={"rest": total, "hidden": opened}),
-            *(() if self.cipher is None else self.cipher.releases()),
-            *releases_of(Lend, but=("latest",)),
-            *releases_of_all(Lent, Borrowed),
-            *releases_of(Finish, but=("latest",)),
-            *releases_of(Finished),
+        absent = () if self.cipher is not None else ("hidden",)
+        sums = {"rest": total, "hidden": opened}
+        return each_once(
+            (
+                *releases_of_all(Found, Founded, Join, Invitation, Joined),
+                *releases_of(Begin, but=("latest",)),
+                *releases_of(Aggregate, but=("rest", "hidden")),
+                *self._vote_releases(),
+                *releases_of(Divided, but=absent, covers={"rest": rest, "hidden": hidden}),
+                *releases_of(Aggregate, but=("rest", *absent), covers=sums),
+                *(() if self.cipher is None else self.cipher.releases()),
+                *releases_of(Aggregate, but=absent, covers=sums),
+                *releases_of(Lend, but=("latest",)),
+                *releases_of_all(Lent, Borrowed),
+                *releases_of(Finish, but=("latest",)),
+                *releases_of(Finished),
+            )
         )
-        # Both the cipher and the ballots may be under masks, and declare what opens them.
-        return tuple({one.field: one for one in found}.values())
 
     def _vote_releases(self) -> tuple[Release, ...]:
         start, decay = self.ratio.start, self.ratio.decay
         if start == 0 or (start == 1 and decay == 1) or self.strategy == "random":
             return ()
+        asked = releases_of(Divide, but=("winners", "counts"))
         if self.ballots is None:
-            return (*releases_of(Vote), *releases_of(Divide, but=("counts",)))
+            return (
+                *releases_of(Vote, but=("tags",)),
+                *asked,
+                *releases_of(Vote),
+                *releases_of(Divide, but=("counts",)),
+            )
         cover = Cover(hiding=self.ballots.hiding, protection="encrypted", with_client="masked")
+        ballot = releases_of(MaskedUpload, name="vote", sections=("ballot",), covers={"ballot": cover})
+        shares = ("holders", "lengths", "bundles")
+        # A cipher under masks declares by itself what opens them.
+        opened_too = self.cipher is not None and self.cipher.masks is not None
         return (
-            *releases_of(MaskedUpload, name="vote", sections=("ballot",), covers={"ballot": cover}),
+            *releases_of(MaskedUpload, name="vote", but=shares),
+            *asked,
+            *(one for one in ballot if one.field == "vote.ballot"),
             *releases_of(Divide, but=("winners",)),
-            *releases_of_all(*UNMASKING_MESSAGES),
+            *ballot,
+            *(() if opened_too else releases_of_all(*UNMASKING_MESSAGES)),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -87,7 +87,14 @@ def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
 
 def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
     """The releases of several kinds of messages, each once: what travels inside several has one name."""
-    found = {release.field: release for kind in kinds for release in releases_of(kind)}
+    return each_once(release for kind in kinds for release in releases_of(kind))
+
+
+def each_once(releases: Iterable[Release]) -> tuple[Release, ...]:
+    """Releases in order, those of a name that was there already left out."""
+    found: dict[str, Release] = {}
+    for release in releases:
+        found.setdefault(release.field, release)
     return tuple(found.values())
 
 

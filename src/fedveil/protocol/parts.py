@@ -26,7 +26,7 @@ from fedveil.ledger.releases import Release, Remarks
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, graph_seed
 from fedveil.protocol.key_agreement import INTRODUCTIONS, Introduction
-from fedveil.protocol.messages import Reply, Request, Train, Upload, releases_of, releases_of_all
+from fedveil.protocol.messages import Reply, Request, Train, Upload, each_once, releases_of, releases_of_all
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Inbox, RoundBegins
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
@@ -407,13 +407,20 @@ class Scheme:
 
     def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
         """Every declared release of a run, from the kinds of messages that it sends."""
-        how, head = self.uplink.introduction, self.downlink.head_noise
-        asked = (
-            *releases_of(Train, but=("broadcast", "cohort") if how == "none" else ("broadcast",)),
-            *releases_of(Broadcast, but=() if head else ("head",), covers=self.downlink.covers()),
-        )
-        return (
-            *(asked if self.holder == "server" else ()),
-            *releases_of_all(*INTRODUCTIONS[how]),
-            *self.uplink.releases(self.layout(blueprint)),
+        how, uplink = self.uplink.introduction, self.uplink.releases(self.layout(blueprint))
+        introduced = releases_of_all(*INTRODUCTIONS[how])
+        if self.holder == "clients":
+            return (*introduced, *uplink)
+        unnamed = ("cohort",) if how == "none" else ()
+        return each_once(
+            (
+                *releases_of(Train, but=("broadcast", "cohort")),
+                *releases_of(Upload),
+                *introduced,
+                *releases_of(Train, but=("broadcast", *unnamed)),
+                *releases_of(
+                    Broadcast, but=() if self.downlink.head_noise else ("head",), covers=self.downlink.covers()
+                ),
+                *uplink,
+            )
         )
