@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -92,6 +92,7 @@ class Declared:
 
     types: tuple[type, ...]
     rule: Shape | Number | None
+    metadata: tuple[Any, ...] = ()
 
 
 def declared(kind: type[Any]) -> Mapping[str, Declared]:
@@ -100,14 +101,15 @@ def declared(kind: type[Any]) -> Mapping[str, Declared]:
         return _DECLARED[kind]
     found = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
-        rule = None
+        metadata: Sequence[Any] = ()
         if get_origin(hint) is Annotated:
-            hint, rule = get_args(hint)
+            hint, *metadata = get_args(hint)
+        rule = next((one for one in metadata if isinstance(one, (Shape, Number))), None)
         types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         wanted = Shape if Tensor in types else (Number, type(None))
         if not isinstance(rule, wanted) or not all(isinstance(one, type) for one in types):
             raise TypeError(f"{kind.__name__}.{name} may not travel: declare it as Annotated[Tensor, a shape]")
-        found[name] = Declared(types, rule)
+        found[name] = Declared(types, rule, tuple(metadata))
     return _DECLARED.setdefault(kind, MappingProxyType(found))
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fedveil.client_held import messages as dividing
 from fedveil.errors import ProtocolError
+from fedveil.ledger.releases import Released
 from fedveil.protocol.codec import decode, encode, message, registered, size
 from fedveil.protocol.directory import Epoch
 from fedveil.protocol.messages import Reply, Upload
-from fedveil.shapes import Declared, Number, Shape, declared
+from fedveil.shapes import Declared, Number, Shape, declared, reals
 from fedveil.uplink import noised
 
 KINDS = [kind for kind in registered() if not kind.__module__.startswith("fedveil.engine.")]
@@ -111,6 +112,18 @@ def test_a_message_with_a_tensor_of_undeclared_shape_cannot_be_registered() -> N
             payload: Tensor
 
     assert "Loose" not in {kind.__name__ for kind in registered()}
+
+
+def test_a_message_with_a_field_of_which_nobody_says_what_leaves_with_it_cannot_be_registered() -> None:
+    with pytest.raises(TypeError, match=r"Silent\.height may not travel: declare what leaves with it"):
+
+        @message
+        @dataclass(frozen=True, eq=False)
+        class Silent(Reply):
+            payload: Annotated[Tensor, reals("contribution"), Released("a gradient")]
+            height: float
+
+    assert "Silent" not in {kind.__name__ for kind in registered()}
 
 
 @given(ANY)

@@ -103,7 +103,8 @@ def test_a_wrong_secret_would_be_noticed() -> None:
     class Careless:
         traced = True
         head_tensors = one.scheme.downlink.head_tensors
-        releases = one.scheme.downlink.releases
+        head_noise = one.scheme.downlink.head_noise
+        covers = one.scheme.downlink.covers
 
         def veil(self, *given: Any, **named: Any) -> Any:
             veil = honest(*given, **named)

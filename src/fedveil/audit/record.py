@@ -35,7 +35,7 @@ from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover
 from fedveil.models.custom import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
@@ -536,9 +536,9 @@ class Witnessed:
         """As the other."""
         return self._inner.head_tensors(blueprint)
 
-    def releases(self) -> tuple[Release, ...]:
+    def covers(self) -> Mapping[str, Cover]:
         """As the other: a record is no release to anybody who takes part."""
-        return self._inner.releases()
+        return self._inner.covers()
 
     def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
         """The other's veil."""

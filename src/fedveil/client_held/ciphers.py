@@ -14,33 +14,28 @@ from torch import Tensor
 from fedveil.client_held.group import OpeningKeys
 from fedveil.crypto import ckks
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.releases import Protection, Release
+from fedveil.ledger.releases import Cover, Protection, Release, Released
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.messages import FromClient, Reply, Request, releases_of, releases_of_all
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.shapes import octets
 from fedveil.uplink.fixed_point import FixedPoint, check_value_range, saturated
-from fedveil.uplink.masked import Masked, dealing_releases, unmasking_releases
+from fedveil.uplink.masked import UNMASKING_MESSAGES, Masked
 from fedveil.uplink.unmasking import MaskedSum, MaskedUpload
 
 _PAD = "pad"
-_ENVELOPE = (
-    Release("hidden.client", "client", ("server",), "the client's number"),
-    Release("hidden.round", "client", ("server",), "the round's number"),
-    Release("hidden.attempt", "client", ("server",), "the round's repetition"),
-)
 
 
 @message
 @dataclass(frozen=True, eq=False)
-class Ciphertext:
+class Ciphertext(FromClient):
     """A vector under the group's public key."""
 
-    data: Annotated[Tensor, octets("ciphertext")]
+    data: Annotated[Tensor, octets("ciphertext"), Released("the hidden part, encrypted")]
 
 
 Hidden = Ciphertext | MaskedUpload
@@ -237,7 +232,7 @@ class Pads:
 
     def releases(self) -> tuple[Release, ...]:
         """The shares dealt, and what opens masks."""
-        return (*_ENVELOPE, *dealing_releases("hidden"), *unmasking_releases(evidence=False))
+        return (*releases_of(MaskedUpload, name="hidden"), *releases_of_all(*UNMASKING_MESSAGES))
 
 
 def _pad_seed(group: Group, client: int, context: RoundContext) -> bytes:
@@ -346,11 +341,7 @@ class Ckks:
 
     def releases(self) -> tuple[Release, ...]:
         """Ciphertexts."""
-        return (
-            Release(
-                "hidden.data", "client", ("server",), "the hidden part, encrypted", hiding=self.hiding, about="public"
-            ),
-        )
+        return releases_of(Ciphertext, name="hidden", covers={"data": Cover(hiding=self.hiding)})
 
 
 class EncryptedSum:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.ledger.releases import Released
 from fedveil.protocol.client_state import _KEY_BYTES, FINGERPRINT_BYTES, ClientState, Group
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -34,8 +35,8 @@ _LARGEST_GROUP = 1 << 24
 class Found(Request):
     """Server → one client: let `newcomers` into your group; found one for rounds of `clients` if there is none."""
 
-    newcomers: Annotated[Tensor, clients("newcomers")]
-    clients: int
+    newcomers: Annotated[Tensor, clients("newcomers"), Released("who is to be let into the group")]
+    clients: Annotated[int, Released("how many clients a round has")]
 
 
 @message
@@ -43,11 +44,15 @@ class Found(Request):
 class Founded(Reply):
     """Client → server: the group's public key, and its secrets sealed for each newcomer."""
 
-    public: Annotated[Tensor, octets("public")]
-    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES)]
-    receivers: Annotated[Tensor, clients("receivers")]
-    lengths: Annotated[Tensor, counts("receivers")]
-    bundles: Annotated[Tensor, octets("bundles")]
+    public: Annotated[Tensor, octets("public"), Released("the public key of the group's cipher")]
+    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES), Released("which group it is")]
+    receivers: Annotated[Tensor, clients("receivers"), Released("who is invited")]
+    lengths: Annotated[Tensor, counts("receivers"), Released("how long the invitations are")]
+    bundles: Annotated[
+        Tensor,
+        octets("bundles"),
+        Released("the group's secrets", ("server", "clients"), hiding="sealed for each newcomer"),
+    ]
 
 
 @message
@@ -55,7 +60,7 @@ class Founded(Reply):
 class Join(Request):
     """Server → client: who has let it into the group."""
 
-    founder: int
+    founder: Annotated[int, Released("who invites")]
 
 
 @message
@@ -63,7 +68,7 @@ class Join(Request):
 class Invitation(Request):
     """Server → one client: the group's secrets, sealed for it."""
 
-    sealed: Annotated[Tensor, octets("sealed")]
+    sealed: Annotated[Tensor, octets("sealed"), Released("the group's secrets", hiding="sealed for the newcomer")]
 
 
 @message
@@ -71,7 +76,7 @@ class Invitation(Request):
 class Joined(Reply):
     """Client → server: it has the group's secrets; the fingerprint tells which group's."""
 
-    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES)]
+    fingerprint: Annotated[Tensor, octets(FINGERPRINT_BYTES), Released("which group it has joined")]
 
 
 class OpeningKeys(Protocol):

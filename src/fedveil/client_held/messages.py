@@ -8,11 +8,15 @@ from typing import Annotated
 from torch import Tensor
 
 from fedveil.client_held.ciphers import Ciphertext
+from fedveil.ledger.releases import Released
 from fedveil.protocol.codec import message
-from fedveil.protocol.messages import Aggregate, Reply, Request
+from fedveil.protocol.messages import Aggregate, Attempt, Reply, Request, Round
 from fedveil.shapes import clients, octets, words
 from fedveil.uplink.unmasking import MaskedUpload
 from fedveil.uplink.vote import TAG_BYTES
+
+_TAGS = "AES tags in the order of the tags: the server sees which clients' votes overlap"
+_SEALED = "sealed under the group key"
 
 
 @message
@@ -20,10 +24,10 @@ from fedveil.uplink.vote import TAG_BYTES
 class Begin(Request):
     """Server → client: bring your model up to date, train, and vote (or, where nothing is voted on, upload)."""
 
-    round: int
-    attempt: int
-    cohort: Annotated[Tensor, clients("cohort")]
-    version: int
+    round: Round
+    attempt: Attempt
+    cohort: Annotated[Tensor, clients("cohort"), Released("who takes part in the round")]
+    version: Annotated[int, Released("which version of the model to work on")]
     latest: Aggregate | None
 
 
@@ -32,9 +36,19 @@ class Begin(Request):
 class Vote(Reply):
     """Client → server: the chosen indices, each as the tag AES_k(round ‖ index), in the order of the tags."""
 
-    round: int
-    attempt: int
-    tags: Annotated[Tensor, octets("tags", TAG_BYTES)]
+    round: Round
+    attempt: Attempt
+    tags: Annotated[
+        Tensor,
+        octets("tags", TAG_BYTES),
+        Released(
+            "the indices of the client's largest changes",
+            hiding=_TAGS,
+            about="data",
+            protection="linked",
+            with_client="open",
+        ),
+    ]
 
 
 @message
@@ -45,12 +59,18 @@ class Divide(Request):
     `voters` are those whose ballots are in the sum.
     """
 
-    round: int
-    attempt: int
-    cohort: Annotated[Tensor, clients("cohort")]
-    winners: Annotated[Tensor | None, octets("tags", TAG_BYTES)]
-    counts: Annotated[Tensor | None, words("ballot")]
-    voters: Annotated[Tensor, clients("voters")]
+    round: Round
+    attempt: Attempt
+    cohort: Annotated[Tensor, clients("cohort"), Released("who has voted")]
+    winners: Annotated[
+        Tensor | None,
+        octets("tags", TAG_BYTES),
+        Released("the tags with most votes", hiding=_TAGS, about="model"),
+    ]
+    counts: Annotated[
+        Tensor | None, words("ballot"), Released("how many voted for each index", hiding="pads", about="model")
+    ]
+    voters: Annotated[Tensor, clients("voters"), Released("whose ballots are in the sum")]
 
 
 @message
@@ -58,10 +78,10 @@ class Divide(Request):
 class Divided(Reply):
     """Client → server: the rest of the update under noise, and what the server is not to read."""
 
-    round: int
-    attempt: int
-    rest: Annotated[Tensor, words("rest")]
-    hidden: Ciphertext | MaskedUpload | None
+    round: Round
+    attempt: Attempt
+    rest: Annotated[Tensor, words("rest"), Released("nothing: all of the update is hidden")]
+    hidden: Annotated[Ciphertext | MaskedUpload | None, Released("the update where it is hidden", about="data")]
 
 
 @message
@@ -69,7 +89,7 @@ class Divided(Reply):
 class Lend(Request):
     """Server → one client: bring your model up to date and seal it for clients that have missed rounds."""
 
-    version: int
+    version: Annotated[int, Released("which version of the model to lend")]
     latest: Aggregate | None
 
 
@@ -78,8 +98,10 @@ class Lend(Request):
 class Lent(Reply):
     """Client → server: the model, sealed under the group key."""
 
-    version: int
-    sealed: Annotated[Tensor, octets("sealed")]
+    version: Annotated[int, Released("which version it is")]
+    sealed: Annotated[
+        Tensor, octets("sealed"), Released("the model", ("server", "clients"), hiding=_SEALED, about="model")
+    ]
 
 
 @message
@@ -87,7 +109,7 @@ class Lent(Reply):
 class Borrowed(Request):
     """Server → one client: a model that a member has sealed."""
 
-    sealed: Annotated[Tensor, octets("sealed")]
+    sealed: Annotated[Tensor, octets("sealed"), Released("the model", hiding=_SEALED, about="model")]
 
 
 @message
@@ -95,7 +117,7 @@ class Borrowed(Request):
 class Finish(Request):
     """Server → client: the last sums; the run is over."""
 
-    version: int
+    version: Annotated[int, Released("the last version of the model")]
     latest: Aggregate | None
 
 
@@ -104,4 +126,4 @@ class Finish(Request):
 class Finished(Reply):
     """Client → server: which version of the model it holds."""
 
-    version: int
+    version: Annotated[int, Released("which version it holds")]

@@ -21,6 +21,7 @@ behind it holds r_out/r_in ∘ W.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,7 +42,7 @@ from fedveil.downlink.rescaling import (
 from fedveil.downlink.samplers import BOUNDED, BOUNDED_HALF, GAUSSIAN, Uniforms, half, secret_uniforms, whole
 from fedveil.downlink.table import Scaled, ScaleTable
 from fedveil.errors import TraceError
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover
 from fedveil.secrets import Guarded, SecretStream
 
 _BUFFER = "transitional"
@@ -224,11 +225,10 @@ class Decomposed:
         transitional(scale_table(blueprint))  # what cannot be veiled is refused before the first round
         return head_tensors(self.head, blueprint)
 
-    def releases(self) -> tuple[Release, ...]:
-        """What rescaling gives away, and the transitional layers' numbers."""
+    def covers(self) -> Mapping[str, Cover]:
+        """As rescaling has it; and what the transitional layers' numbers are."""
         what = "1/(r·s) for every channel that a weight reads; with the parameters it gives r/r′ ∘ W"
-        own = Release("train.multipliers", "server", ("clients",), what)
-        return tuple(own if one.field == own.field else one for one in Rescaling(head=self.head).releases())
+        return {**Rescaling(head=self.head).covers(), "multipliers": Cover(what=what)}
 
     def veil(
         self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None

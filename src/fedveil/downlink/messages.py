@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint, Weights
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover, Released
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Number, counts, reals
 
@@ -17,10 +18,10 @@ from fedveil.shapes import Number, counts, reals
 class PublicHead:
     """What clients are told about the head noise: the vector a and each output's group."""
 
-    vector: Annotated[Tensor, reals("outputs")]
-    groups: Annotated[Tensor, counts("outputs", below="head groups")]
-    count: Annotated[int, Number("head groups")]
-    per_group: bool
+    vector: Annotated[Tensor, reals("outputs"), Released("the vector a of the head noise")]
+    groups: Annotated[Tensor, counts("outputs", below="head groups"), Released("which outputs share a γ")]
+    count: Annotated[int, Number("head groups"), Released("how many γ there are")]
+    per_group: Annotated[bool, Released("whether φ_β is split by group")]
 
     @property
     def tensors(self) -> int:
@@ -36,11 +37,13 @@ class Broadcast:
     where the downlink has none.
     """
 
-    parameters: Annotated[Tensor, reals("parameters")]
-    epsilon: Annotated[Tensor, reals("epsilon")]
-    statistics: Annotated[Tensor, reals("statistics")]
-    multipliers: Annotated[Tensor, reals("multipliers")]
+    parameters: Annotated[Tensor, reals("parameters"), Released("the model's parameters")]
+    epsilon: Annotated[Tensor, reals("epsilon"), Released("ε of the normalisation layers")]
+    statistics: Annotated[Tensor, reals("statistics"), Released("running statistics, where they are frozen")]
+    multipliers: Annotated[Tensor, reals("multipliers"), Released("nothing: there are no transitional layers")]
     head: PublicHead | None
+
+    released_as = "train"
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +101,8 @@ class Downlink(Protocol):
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
         ...
 
-    def releases(self) -> tuple[Release, ...]:
-        """What a broadcast gives away, field by field."""
+    def covers(self) -> Mapping[str, Cover]:
+        """What hides each field of a broadcast, where something does, or what else is in it."""
         ...
 
     def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:

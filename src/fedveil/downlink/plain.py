@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover
 from fedveil.secrets import SecretStream
 
 
@@ -28,14 +29,9 @@ class Plain:
         """Nothing is multiplied."""
         return None
 
-    def releases(self) -> tuple[Release, ...]:
-        """Everything, as it is."""
-        return (
-            Release("train.parameters", "server", ("clients",), "the model's parameters"),
-            Release("train.epsilon", "server", ("clients",), "ε of the normalisation layers"),
-            Release("train.statistics", "server", ("clients",), "running statistics, where they are frozen"),
-            Release("train.multipliers", "server", ("clients",), "nothing: there are no transitional layers"),
-        )
+    def covers(self) -> Mapping[str, Cover]:
+        """Nothing is hidden."""
+        return {}
 
     def veil(
         self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
@@ -47,10 +43,6 @@ class Plain:
 @dataclass(frozen=True)
 class Kept(Plain):
     """Nothing travels down but sums: the model lives with the clients."""
-
-    def releases(self) -> tuple[Release, ...]:
-        """Nothing."""
-        return ()
 
 
 @dataclass(frozen=True, eq=False)

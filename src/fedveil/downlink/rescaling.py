@@ -12,6 +12,7 @@ w_i (the true class counts k times) the last term splits by group: Σ_s γ_s²·
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from fedveil.downlink.architecture import Blueprint, TappedLinear, Weights, asse
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.table import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover
 from fedveil.secrets import Guarded, SecretStream
 
 _PROBE_SAMPLES = 64
@@ -75,25 +76,15 @@ class Rescaling:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         return head_tensors(self.head, blueprint)
 
-    def releases(self) -> tuple[Release, ...]:
-        """Every layer up to secret scales; with head noise also the public vector a and the groups."""
+    def covers(self) -> Mapping[str, Cover]:
+        """Every layer up to secret scales."""
         scales = "one secret scale per hidden channel, fresh every round"
         head = "secret scales and γ·a on the last layer" if self.head else scales
-        sent = (
-            Release("train.parameters", "server", ("clients",), "the parameters, rescaled", hiding=head),
-            Release("train.epsilon", "server", ("clients",), "ε·k² of the normalisation layers", hiding=scales),
-            Release("train.statistics", "server", ("clients",), "running statistics, rescaled", hiding=scales),
-            Release("train.multipliers", "server", ("clients",), "nothing: there are no transitional layers"),
-        )
-        if self.head is None:
-            return sent
-        return (
-            *sent,
-            Release("train.head.vector", "server", ("clients",), "the vector a of the head noise"),
-            Release("train.head.groups", "server", ("clients",), "which outputs share a γ"),
-            Release("train.head.count", "server", ("clients",), "how many γ there are"),
-            Release("train.head.per_group", "server", ("clients",), "whether φ_β is split by group"),
-        )
+        return {
+            "parameters": Cover(what="the parameters, rescaled", hiding=head),
+            "epsilon": Cover(what="ε·k² of the normalisation layers", hiding=scales),
+            "statistics": Cover(what="running statistics, rescaled", hiding=scales),
+        }
 
     def veil(
         self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None

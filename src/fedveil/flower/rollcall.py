@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fedveil.crypto.keys import Identity, Roster, signed_by
 from fedveil.errors import ProtocolError
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Release, Released
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.messages import Reply, Request, releases_of_all
 from fedveil.secrets import StoredSecret
 from fedveil.shapes import check, octets
 
@@ -25,7 +25,7 @@ _PURPOSE = "presence on Flower"
 class RollCall(Request):
     """Server → node: who are you? `nonce` makes the answer good for this question alone."""
 
-    nonce: str
+    nonce: Annotated[str, Released("a random number for this question")]
 
 
 @message
@@ -34,15 +34,12 @@ class Present(Reply):
     """Node → server: a client's number, the digest of its roster (empty: it has none), and its signature, if it has a
     signing key (else empty)."""
 
-    roster: Annotated[Tensor, octets("roster")]
-    signature: Annotated[Tensor, octets("signature")]
+    roster: Annotated[Tensor, octets("roster"), Released("which roster of public keys it has, if any")]
+    signature: Annotated[Tensor, octets("signature"), Released("its signature on number and question")]
 
 
 RELEASES = (
-    Release("rollcall.nonce", "server", ("clients",), "a random number for this question"),
-    Release("present.client", "client", ("server",), "the client's number"),
-    Release("present.roster", "client", ("server",), "which roster of public keys it has, if any"),
-    Release("present.signature", "client", ("server",), "its signature on number and question"),
+    *releases_of_all(RollCall, Present),
     Release("setup.settings", "server", ("clients",), "the run's settings"),
     Release("setup.facts", "server", ("clients",), "the shape of a sample and the number of outputs"),
     Release("setup.run", "server", ("clients",), "the run's name, attempt, and the version it begins with"),

@@ -1,14 +1,15 @@
 """Declared releases: every field that leaves a role, to whom, how sensitive, how noised, how hidden.
 
-What is proven about a run is computed from these declarations; a field that leaves a role without
-one is an error, so nothing leaks by being forgotten.
+A message's field says what leaves with it where it is defined (`Released`), and a message with a field that does not
+cannot be registered. What is proven about a run is computed from these declarations (`protocol.messages.releases_of`);
+a field that leaves a role without one is an error, so nothing leaks by being forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from fedveil.errors import ProtocolError
 
@@ -39,6 +40,39 @@ class Release:
     about: Subject = "public"
     protection: Protection = "open"
     with_client: Protection | None = None
+
+
+@dataclass(frozen=True)
+class Released:
+    """What a field of a message gives away, as its annotation: `Annotated[int, Released("the round's number")]`.
+
+    It goes to whom the message goes, unless `to` names others too. What is not said here is as in `Release`.
+    """
+
+    what: str
+    to: tuple[Party, ...] = ()
+    hiding: str = "none"
+    about: Subject = "public"
+    protection: Protection = "open"
+    with_client: Protection | None = None
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The same for a vector of which every named section is a release of its own."""
+
+    what: Mapping[str, str]
+
+
+class Cover(TypedDict, total=False):
+    """What a part makes of a field: what covers it this time, or more exactly what is in it."""
+
+    what: str
+    noise: str
+    hiding: str
+    about: Subject
+    protection: Protection
+    with_client: Protection | None
 
 
 class UndeclaredError(ProtocolError):

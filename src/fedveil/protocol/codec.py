@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.ledger.releases import Released, Sections
 from fedveil.shapes import check, declared
 from fedveil.tensors import from_raw, raw
 
@@ -29,10 +30,28 @@ _TYPES: dict[str, type[Any]] = {}
 
 
 def message(kind: type[_T]) -> type[_T]:
-    """Register a dataclass as something that may travel; each of its tensors must declare its shape."""
-    declared(kind)
+    """Register a dataclass as something that may travel.
+
+    Each of its tensors must declare its shape, and each of its fields what leaves with it, unless that is a message.
+    """
+    for name in declared(kind):
+        released(kind, name)
     _TYPES[kind.__name__] = kind
     return kind
+
+
+def released(kind: type[Any], name: str) -> Released | Sections | type[Any]:
+    """What a field of a message declares to leave with it; a message inside it declares that for itself."""
+    field = declared(kind)[name]
+    for one in field.metadata:
+        if isinstance(one, (Released, Sections)):
+            return one
+    inside = [one for one in field.types if dataclasses.is_dataclass(one)]
+    if len(inside) != 1:
+        raise TypeError(
+            f"{kind.__name__}.{name} may not travel: declare what leaves with it, as Annotated[…, Released(what)]"
+        )
+    return inside[0]
 
 
 def registered() -> tuple[type[Any], ...]:

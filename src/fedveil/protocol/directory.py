@@ -30,11 +30,13 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ProtocolError
+from fedveil.ledger.releases import Party, Released
 from fedveil.protocol.codec import message
 from fedveil.protocol.cohort import WINDOW, Cohort
 from fedveil.protocol.messages import Reply, Request
 from fedveil.shapes import clients, counts, octets
 
+_BOTH: tuple[Party, ...] = ("server", "clients")
 NONCE_BYTES = 32
 SPARE = 32
 """Epochs beyond those that the rounds take, for latecomers and for clients that leave."""
@@ -52,13 +54,13 @@ class Epoch:
     otherwise by `seed`, which the server picks.
     """
 
-    number: int
-    first: int
-    rounds: int
-    clients: int
-    size: int
-    seed: int
-    shuffled: bool = False
+    number: Annotated[int, Released("the epoch's number")]
+    first: Annotated[int, Released("its first round")]
+    rounds: Annotated[int, Released("how many rounds the run has")]
+    clients: Annotated[int, Released("how many clients there may be")]
+    size: Annotated[int, Released("how many of them a round asks")]
+    seed: Annotated[int, Released("from which a round's clients are drawn, unless the beacon decides")]
+    shuffled: Annotated[bool, Released("whether the beacon decides who is asked in a round")] = False
 
     released_as = "epoch"
 
@@ -144,7 +146,7 @@ def committed(nonce: bytes, *, run: str, epoch: int, client: int) -> bytes:
 class Hello(Request):
     """Server → client: an epoch of a run begins; introduce yourself, and commit to a nonce."""
 
-    run: str
+    run: Annotated[str, Released("the run's name")]
     epoch: Epoch
 
 
@@ -157,11 +159,12 @@ class Announce(Reply):
     different commitments derive different graphs, on which no mask cancels.
     """
 
-    samples: int
-    identity: Annotated[Tensor, octets("identity")]
-    key: Annotated[Tensor, octets("key")]
-    signature: Annotated[Tensor, octets("signature")]
-    commitment: Annotated[Tensor, octets("commitment")]
+    client: Annotated[int, Released("the client's number", _BOTH)]
+    samples: Annotated[int, Released("how many samples a client has", _BOTH)]
+    identity: Annotated[Tensor, octets("identity"), Released("a client's public signing key", _BOTH)]
+    key: Annotated[Tensor, octets("key"), Released("a client's public key for this run", _BOTH)]
+    signature: Annotated[Tensor, octets("signature"), Released("its signature on key, if any, and sample count", _BOTH)]
+    commitment: Annotated[Tensor, octets("commitment"), Released("a commitment to its nonce of the epoch", _BOTH)]
 
 
 @message
@@ -172,15 +175,19 @@ class Directory(Request):
     `present` are those of the epoch, and `commitments` theirs; whoever has left keeps its entry.
     """
 
-    run: str
-    clients: Annotated[Tensor, clients("clients")]
-    samples: Annotated[Tensor, counts("clients")]
-    identities: Annotated[Tensor, octets("clients", "identity")]
-    keys: Annotated[Tensor, octets("clients", "key")]
-    signatures: Annotated[Tensor, octets("clients", "signature")]
+    run: Annotated[str, Released("the run's name")]
+    clients: Annotated[Tensor, clients("clients"), Released("who takes part")]
+    samples: Annotated[Tensor, counts("clients"), Released("of each: how many samples a client has")]
+    identities: Annotated[Tensor, octets("clients", "identity"), Released("of each: a client's public signing key")]
+    keys: Annotated[Tensor, octets("clients", "key"), Released("of each: a client's public key for this run")]
+    signatures: Annotated[
+        Tensor, octets("clients", "signature"), Released("of each: its signature on key, if any, and sample count")
+    ]
     epoch: Epoch
-    present: Annotated[Tensor, clients("present")]
-    commitments: Annotated[Tensor, octets("present", "commitment")]
+    present: Annotated[Tensor, clients("present"), Released("who is of the epoch")]
+    commitments: Annotated[
+        Tensor, octets("present", "commitment"), Released("of each: a commitment to its nonce of the epoch")
+    ]
 
     @staticmethod
     def of(run: str, announced: Iterable[Announce], epoch: Epoch, present: Collection[int] | None = None) -> Directory:
@@ -275,8 +282,8 @@ class Directory(Request):
 class Nonce(Reply):
     """Client → server: the directory is in order, as its digest says, and this is what the client committed to."""
 
-    digest: Annotated[Tensor, octets(32)]
-    nonce: Annotated[Tensor, octets(NONCE_BYTES)]
+    digest: Annotated[Tensor, octets(32), Released("which directory it has taken")]
+    nonce: Annotated[Tensor, octets(NONCE_BYTES), Released("random bytes that graphs are drawn from", _BOTH)]
 
 
 @message
@@ -284,8 +291,8 @@ class Nonce(Reply):
 class Nonces(Request):
     """Server → client: the nonces of everybody in the epoch, in the order of the directory's `present`."""
 
-    digest: Annotated[Tensor, octets(32)]
-    nonces: Annotated[Tensor, octets("present", NONCE_BYTES)]
+    digest: Annotated[Tensor, octets(32), Released("which directory the nonces belong to")]
+    nonces: Annotated[Tensor, octets("present", NONCE_BYTES), Released("everybody's random bytes")]
 
 
 @message
@@ -293,7 +300,7 @@ class Nonces(Request):
 class Ready(Reply):
     """Client → server: it has everything a round needs; the digest is the beacon, or the directory's without one."""
 
-    digest: Annotated[Tensor, octets(32)]
+    digest: Annotated[Tensor, octets(32), Released("which directory, and which nonces, it has taken")]
 
 
 def outsized(samples: Mapping[int, int], ratio: float) -> dict[int, str]:

@@ -29,7 +29,7 @@ from fedveil.protocol.directory import (
     outsized,
     to_bytes,
 )
-from fedveil.protocol.messages import Reply
+from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.secrets import Guarded, SecretSource, StoredSecret
 
@@ -39,6 +39,13 @@ if TYPE_CHECKING:
 
 Introduction = Literal["none", "sizes", "keys"]
 Phases = Generator[Ask, "Gathered | None", None]
+
+INTRODUCTIONS: dict[Introduction, tuple[type[Request | Reply], ...]] = {
+    "none": (),
+    "sizes": (Hello, Announce, Directory, Ready),
+    "keys": (Hello, Announce, Directory, Nonce, Nonces, Ready),
+}
+"""What clients and server send each other before the first round."""
 
 KEY_SIZES: dict[Introduction, dict[str, int]] = {
     "none": {},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.protocol.codec import message
-from fedveil.shapes import REALS, Shape, clients, words
+from fedveil.ledger.releases import Cover, Party, Release, Released, Sections
+from fedveil.protocol.codec import message, released
+from fedveil.shapes import REALS, Shape, clients, declared, words
 
 message(PublicHead)
 message(Broadcast)
@@ -22,11 +25,67 @@ class Request:
     """Anything the server sends to clients."""
 
 
+class FromClient:
+    """What clients send, by itself or inside another message."""
+
+
 @dataclass(frozen=True, eq=False)
-class Reply:
+class Reply(FromClient):
     """Anything a client sends back; `client` is its number."""
 
-    client: int
+    client: Annotated[int, Released("the client's number")]
+
+
+Round = Annotated[int, Released("the round's number")]
+Attempt = Annotated[int, Released("the round's repetition")]
+
+
+def releases_of(
+    kind: type[Any],
+    *,
+    name: str = "",
+    sections: Collection[str] = (),
+    but: Collection[str] = (),
+    covers: Mapping[str, Cover] = MappingProxyType({}),
+) -> tuple[Release, ...]:
+    """The releases of a kind of message, as its fields declare them.
+
+    Args:
+        kind: the message, which may travel under another `name` (train.parameters).
+        sections: of the vector in it, where there is one; those that it does not know stay undeclared.
+        but: fields that are never there, or whose releases somebody else declares.
+        covers: by field or section, what a part makes of it.
+    """
+    name = name or getattr(kind, "released_as", kind.__name__.lower())
+    by: Party = "client" if issubclass(kind, FromClient) else "server"
+    to: tuple[Party, ...] = ("server",) if by == "client" else ("clients",)
+    found: list[Release] = []
+    for field in declared(kind):
+        said = released(kind, field)
+        if field in but:
+            continue
+        if isinstance(said, Sections):
+            known = [one for one in sections if one in said.what]
+            found += [Release(f"{name}.{one}", by, to, said.what[one], about="data") for one in known]
+        elif isinstance(said, Released):
+            own = dataclasses.asdict(said)
+            found.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
+        else:
+            found += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"))
+    return tuple(dataclasses.replace(one, **covers.get(one.field.rsplit(".", 1)[1], Cover())) for one in found)
+
+
+def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
+    """The releases of several kinds of messages, each once: what travels inside several has one name."""
+    return each_once(release for kind in kinds for release in releases_of(kind))
+
+
+def each_once(releases: Iterable[Release]) -> tuple[Release, ...]:
+    """Releases in order, those of a name that was there already left out."""
+    found: dict[str, Release] = {}
+    for release in releases:
+        found.setdefault(release.field, release)
+    return tuple(found.values())
 
 
 def released_fields(sent: Request) -> list[str]:
@@ -43,9 +102,7 @@ def released_fields(sent: Request) -> list[str]:
         found = []
         for field in dataclasses.fields(value):
             inner = getattr(value, field.name)
-            name = prefix if isinstance(inner, Broadcast) else f"{prefix}.{field.name}"
-            name = getattr(type(inner), "released_as", name)
-            found += walk(inner, name)
+            found += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
         return found
 
     return walk(sent, type(sent).__name__.lower())
@@ -59,10 +116,22 @@ class Train(Request):
     `cohort` names the round's clients where the uplink ties them together.
     """
 
-    round: int
-    attempt: int
+    round: Round
+    attempt: Attempt
     broadcast: Broadcast
-    cohort: Annotated[Tensor | None, clients("cohort")] = None
+    cohort: Annotated[Tensor | None, clients("cohort"), Released("who takes part in the round")] = None
+
+
+SECTIONS = Sections(
+    {
+        "gradients": "the client's gradient(s) on its batch, or its update",
+        "values": "the training loss on its batch, or the φ values that combine into it",
+        "statistics": "BatchNorm mean and variance of its batch",
+        "weight": "how many samples it has",
+        "ballot": "a one for each of the client's largest changes",
+    }
+)
+"""The sections of a contribution, as local work names them, and the one of a vote by histogram."""
 
 
 @message
@@ -70,9 +139,9 @@ class Train(Request):
 class Upload(Reply):
     """Client → server: one flat vector, in the layout both sides know; of which numbers, the uplink says."""
 
-    round: int
-    attempt: int
-    payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",))]
+    round: Round
+    attempt: Attempt
+    payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",)), SECTIONS]
 
 
 @message
@@ -84,12 +153,16 @@ class Aggregate:
     sum of what travelled under noise, `hidden` the sum of what the server could not read.
     """
 
-    version: int
-    round: int
-    attempt: int
-    asked: Annotated[Tensor, clients("asked")]
-    contributors: Annotated[Tensor, clients("contributors")]
-    rest: Annotated[Tensor, words("rest")]
-    hidden: Annotated[Tensor | None, Shape((torch.int64, torch.uint8), ("hidden",))]
+    version: Annotated[int, Released("the version that the sums lead to")]
+    round: Round
+    attempt: Attempt
+    asked: Annotated[Tensor, clients("asked"), Released("who was asked to upload")]
+    contributors: Annotated[Tensor, clients("contributors"), Released("whose uploads are in the sums")]
+    rest: Annotated[Tensor, words("rest"), Released("the sum of what was not hidden")]
+    hidden: Annotated[
+        Tensor | None,
+        Shape((torch.int64, torch.uint8), ("hidden",)),
+        Released("the sum of what was hidden, which every client can open", about="data"),
+    ]
 
     released_as = "aggregate"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Blueprint
-from fedveil.downlink.messages import Downlink
+from fedveil.downlink.messages import Broadcast, Downlink
 from fedveil.errors import ConfigError, ProtocolError
 from fedveil.ledger.correlated import Covering
 from fedveil.ledger.releases import Release, Remarks
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory
-from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.key_agreement import INTRODUCTIONS, Introduction
+from fedveil.protocol.messages import Reply, Request, Train, Upload, each_once, releases_of, releases_of_all
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Inbox, RoundBegins
 from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
@@ -339,70 +339,6 @@ class UploadSum(Inbox[Upload]):
         return self._sum.total()
 
 
-UPLOAD_FIELDS = {
-    "gradients": "the client's gradient(s) on its batch, or its update",
-    "values": "the training loss on its batch, or the φ values that combine into it",
-    "statistics": "BatchNorm mean and variance of its batch",
-    "weight": "how many samples it has",
-}
-
-
-_EPOCH = {
-    "number": "the epoch's number",
-    "first": "its first round",
-    "rounds": "how many rounds the run has",
-    "clients": "how many clients there may be",
-    "size": "how many of them a round asks",
-    "seed": "from which a round's clients are drawn, unless the beacon decides",
-    "shuffled": "whether the beacon decides who is asked in a round",
-}
-
-
-def introduction_releases(how: Introduction) -> tuple[Release, ...]:
-    """What clients and server tell each other before the first round."""
-    if how == "none":
-        return ()
-    told = {
-        "samples": "how many samples a client has",
-        "identity": "a client's public signing key",
-        "key": "a client's public key for this run",
-        "signature": "its signature on key, if any, and sample count",
-        "commitment": "a commitment to its nonce of the epoch",
-    }
-    named = {"samples": "samples", "identity": "identities", "key": "keys", "signature": "signatures"}
-    drawn = (
-        Release("nonce.client", "client", ("server",), "the client's number"),
-        Release("nonce.digest", "client", ("server",), "which directory it has taken"),
-        Release("nonce.nonce", "client", ("server", "clients"), "random bytes that graphs are drawn from"),
-        Release("nonces.digest", "server", ("clients",), "which directory the nonces belong to"),
-        Release("nonces.nonces", "server", ("clients",), "everybody's random bytes"),
-    )
-    return (
-        Release("hello.run", "server", ("clients",), "the run's name"),
-        *(Release(f"epoch.{one}", "server", ("clients",), what) for one, what in _EPOCH.items()),
-        Release("announce.client", "client", ("server", "clients"), "the client's number"),
-        *(Release(f"announce.{one}", "client", ("server", "clients"), told[one]) for one in told),
-        Release("directory.run", "server", ("clients",), "the run's name"),
-        Release("directory.clients", "server", ("clients",), "who takes part"),
-        *(Release(f"directory.{many}", "server", ("clients",), f"of each: {told[one]}") for one, many in named.items()),
-        Release("directory.present", "server", ("clients",), "who is of the epoch"),
-        Release("directory.commitments", "server", ("clients",), f"of each: {told['commitment']}"),
-        *(drawn if how == "keys" else ()),
-        Release("ready.client", "client", ("server",), "the client's number"),
-        Release("ready.digest", "client", ("server",), "which directory, and which nonces, it has taken"),
-    )
-
-
-_COHORT = Release("train.cohort", "server", ("clients",), "who takes part in the round")
-_ENVELOPE = (
-    Release("train.round", "server", ("clients",), "the round's number"),
-    Release("train.attempt", "server", ("clients",), "the round's repetition"),
-    Release("upload.client", "client", ("server",), "the client's number"),
-    Release("upload.round", "client", ("server",), "the round's number"),
-    Release("upload.attempt", "client", ("server",), "the round's repetition"),
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
@@ -465,12 +401,21 @@ class Scheme:
         return None if self.plan is None else planned(self.plan, context, terms.work)
 
     def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
-        """Every declared release of a run."""
-        asked = self.holder == "server"
-        return (
-            *(_ENVELOPE if asked else ()),
-            *introduction_releases(self.uplink.introduction),
-            *((_COHORT,) if asked and self.uplink.introduction != "none" else ()),
-            *self.downlink.releases(),
-            *self.uplink.releases(self.layout(blueprint)),
+        """Every declared release of a run, from the kinds of messages that it sends."""
+        how, uplink = self.uplink.introduction, self.uplink.releases(self.layout(blueprint))
+        introduced = releases_of_all(*INTRODUCTIONS[how])
+        if self.holder == "clients":
+            return (*introduced, *uplink)
+        unnamed = ("cohort",) if how == "none" else ()
+        return each_once(
+            (
+                *releases_of(Train, but=("broadcast", "cohort")),
+                *releases_of(Upload),
+                *introduced,
+                *releases_of(Train, but=("broadcast", *unnamed)),
+                *releases_of(
+                    Broadcast, but=() if self.downlink.head_noise else ("head",), covers=self.downlink.covers()
+                ),
+                *uplink,
+            )
         )

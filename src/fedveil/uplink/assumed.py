@@ -19,11 +19,11 @@ from torch import Tensor
 from fedveil.downlink import Blueprint, client_noise, noise_kinds
 from fedveil.downlink.samplers import simulated_noise
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.ledger.releases import Release
+from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Terms, Uplink
+from fedveil.protocol.messages import Reply, Request, Upload, releases_of
+from fedveil.protocol.parts import RoundContext, Terms, Uplink
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import Graph, complete, covering_graph
@@ -146,18 +146,7 @@ class AssumedNoise(Uplink):
         law = "Gaussian" if self.law == "gaussian" else "bounded, Gaussian only for who does not know the scales"
         tail = "" if self.cancelling else "; pair noise LEFT OUT to simulate accuracy"
         noise = f"{law}, on the first tensor alone; its sensitivity is assumed, not enforced{tail}"
-        known = [name for name in layout.names if name in UPLOAD_FIELDS]
-        return tuple(
-            Release(
-                f"upload.{name}",
-                "client",
-                ("server",),
-                UPLOAD_FIELDS[name],
-                noise=noise if name == "gradients" else "none",
-                about="data",
-            )
-            for name in known
-        )
+        return releases_of(Upload, sections=layout.names, covers={"gradients": Cover(noise=noise)})
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""What clients and server tell each other under masks, field by field."""
+"""The masked uplink: every upload under masks that cancel in the sum, which alone the server learns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.releases import Party, Protection, Release
+from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Epoch, from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction, Keyring
-from fedveil.protocol.messages import Reply, Request
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, Uplink
+from fedveil.protocol.messages import Reply, Request, releases_of, releases_of_all
+from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
@@ -50,78 +50,9 @@ from fedveil.uplink.unmasking import (
     unpacked,
 )
 
-
-def masked_releases(layout: Layout, *, noised: bool, evidence: bool) -> tuple[Release, ...]:
-    """Everything masked; what opens masks is declared too."""
-    hiding = "masks modulo 2^64: the server learns the sum"
-    protection: Protection = "noised" if noised else "masked"
-    noise = "integer Gaussian, in the sum" if noised else "none"
-    known = [name for name in layout.names if name in UPLOAD_FIELDS]
-    return (
-        *(
-            Release(
-                f"upload.{name}",
-                "client",
-                ("server",),
-                UPLOAD_FIELDS[name],
-                noise="none" if name == "weight" else noise,
-                hiding=hiding,
-                about="data",
-                protection="masked" if name == "weight" else protection,
-            )
-            for name in known
-        ),
-        *dealing_releases("upload"),
-        *unmasking_releases(evidence=evidence),
-    )
-
-
-_EVIDENCE = (
-    Release("evidence.signers", "server", ("clients",), "who signed the last survivor list"),
-    Release("evidence.signatures", "server", ("clients",), "their signatures"),
-)
-
-
-_OPENING = (
-    Release("unmask.round", "server", ("clients",), "the round's number"),
-    Release("unmask.attempt", "server", ("clients",), "the round's repetition"),
-    Release("unmask.survivors", "server", ("clients",), "whose uploads arrived"),
-    Release("relayed.senders", "server", ("clients",), "who dealt the shares"),
-    Release("relayed.lengths", "server", ("clients",), "how long they are"),
-    Release("relayed.bundles", "server", ("clients",), "sealed shares", hiding="sealed for each holder"),
-    Release("revealed.client", "client", ("server",), "the client's number"),
-    Release("revealed.round", "client", ("server",), "the round's number"),
-    Release("revealed.attempt", "client", ("server",), "the round's repetition"),
-    Release("revealed.signature", "client", ("server", "clients"), "its signature on the survivor list"),
-    Release("revealed.peers", "client", ("server",), "whose keys the shares belong to"),
-    Release("revealed.keys", "client", ("server",), "shares of the keys that lock what survivors reveal"),
-    Release(
-        "revealed.locked",
-        "client",
-        ("server",),
-        "shares of this round's seeds, one kind per neighbour",
-        hiding="readable if enough neighbours were told that this client's upload arrived",
-    ),
-)
-
-
-def dealing_releases(prefix: str) -> tuple[Release, ...]:
-    """The shares that travel with a masked vector, in the message that `prefix` names."""
-    both: tuple[Party, ...] = ("server", "clients")
-    return (
-        Release(f"{prefix}.holders", "client", ("server",), "to whom shares are dealt"),
-        Release(f"{prefix}.lengths", "client", ("server",), "how long the sealed shares are"),
-        Release(f"{prefix}.bundles", "client", both, "shares of the round's secrets", hiding="sealed for each holder"),
-    )
-
-
-def unmasking_releases(*, evidence: bool) -> tuple[Release, ...]:
-    """What opens masks."""
-    return (*_OPENING, *(_EVIDENCE if evidence else ()))
-
-
 Unmasking = Literal["always", "on-dropout"]
 UNMASKING = ("always", "on-dropout")
+UNMASKING_MESSAGES = (Unmask, Relayed, Revealed)
 _MASK = "mask"
 _REVELATION = "revelation"
 MOST_UNEXPLAINED = 3
@@ -479,4 +410,10 @@ class Masked(Uplink):
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything masked; what opens masks is declared too."""
-        return masked_releases(layout, noised=self.noise is not None, evidence=self.unmask == "always")
+        masked = Cover(hiding="masks modulo 2^64: the server learns the sum", protection="masked")
+        noised = Cover(noise="integer Gaussian, in the sum", protection="noised")
+        covers = {name: masked if self.noise is None or name == "weight" else masked | noised for name in layout.names}
+        return (
+            *releases_of(MaskedUpload, sections=layout.names, covers=covers),
+            *releases_of_all(*UNMASKING_MESSAGES, *((Evidence,) if self.unmask == "always" else ())),
+        )

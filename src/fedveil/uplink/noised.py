@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.correlated import Covering
-from fedveil.ledger.releases import Protection, Release
+from fedveil.ledger.releases import Cover, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.messages import Reply, Request, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, Uplink, planned
+from fedveil.protocol.messages import Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
+from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
@@ -40,9 +40,9 @@ DROPOUTS = ("tolerate", "repair")
 class Repair(Request):
     """Server → client: who is missing, so that the noise shared with them can be taken off."""
 
-    round: int
-    attempt: int
-    missing: Annotated[Tensor, clients("missing")]
+    round: Round
+    attempt: Attempt
+    missing: Annotated[Tensor, clients("missing"), Released("who is missing")]
 
 
 @message
@@ -50,10 +50,10 @@ class Repair(Request):
 class Repaired(Reply):
     """Client → server: this round's seeds of the noise it shared with missing clients."""
 
-    round: int
-    attempt: int
-    vanished: Annotated[Tensor, clients("missing")]
-    seeds: Annotated[Tensor, octets("missing", 32)]
+    round: Round
+    attempt: Attempt
+    vanished: Annotated[Tensor, clients("missing"), Released("with whom the noise was shared")]
+    seeds: Annotated[Tensor, octets("missing", 32), Released("this round's seeds of that noise")]
 
 
 @dataclass(frozen=True)
@@ -203,42 +203,16 @@ class Noised(Uplink):
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Gradients under noise; what repairs a round is declared too."""
-        covered = {
-            "local": "integer Gaussian",
-            "pairs": "integer Gaussian, and the same shared by pairs, which cancels in the sum",
-            "sum": "integer Gaussian",
-        }[self.plan.layout]
+        noise = "integer Gaussian"
         if not self.cancelling:
-            covered = "integer Gaussian; pair noise LEFT OUT to simulate accuracy: not covered"
-        protection: Protection = "noised" if self.cancelling else "open"
-        known = [name for name in layout.names if name in UPLOAD_FIELDS and name != "weight"]
-        fields = (
-            *(
-                Release(
-                    f"upload.{name}",
-                    "client",
-                    ("server",),
-                    UPLOAD_FIELDS[name],
-                    noise=covered,
-                    about="data",
-                    protection=protection,
-                )
-                for name in known
-            ),
-            Release("upload.weight", "client", ("server",), UPLOAD_FIELDS["weight"]),
-        )
-        if not self.repairs:
-            return fields
+            noise += "; pair noise LEFT OUT to simulate accuracy: not covered"
+        elif self.noise.layout == "pairs":
+            noise += ", and the same shared by pairs, which cancels in the sum"
+        covers = dict.fromkeys(layout.names, Cover(noise=noise, protection="noised" if self.cancelling else "open"))
+        covers["weight"] = Cover(about="public")
         return (
-            *fields,
-            Release("repair.round", "server", ("clients",), "the round's number"),
-            Release("repair.attempt", "server", ("clients",), "the round's repetition"),
-            Release("repair.missing", "server", ("clients",), "who is missing"),
-            Release("repaired.client", "client", ("server",), "the client's number"),
-            Release("repaired.round", "client", ("server",), "the round's number"),
-            Release("repaired.attempt", "client", ("server",), "the round's repetition"),
-            Release("repaired.vanished", "client", ("server",), "with whom the noise was shared"),
-            Release("repaired.seeds", "client", ("server",), "this round's seeds of that noise"),
+            *releases_of(Upload, sections=layout.names, covers=covers),
+            *(releases_of_all(Repair, Repaired) if self.repairs else ()),
         )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedveil.ledger.releases import Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.messages import Reply, Upload
-from fedveil.protocol.parts import UPLOAD_FIELDS, RoundContext, Summing, Terms, Uplink, UploadSum, bounded
+from fedveil.protocol.messages import Reply, Upload, releases_of
+from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, UploadSum, bounded
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 
@@ -49,8 +49,4 @@ class Bare(Uplink):
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""
-        # A section this uplink does not know stays undeclared, and the server refuses to start with it.
-        known = [name for name in layout.names if name in UPLOAD_FIELDS]
-        return tuple(
-            Release(f"upload.{name}", "client", ("server",), UPLOAD_FIELDS[name], about="data") for name in known
-        )
+        return releases_of(Upload, sections=layout.names)

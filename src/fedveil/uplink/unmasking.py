@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.releases import Party, Released
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Keyring
-from fedveil.protocol.messages import Reply, Request, Upload
+from fedveil.protocol.messages import SECTIONS, Attempt, Reply, Request, Round, Upload
 from fedveil.protocol.phases import Inbox
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Sizes, clients, counts, octets, words
@@ -192,6 +193,7 @@ MORE_NEIGHBOURS = "where clients often drop out, raise neighbours or lower thres
 """What helps against neighbourhoods that fall short."""
 
 Bundles = dict[int, bytes]
+_BOTH: tuple[Party, ...] = ("server", "clients")
 
 
 @message
@@ -199,10 +201,16 @@ Bundles = dict[int, bytes]
 class MaskedUpload(Upload):
     """Client → server: a masked vector, and sealed shares of this round's secrets for their holders."""
 
-    payload: Annotated[Tensor, words("contribution")]
-    holders: Annotated[Tensor, clients("holders")]
-    lengths: Annotated[Tensor, counts("holders")]
-    bundles: Annotated[Tensor, octets("bundles")]
+    payload: Annotated[Tensor, words("contribution"), SECTIONS]
+    holders: Annotated[Tensor, clients("holders"), Released("to whom shares are dealt")]
+    lengths: Annotated[Tensor, counts("holders"), Released("how long the sealed shares are")]
+    bundles: Annotated[
+        Tensor,
+        octets("bundles"),
+        Released("shares of the round's secrets", _BOTH, hiding="sealed for each holder"),
+    ]
+
+    released_as = "upload"
 
 
 @message
@@ -210,9 +218,9 @@ class MaskedUpload(Upload):
 class Unmask(Request):
     """Server → client: whose uploads arrived."""
 
-    round: int
-    attempt: int
-    survivors: Annotated[Tensor, clients("survivors")]
+    round: Round
+    attempt: Attempt
+    survivors: Annotated[Tensor, clients("survivors"), Released("whose uploads arrived")]
 
 
 @message
@@ -220,9 +228,9 @@ class Unmask(Request):
 class Relayed(Request):
     """Server → one client: the sealed shares that others dealt to it."""
 
-    senders: Annotated[Tensor, clients("senders")]
-    lengths: Annotated[Tensor, counts("senders")]
-    bundles: Annotated[Tensor, octets("bundles")]
+    senders: Annotated[Tensor, clients("senders"), Released("who dealt the shares")]
+    lengths: Annotated[Tensor, counts("senders"), Released("how long they are")]
+    bundles: Annotated[Tensor, octets("bundles"), Released("sealed shares", hiding="sealed for each holder")]
 
 
 @message
@@ -234,12 +242,21 @@ class Revealed(Reply):
     of share per neighbour, and can be read once enough neighbours have revealed shares of this client's key.
     """
 
-    round: int
-    attempt: int
-    signature: Annotated[Tensor, octets(SIGNATURE_BYTES)]
-    peers: Annotated[Tensor, clients("peers")]
-    keys: Annotated[Tensor, octets("peers", SHARE_BYTES)]
-    locked: Annotated[Tensor, octets("locked")]
+    round: Round
+    attempt: Attempt
+    signature: Annotated[Tensor, octets(SIGNATURE_BYTES), Released("its signature on the survivor list", _BOTH)]
+    peers: Annotated[Tensor, clients("peers"), Released("whose keys the shares belong to")]
+    keys: Annotated[
+        Tensor, octets("peers", SHARE_BYTES), Released("shares of the keys that lock what survivors reveal")
+    ]
+    locked: Annotated[
+        Tensor,
+        octets("locked"),
+        Released(
+            "shares of this round's seeds, one kind per neighbour",
+            hiding="readable if enough neighbours were told that this client's upload arrived",
+        ),
+    ]
 
 
 @message
@@ -252,8 +269,8 @@ class Evidence(Request):
     have signed another list.
     """
 
-    signers: Annotated[Tensor, clients("signers")]
-    signatures: Annotated[Tensor, octets("signers", SIGNATURE_BYTES)]
+    signers: Annotated[Tensor, clients("signers"), Released("who signed the last survivor list")]
+    signatures: Annotated[Tensor, octets("signers", SIGNATURE_BYTES), Released("their signatures")]
 
 
 def packed(bundles: Mapping[int, bytes]) -> tuple[Tensor, Tensor, Tensor]:
