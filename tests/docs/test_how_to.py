@@ -46,6 +46,20 @@ def test_own_scheme(tmp_path: Path) -> None:
     assert " ".join(refusal.split()) == str(refused.value)
 
 
+def test_own_uplink(tmp_path: Path) -> None:
+    """Random-k under masks: equal to plain averaging on what is sent, and rounds survive clients that drop out."""
+    said = typed("how-to/own-uplink.md", tmp_path)
+    (code, printed), (_, fields) = said.items()
+    assert len(code.splitlines()) <= 100
+    compared, trained = printed.splitlines()
+    assert compared.startswith("37 of 370 coordinates, off by ")
+    assert 0 < float(compared.rsplit(" ", 1)[1]) < 1e-9
+    accuracy, verdicts = trained.split(" ", 1)
+    assert float(accuracy) > 0.8
+    assert verdicts in ("{'aggregate only', 'none'}", "{'none', 'aggregate only'}")
+    assert fields == next(text for language, text in blocks("how-to/own-uplink.md") if language == "text")
+
+
 def _noise_on_what_nothing_bounds() -> None:
     import torch
 

@@ -358,7 +358,7 @@ class Masked(Uplink):
         add_mask(words, seed, subtract=state.client > peer)
         return torch.from_numpy(words.view(np.int64))
 
-    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
+    def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> MaskedSum:
         """A sum modulo 2⁶⁴."""
         return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
 

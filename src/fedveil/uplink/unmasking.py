@@ -319,6 +319,8 @@ class MaskedSum(Inbox[Any]):
         signed: Callable[[int, bytes, Sequence[int]], bool] | None = None,
     ) -> None:
         self._codec = codec
+        self.then: Callable[[Tensor], Tensor] | None = None
+        """What an uplink makes of the opened sum, where its uploads are not whole contributions."""
         self._sum = np.zeros(length, dtype=np.uint64)
         self.graph = graph
         self.round = round
@@ -395,7 +397,8 @@ class MaskedSum(Inbox[Any]):
         """The sum of what arrived, masks taken off; too few or contradicting shares are refused."""
         if self._codec is None:
             raise ProtocolError("this sum is covered by more than masks: only clients can read it")
-        return torch.from_numpy(self._codec.decode(self.words()))
+        total = torch.from_numpy(self._codec.decode(self.words()))
+        return total if self.then is None else self.then(total)
 
     def words(self) -> NDArray[np.uint64]:
         """The same modulo 2⁶⁴."""
