@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -64,11 +64,6 @@ class Cipher(OpeningKeys, Protocol):
     """
 
     @property
-    def name(self) -> str:
-        """What it is called."""
-        ...
-
-    @property
     def value_range(self) -> float:
         """The largest number it takes."""
         ...
@@ -116,7 +111,7 @@ class Cipher(OpeningKeys, Protocol):
 
 
 @dataclass(frozen=True)
-class Pads:
+class Pads(OpeningKeys):
     """Fixed point modulo 2⁶⁴ under masks that cancel in the sum, and pads that only clients can take off.
 
     Every padding client adds a stream that follows from the group key, its number and the round. Members
@@ -129,7 +124,8 @@ class Pads:
 
     masks: Masked
 
-    name = "pads"
+    hiding = "masks modulo 2^64 that cancel in the sum, and pads that only clients can take off"
+    with_client: ClassVar[Protection] = "masked"  # between honest clients they stay
 
     def prepare(self) -> None:
         """Nothing."""
@@ -142,19 +138,6 @@ class Pads:
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """As masks have it."""
         self.masks.fits(clients, asked=asked)
-
-    def fresh_opening(self, clients: int) -> bytes:
-        """The group key is enough."""
-        return b""
-
-    def public_of(self, opening: bytes) -> bytes:
-        """There is none."""
-        return b""
-
-    def check_public(self, public: bytes) -> None:
-        """There must be none."""
-        if public:
-            raise ProtocolError("a founder sent a public key where nothing is encrypted")
 
     def codec(self, context: RoundContext) -> FixedPoint:
         """Fixed point for this cohort."""
@@ -220,16 +203,6 @@ class Pads:
             add_mask(words, _pad_seed(group, client, context), subtract=True)
         return words
 
-    @property
-    def with_client(self) -> Protection:
-        """Masks between honest clients stay."""
-        return "masked"
-
-    @property
-    def hiding(self) -> str:
-        """How it hides."""
-        return "masks modulo 2^64 that cancel in the sum, and pads that only clients can take off"
-
     def releases(self) -> tuple[Release, ...]:
         """The shares dealt, and what opens masks."""
         return (*releases_of(MaskedUpload, name="hidden"), *releases_of_all(*UNMASKING_MESSAGES))
@@ -274,8 +247,9 @@ class Ckks:
     def __post_init__(self) -> None:
         check_value_range(self.value_range)
 
-    name = "ckks"
     masks = None
+    hiding = "CKKS under a key that all clients share"
+    with_client: ClassVar[Protection] = "open"  # every client holds the key
 
     def prepare(self) -> None:
         """Find the package, and start the processes that share its work."""
@@ -328,16 +302,6 @@ class Ckks:
                 f"{len(contributors)} contributors are named"
             )
         return torch.from_numpy(ckks.decrypt(content, ckks.SecretKey.from_bytes(group.opening)))
-
-    @property
-    def with_client(self) -> Protection:
-        """Nothing: every client holds the key."""
-        return "open"
-
-    @property
-    def hiding(self) -> str:
-        """How it hides."""
-        return "CKKS under a key that all clients share"
 
     def releases(self) -> tuple[Release, ...]:
         """Ciphertexts."""

@@ -305,26 +305,13 @@ def _answering(state: ClientState, stage: RoundContext) -> ClientState:
     return state.answering(stage.round, stage.attempt, run=run, epoch=stage.directory.epoch.number)
 
 
-class _NoKeys:
+class _NoKeys(OpeningKeys):
     """Where nothing is hidden."""
-
-    def fresh_opening(self, clients: int) -> bytes:
-        return b""
-
-    def public_of(self, opening: bytes) -> bytes:
-        return b""
-
-    def check_public(self, public: bytes) -> None:
-        if public:
-            raise ProtocolError("a founder sent a public key where nothing is encrypted")
-
-
-_NO_KEYS = _NoKeys()
 
 
 def opening_keys(uplink: Parallel) -> OpeningKeys:
     """What makes the keys of an uplink's ciphertexts."""
-    return _NO_KEYS if uplink.cipher is None else uplink.cipher
+    return _NoKeys() if uplink.cipher is None else uplink.cipher
 
 
 def parallel(scheme: Scheme) -> Parallel:

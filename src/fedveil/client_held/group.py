@@ -80,19 +80,20 @@ class Joined(Reply):
 
 
 class OpeningKeys(Protocol):
-    """Makes the keys under which a group's ciphertexts lie."""
+    """Makes the keys under which a group's ciphertexts lie; here there are none."""
 
     def fresh_opening(self, clients: int) -> bytes:
         """A new secret key for sums of up to `clients` ciphertexts; empty where none is needed."""
-        ...
+        return b""
 
     def public_of(self, opening: bytes) -> bytes:
         """The public key that belongs to it."""
-        ...
+        return b""
 
     def check_public(self, public: bytes) -> None:
         """Refuse what is no public key of this kind (ProtocolError)."""
-        ...
+        if public:
+            raise ProtocolError("a founder sent a public key where nothing is encrypted")
 
 
 def _purpose(founder: int, newcomer: int) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -63,16 +63,6 @@ MOST_UNEXPLAINED = 3
 def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
     # Remembered, because in a simulation every client derives the same graph.
     return ring(members, degree=degree, seed=seed)
-
-
-def _signed(context: RoundContext, client: int, signature: bytes, survivors: Sequence[int]) -> bool:
-    """Whether a client vouches for a survivor list: with a signature that its neighbours would not take, they leave."""
-    from fedveil.crypto.keys import signed_by
-
-    assert context.directory is not None
-    identity, _, _, _ = context.directory.entry(client)
-    digest = list_digest(survivors, graph=context.graph_seed())
-    return signed_by(identity, signature, digest, purpose=f"survivors of {context.directory.run}")
 
 
 def _label(state: ClientState, round: int, attempt: int) -> Label:
@@ -364,15 +354,9 @@ class Masked(Uplink):
 
     def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
         """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""
+        self_mask, signed = self.unmask == "always", codec is not None
         return MaskedSum(
-            codec,
-            length,
-            self.graph(context),
-            round=context.round,
-            attempt=context.attempt,
-            quorum=self.quorum,
-            self_mask=self.unmask == "always",
-            signed=partial(_signed, context) if codec is not None else None,
+            codec, length, self.graph(context), context, quorum=self.quorum, self_mask=self_mask, signed=signed
         )
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:

@@ -31,12 +31,6 @@ class Allocation:
     steps: NDArray[np.float64]
     rank: NDArray[np.int64]
 
-    def between(self, one: int, other: int) -> float:
-        """The variance of the noise that clients at two positions share; none with oneself."""
-        if one == other:
-            return 0.0
-        return float(self.steps[min(self.rank[one], self.rank[other])])
-
     @cached_property
     def pairs(self) -> NDArray[np.float64]:
         """All shared variances as a dense symmetric matrix with a zero diagonal."""

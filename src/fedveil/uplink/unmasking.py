@@ -38,6 +38,7 @@ from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Keyring
 from fedveil.protocol.messages import SECTIONS, Attempt, Reply, Request, Round, Upload
+from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Inbox
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Sizes, clients, counts, octets, words
@@ -311,20 +312,18 @@ class MaskedSum(Inbox[Any]):
         codec: FixedPoint | None,
         length: int,
         graph: Graph,
+        context: RoundContext,
         *,
-        round: int,
-        attempt: int,
         quorum: Quorum,
         self_mask: bool,
-        signed: Callable[[int, bytes, Sequence[int]], bool] | None = None,
+        signed: bool,
     ) -> None:
         self._codec = codec
         self.then: Callable[[Tensor], Tensor] | None = None
         """What an uplink makes of the opened sum, where its uploads are not whole contributions."""
         self._sum = np.zeros(length, dtype=np.uint64)
         self.graph = graph
-        self.round = round
-        self.attempt = attempt
+        self._context = context
         self._quorum = quorum
         self._self_mask = self_mask
         self._signed = signed
@@ -340,7 +339,7 @@ class MaskedSum(Inbox[Any]):
         bundle = self._largest * SHARE_BYTES + SEAL_BYTES
         among = range(len(graph.members) + 1)
         sizes: Sizes = {"contribution": length, "holders": among, "bundles": range(len(graph.members) * bundle + 1)}
-        self.expect(MaskedUpload, graph.members, which=(round, attempt), sizes=sizes)
+        self.expect(MaskedUpload, graph.members, which=context.which, sizes=sizes)
 
     def _fold(self, reply: MaskedUpload | Revealed) -> None:
         if isinstance(reply, Revealed):
@@ -358,7 +357,7 @@ class MaskedSum(Inbox[Any]):
         self.survivors = tuple(sorted(arrived))
         among = len(self.graph.members)
         sizes = {"peers": range(among + 1), "locked": range(among * self._largest * ITEM_BYTES + SEAL_BYTES + 1)}
-        self.expect(Revealed, self.survivors, which=(self.round, self.attempt), sizes=sizes)
+        self.expect(Revealed, self.survivors, which=self._context.which, sizes=sizes)
 
     def check_reach(self) -> None:
         """Refuse to ask for shares where too few holders are left to open some client's secrets."""
@@ -386,12 +385,21 @@ class MaskedSum(Inbox[Any]):
         if not set(peers) <= set(self.graph.neighbours(reply.client)):
             raise ProtocolError("a revelation of shares that are held by others")
         signature = to_bytes(reply.signature)
-        if self._signed is not None and not self._signed(reply.client, signature, self.survivors):
+        if self._signed and not self._vouches(reply.client, signature):
             raise ProtocolError("a revelation does not sign the survivor list")
         self.signatures[reply.client] = signature
         self._locked[reply.client] = to_bytes(reply.locked)
         for peer, share in zip(peers, reply.keys, strict=True):
             self._shares[(peer, LOCK)][reply.client] = to_bytes(share)
+
+    def _vouches(self, client: int, signature: bytes) -> bool:
+        """Whether a client signed the survivor list: with one that its neighbours would not take, they leave."""
+        from fedveil.crypto.keys import signed_by
+
+        directory = self._context.directory
+        assert directory is not None
+        digest = list_digest(self.survivors, graph=self._context.graph_seed())
+        return signed_by(directory.entry(client)[0], signature, digest, purpose=f"survivors of {directory.run}")
 
     def total(self) -> Tensor:
         """The sum of what arrived, masks taken off; too few or contradicting shares are refused."""
