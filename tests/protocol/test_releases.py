@@ -293,6 +293,28 @@ def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str) -> Non
         trained(one)
 
 
+@pytest.mark.parametrize("forgotten", ["announce.samples", "nonce.nonce", "upload.holders", "revealed.keys"])
+def test_nobody_is_asked_for_a_reply_with_an_undeclared_field(forgotten: str) -> None:
+    one = of("veil-secagg", rounds=2)
+    known = one.scheme.releases(one.blueprint)
+    heard: list[Any] = []
+
+    class Forgetful(type(one.scheme)):  # type: ignore[misc]
+        def releases(self, blueprint: Any) -> Any:
+            return tuple(release for release in known if release.field != forgotten)
+
+    class Listener(Listening):
+        said = heard
+
+    object.__setattr__(one.scheme, "__class__", Forgetful)
+    role = client_role(one)
+    role.__class__ = Listener
+    with pytest.raises(ProtocolError, match=f"undeclared release: {forgotten}"):
+        trained(one, role=role)
+    kind = forgotten.split(".")[0]
+    assert kind not in {PREFIXES[type(message)] for message in heard}
+
+
 def test_a_server_with_declared_sections_starts() -> None:
     steps = server_of(job()).run()
     assert isinstance(next(steps), RoundBegins)

@@ -177,7 +177,7 @@ class Pads(OpeningKeys):
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> PaddedSum:
         """A sum modulo 2⁶⁴ that stays padded."""
-        return PaddedSum(self.masks, self.masks.sum_of(length, context, codec=None), context)
+        return PaddedSum(self.masks, self.masks.sum_of(length, context, codec=None, name="vote"), context)
 
     def read(self, group: Group, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
         """Take off the contributors' pads and decode."""

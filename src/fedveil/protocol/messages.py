@@ -75,6 +75,16 @@ def releases_of(
     return tuple(dataclasses.replace(one, **covers.get(one.field.rsplit(".", 1)[1], Cover())) for one in found)
 
 
+def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
+    """The name of every field that a kind of message always carries, as releases name them; sections excepted."""
+    name = name or getattr(kind, "released_as", kind.__name__.lower())
+    fields = declared(kind).items()
+    sure = [
+        field for field, one in fields if type(None) not in one.types and isinstance(released(kind, field), Released)
+    ]
+    return [f"{name}.{field}" for field in sure]
+
+
 def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
     """The releases of several kinds of messages, each once: what travels inside several has one name."""
     return each_once(release for kind in kinds for release in releases_of(kind))

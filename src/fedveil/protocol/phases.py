@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from fedveil.errors import ProtocolError
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.messages import Reply, Request, awaited_fields
 from fedveil.shapes import Sizes, Types, check, named
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class Inbox(ABC, Generic[_Reply]):
     _which: tuple[int, int] | None = None
     _sizes: Sizes
     _types: Types
+    _name = ""
 
     def expect(
         self,
@@ -44,12 +45,14 @@ class Inbox(ABC, Generic[_Reply]):
         which: tuple[int, int] | None = None,
         sizes: Sizes | None = None,
         types: Types | None = None,
+        name: str = "",
     ) -> None:
         """From now on take one `kind` of reply, once from each client `among` these.
 
         `which` are round and attempt, where the reply names them; `sizes` and `types` what this phase makes of
-        its named sizes and numbers (`fedveil.shapes`).
+        its named sizes and numbers (`fedveil.shapes`); `name` is what releases call it, if not by its kind.
         """
+        self._name = name
         self._kind, self._waiting, self._which = kind, set(among), which
         self._sizes, self._types = sizes or {}, types or {}
 
@@ -68,6 +71,10 @@ class Inbox(ABC, Generic[_Reply]):
         check(reply, self._sizes, self._types)
         self._fold(reply)  # type: ignore[arg-type]
         self._waiting.discard(reply.client)
+
+    def awaits(self) -> list[str]:
+        """The fields that the replies it takes are sure to carry, as releases name them."""
+        return awaited_fields(self._kind, name=self._name)
 
     @abstractmethod
     def _fold(self, reply: _Reply) -> None:

@@ -20,7 +20,7 @@ from fedveil.protocol.key_agreement import Introductions, Phases
 from fedveil.protocol.messages import Request, Train, released_fields
 from fedveil.protocol.optimiser import Mover, Optimiser
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
-from fedveil.protocol.phases import Ask, Gathered, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.secrets import SecretSource
 
 _LATECOMERS_EVERY = 10
@@ -188,6 +188,8 @@ class Conductor(ABC):
         for kind in {type(one) for one in ask.each.values()}:
             example = next(one for one in ask.each.values() if type(one) is kind)
             check_declared(released_fields(example), self._declared)
+        if isinstance(ask.into, Inbox):
+            check_declared(ask.into.awaits(), self._declared)
         return ask
 
 

@@ -352,11 +352,20 @@ class Masked(Uplink):
         """A sum modulo 2⁶⁴."""
         return self.sum_of(terms.layout.length, context, codec=self.codec(context, terms))
 
-    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None) -> MaskedSum:
-        """A sum of `length` words; without a codec, of words that stay covered when the masks are off."""
-        self_mask, signed = self.unmask == "always", codec is not None
+    def sum_of(self, length: int, context: RoundContext, *, codec: FixedPoint | None, name: str = "") -> MaskedSum:
+        """A sum of `length` words; without a codec, of words that stay covered when the masks are off.
+
+        `name` is what releases call these uploads, if not uploads.
+        """
         return MaskedSum(
-            codec, length, self.graph(context), context, quorum=self.quorum, self_mask=self_mask, signed=signed
+            codec,
+            length,
+            self.graph(context),
+            context,
+            quorum=self.quorum,
+            self_mask=self.unmask == "always",
+            signed=codec is not None,
+            name=name,
         )
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:

@@ -317,6 +317,7 @@ class MaskedSum(Inbox[Any]):
         quorum: Quorum,
         self_mask: bool,
         signed: bool,
+        name: str = "",
     ) -> None:
         self._codec = codec
         self.then: Callable[[Tensor], Tensor] | None = None
@@ -339,7 +340,7 @@ class MaskedSum(Inbox[Any]):
         bundle = self._largest * SHARE_BYTES + SEAL_BYTES
         among = range(len(graph.members) + 1)
         sizes: Sizes = {"contribution": length, "holders": among, "bundles": range(len(graph.members) * bundle + 1)}
-        self.expect(MaskedUpload, graph.members, which=context.which, sizes=sizes)
+        self.expect(MaskedUpload, graph.members, which=context.which, sizes=sizes, name=name)
 
     def _fold(self, reply: MaskedUpload | Revealed) -> None:
         if isinstance(reply, Revealed):
