@@ -1,4 +1,10 @@
-"""What noise of an assumed size would be worth: MP-DP's figure composed, and the δ its bounded noise cannot beat."""
+"""The privacy journal of a run: every round is written down before clients are asked, and the ledger follows from it.
+
+A line of the journal is one JSON object: `plan` (how noise is planned from here on, and how far each client's data
+reach), `joined` (clients of other machines, as they announce themselves), `begin` and `end` of a round. What was begun
+and never ended is charged as if everything had been seen. For noise whose size is only assumed there is nothing to
+book: what its paper's figure would be worth is said in the ledger's notes.
+"""
 
 from __future__ import annotations
 
@@ -127,9 +133,10 @@ def account_for(scheme: Scheme, clients: int) -> Account | None:
 
 @dataclass(frozen=True)
 class _Terms:
-    """On what a round's noise depends beside its cohort: the plan, and how far a unit of each client's data reaches."""
+    """On what a round's noise depends beside its cohort: the plan, every client's samples, and how far one reaches."""
 
     plan: NoisePlan
+    sizes: Mapping[int, int]
     reach: Mapping[int, float]
 
     @staticmethod
@@ -137,23 +144,31 @@ class _Terms:
         """As the scheme has it now."""
         assert scheme.plan is not None
         limits = bounded(scheme.work)
-        return _Terms(scheme.plan, {client: limits.sensitivity(count) for client, count in sizes.items()})
+        return _Terms(scheme.plan, sizes, {client: limits.sensitivity(count) for client, count in sizes.items()})
 
-    @staticmethod
-    def parse(entry: dict[str, Any]) -> _Terms:
-        """As a journal has it."""
+    def parsed(self, entry: dict[str, Any]) -> _Terms:
+        """As a journal has it from here on; where it names no samples, they stay."""
         plan = NoisePlan(**{**entry["plan"], "target": Target(**entry["plan"]["target"])})
         reach = entry["reach"]
-        return _Terms(plan, _numbered(reach) if isinstance(reach, dict) else dict(enumerate(reach)))
+        return _Terms(
+            plan,
+            {**self.sizes, **_numbered(entry.get("samples", {}))},
+            _numbered(reach) if isinstance(reach, dict) else dict(enumerate(reach)),
+        )
 
-    def joined(self, reach: Mapping[int, float]) -> _Terms:
+    def joined(self, sizes: Mapping[int, int], reach: Mapping[int, float]) -> _Terms:
         """The same with clients that have come later."""
-        return replace(self, reach={**self.reach, **reach})
+        return replace(self, sizes={**self.sizes, **sizes}, reach={**self.reach, **reach})
 
     def agrees_with(self, other: _Terms) -> bool:
         """Whether the plan is the same, and the reach of every client that both know."""
         both = self.reach.keys() & other.reach.keys()
         return self.plan == other.plan and all(self.reach[one] == other.reach[one] for one in both)
+
+    def covering(self, cohort: Sequence[int], graph: bytes) -> Covering:
+        """The noise of a round."""
+        samples, reach = [self.sizes[client] for client in cohort], [self.reach[client] for client in cohort]
+        return self.plan.covering(cohort, samples, reach, seed=graph)
 
 
 class Books:
@@ -165,7 +180,6 @@ class Books:
 
     def __init__(self, job: Job, journal: Path | None = None) -> None:
         self._job = job
-        self._sizes = {one.client: len(one) for one in job.pool.clients}
         self._journal = journal
         self._headed = False
         self._open: RoundBegins | None = None
@@ -176,17 +190,17 @@ class Books:
         self._first_plan = job.scheme.plan
         if self.account is None:
             return
-        self._terms = _Terms.of(job.scheme, self._sizes)
+        self._terms = _Terms.of(job.scheme, {one.client: len(one) for one in job.pool.clients})
         if journal is not None:
             _mend(journal)
             try:
-                self._replay(_entries(journal))
+                sizes = self._replay(_entries(journal))
             except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
                 raise CheckpointError(
                     f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
                     "the file back, or start anew with another --out."
                 ) from reason
-            self._terms = _Terms.of(job.scheme, self._sizes)
+            self._terms = _Terms.of(job.scheme, sizes)
 
     def begin(self, begins: RoundBegins) -> None:
         """Write down what clients are about to be asked for."""
@@ -206,12 +220,11 @@ class Books:
     def _meet(self, begins: RoundBegins) -> None:
         """Learn the sample counts of clients on other machines, as they were announced."""
         said = dict(zip(begins.cohort, begins.samples, strict=False))
-        new = {client: count for client, count in said.items() if self._sizes.get(client) != count}
+        new = {client: count for client, count in said.items() if self._terms.sizes.get(client) != count}
         if not new:
             return
-        self._sizes.update(new)
         reach = _Terms.of(self._job.scheme, new).reach
-        self._terms = self._terms.joined(reach)
+        self._terms = self._terms.joined(new, reach)
         if self._headed:
             self._write({"joined": {str(one): [count, reach[one]] for one, count in new.items()}})
 
@@ -219,7 +232,7 @@ class Books:
         """What a journal's head says of the clients; sample counts only where no pool remembers them."""
         if self._job.pool.clients:
             return {"reach": [self._terms.reach[one] for one in range(len(self._job.pool))]}
-        return {"reach": dict(self._terms.reach), "samples": self._sizes}
+        return {"reach": dict(self._terms.reach), "samples": dict(self._terms.sizes)}
 
     def end(self, done: RoundDone, *, void: bool = False) -> None:
         """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
@@ -249,22 +262,23 @@ class Books:
         published: bool = True,
     ) -> None:
         assert self.account is not None
-        samples, reach = [self._sizes[client] for client in cohort], [terms.reach[client] for client in cohort]
-        covering = terms.plan.covering(cohort, samples, reach, seed=graph)
+        covering = terms.covering(cohort, graph)
         if self.first is None:
             self.first, self._first_plan = covering, terms.plan
         pairs = [(one, other) for one, other in revealed]
         self.account.charge(covering, arrived=arrived, revealed=pairs, published=published)
 
-    def _replay(self, entries: list[dict[str, Any]]) -> None:
-        """Charge every round in the journal, for the noise it had then: a run may go on with another target."""
-        everybody = list(range(len(self._job.pool)))
-        terms = self._terms
-        begun: list[tuple[_Terms, dict[str, Any], dict[int, int]]] = []
+    def _replay(self, entries: list[dict[str, Any]]) -> Mapping[int, int]:
+        """Charge every round in the journal, for the noise it had then: a run may go on with another target.
+
+        Returns:
+            how many samples each client has, as far as they were announced.
+        """
+        terms, everybody = self._terms, list(range(len(self._job.pool)))
+        begun: list[tuple[_Terms, dict[str, Any]]] = []
         for entry in entries:
             if "plan" in entry:
-                terms = _Terms.parse(entry)
-                self._sizes.update(_numbered(entry.get("samples", {})))
+                terms = terms.parsed(entry)
                 if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
                     raise ConfigError(
                         "Under secret sampling the noise of all rounds is found together: resume with the settings the "
@@ -272,39 +286,30 @@ class Books:
                     )
             elif "joined" in entry:
                 came = _numbered(entry["joined"])
-                self._sizes.update({one: count for one, (count, _) in came.items()})
-                terms = terms.joined({one: reach for one, (_, reach) in came.items()})
+                sizes = {one: count for one, (count, _) in came.items()}
+                terms = terms.joined(sizes, {one: reach for one, (_, reach) in came.items()})
             elif "begin" in entry:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
                     begun.pop()
-                begun.append((terms, entry, dict(self._sizes)))
+                begun.append((terms, entry))
             elif begun and begun[-1][1]["begin"] == entry["end"]:
-                noise, begins, _ = begun.pop()
-                if entry.get("void"):
-                    continue
-                cohort = everybody if begins["cohort"] is None else begins["cohort"]
-                arrived = cohort if entry["arrived"] is None else entry["arrived"]
-                self._charge(
-                    noise,
-                    cohort,
-                    bytes.fromhex(begins["graph"]),
-                    arrived,
-                    entry["revealed"],
-                    published=not entry.get("failed", False),
-                )
-        newest = self._sizes
-        for noise, begins, sizes in begun:  # killed in the middle: whatever was asked for may have been seen
+                noise, begins = begun.pop()
+                if not entry.get("void"):
+                    cohort = everybody if begins["cohort"] is None else begins["cohort"]
+                    graph, published = bytes.fromhex(begins["graph"]), not entry.get("failed", False)
+                    arrived = cohort if entry["arrived"] is None else entry["arrived"]
+                    self._charge(noise, cohort, graph, arrived, entry["revealed"], published=published)
+        for noise, begins in begun:  # killed in the middle: whatever was asked for may have been seen
             cohort = everybody if begins["cohort"] is None else begins["cohort"]
             graph = bytes.fromhex(begins["graph"])
-            self._sizes = sizes
             self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
-        self._sizes = newest
+        return terms.sizes
 
     @property
     def announced(self) -> dict[int, int]:
         """The sizes that clients on other machines have announced in earlier attempts: they are held to them."""
-        return {} if self.account is None or self._job.pool.clients else dict(self._sizes)
+        return {} if self.account is None or self._job.pool.clients else dict(self._terms.sizes)
 
     def remembered(self) -> dict[int, float]:
         """μ² that each client has spent in earlier attempts, against whomever it spent most."""
