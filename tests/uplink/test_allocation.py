@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError
-from fedveil.uplink.noise_plan import allocate, collusion_strength
+from fedveil.uplink.noise_plan import collusion_strength, pair_shares
 from papers.nadp import COLLUDING, TABLE3
 
 SIZES = st.lists(st.integers(1, 10**6), min_size=1, max_size=200)
@@ -35,53 +35,47 @@ def thetas_as_written(sizes: list[int]) -> list[Fraction]:
 @settings(deadline=None, max_examples=100)
 @given(SIZES)
 def test_every_row_sums_to_what_the_client_needs_and_no_share_is_negative(sizes: list[int]) -> None:
-    found = allocate(sizes)
+    found = pair_shares(sizes)
     k = len(sizes)
-    assert found.pairs.shape == (k, k)
-    assert np.all(found.residual > 0)
-    assert found.residual.sum() == pytest.approx(1.0, rel=1e-12)
-    assert np.all(found.pairs >= 0)
-    assert np.array_equal(found.pairs, found.pairs.T)
-    assert not found.pairs.diagonal().any()
+    assert found.shape == (k, k)
+    assert np.all(found >= 0)
+    assert np.array_equal(found, found.T)
+    assert not found.diagonal().any()
     if k > 1:
         needed = [float(beta(size, sizes)) for size in sizes]
         largest = np.argsort(sizes, kind="stable")
         needed[largest[-2]] = needed[largest[-1]]
-        assert found.pairs.sum(axis=1) == pytest.approx(needed, rel=1e-11)
+        assert found.sum(axis=1) == pytest.approx(needed, rel=1e-11)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=40))
 def test_every_pair_gets_the_papers_share_to_full_precision(sizes: list[int]) -> None:
     thetas = thetas_as_written(sizes)
-    found = allocate(sizes)
+    found = pair_shares(sizes)
     rank = {place: n for n, place in enumerate(np.argsort(sizes, kind="stable").tolist())}
     for i in range(len(sizes)):
         for j in range(i):
             share = float(thetas[min(rank[i], rank[j])])
-            assert found.pairs[i, j] == pytest.approx(share, rel=1e-12, abs=0.0)
-            assert found.pairs[j, i] == found.pairs[i, j]
-        assert found.pairs[i, i] == 0.0
+            assert found[i, j] == pytest.approx(share, rel=1e-12, abs=0.0)
+            assert found[j, i] == found[i, j]
+        assert found[i, i] == 0.0
 
 
 def test_one_client_has_no_pair_and_two_share_the_larger_need() -> None:
-    alone = allocate([7])
-    assert alone.residual.tolist() == [1.0]
-    assert alone.pairs.tolist() == [[0.0]]
-    two = allocate([30, 10])
-    assert two.residual.tolist() == [0.75, 0.25]
-    assert two.pairs.tolist() == [[0.0, 8.25], [8.25, 0.0]]  # 3² − 30/40
+    assert pair_shares([7]).tolist() == [[0.0]]
+    assert pair_shares([30, 10]).tolist() == [[0.0, 8.25], [8.25, 0.0]]  # 3² − 30/40
 
 
 def test_equal_clients_share_equally() -> None:
-    off_diagonal = allocate([5] * 6).pairs[~np.eye(6, dtype=bool)]
+    off_diagonal = pair_shares([5] * 6)[~np.eye(6, dtype=bool)]
     assert off_diagonal == pytest.approx(np.full(30, 1 / 6))  # (1 − 1/6)/5
 
 
 @pytest.mark.parametrize("sizes", [[], [3, 0, 2], [-1]])
 def test_a_client_without_records_is_refused(sizes: list[int]) -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        allocate(sizes)
+        pair_shares(sizes)
 
 
 @pytest.mark.parametrize(("key", "row"), TABLE3.items())

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,34 +19,11 @@ from fedveil.uplink.graph import complete, covering_graph, default_degree
 from fedveil.uplink.grid import ROUNDING, check_pairs
 
 
-@dataclass(frozen=True, eq=False)
-class Allocation:
-    """Variances in units of the sum's noise variance, by position in the list of clients.
+def pair_shares(sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The variance that each two clients share, in units of the sum's: symmetric, nothing on the diagonal.
 
-    `residual[i]` is what client i adds alone; pair (i, j) shares `steps[min(rank i, rank j)]`, where
-    ranks sort the clients by their number of records.
-    """
-
-    residual: NDArray[np.float64]
-    steps: NDArray[np.float64]
-    rank: NDArray[np.int64]
-
-    @cached_property
-    def pairs(self) -> NDArray[np.float64]:
-        """All shared variances as a dense symmetric matrix with a zero diagonal."""
-        if not len(self.steps):
-            return np.zeros((1, 1))
-        # The last rank never is the smaller of two; it needs a place on the diagonal only.
-        padded = np.append(self.steps, 0.0)
-        matrix: NDArray[np.float64] = padded[np.minimum(self.rank[:, None], self.rank[None, :])]
-        np.fill_diagonal(matrix, 0.0)
-        return matrix
-
-
-def allocate(sizes: Sequence[int]) -> Allocation:
-    """Residual shares x_i = |D_i|/|D| and pair shares whose row sums are β_i = |D_i|²/|D_min|² − |D_i|/|D|.
-
-    With β ascending, and β_{k−1} raised to β_k: θ_n = (β_n − Σ_{i<n} θ_i)/(k − n), x_ij = θ_{min(i,j)}.
+    A client of |D_i| records adds |D_i|/|D| alone; its row sums to β_i = |D_i|²/|D_min|² − |D_i|/|D|. With β ascending,
+    and β_{k−1} raised to β_k: θ_n = (β_n − Σ_{i<n} θ_i)/(k − n), x_ij = θ_{min(i,j)}.
     What is left of β_n, namely s_n = β_n − Σ_{i<n} θ_i, is carried along as
     s_{n+1} = s_n·(k−n−1)/(k−n) + (β_{n+1} − β_n): a sum of non-negative terms, so that rounding can
     neither make a share negative nor lose its digits when sizes differ by orders of magnitude.
@@ -62,20 +39,20 @@ def allocate(sizes: Sequence[int]) -> Allocation:
     rank = np.empty(clients, dtype=np.int64)
     rank[order] = np.arange(clients)
     ascending = [counts[place] for place in order]
+    smallest = ascending[0]
     if clients > 1:
         ascending[-2] = ascending[-1]
-    steps = np.empty(clients - 1)
-    smallest = counts[order[0]]
-    left = 0.0
-    before = 0
-    for place in range(clients - 1):
-        size = ascending[place]
+    thetas = np.zeros(clients)  # the last rank never is the smaller of two
+    left, before = 0.0, 0
+    for place, size in enumerate(ascending[:-1]):
         # β's growth, in whole numbers up to the division: (b − a)·((a + b)·|D| − m²)/(m²·|D|)
         grown = (size - before) * ((size + before) * total - smallest**2) / (smallest**2 * total)
         left = left * ((clients - place - 1) / (clients - place)) + grown
-        steps[place] = left / (clients - place - 1)
+        thetas[place] = left / (clients - place - 1)
         before = size
-    return Allocation(residual=np.array(counts) / total, steps=steps, rank=rank)
+    shares: NDArray[np.float64] = thetas[np.minimum(rank[:, None], rank[None, :])]
+    np.fill_diagonal(shares, 0.0)
+    return shares
 
 
 def collusion_strength(*, clients: float, colluding: float, ratio_squared: float) -> float:
@@ -246,7 +223,6 @@ class NoisePlan:
 
 
 def _paper_strength(samples: Sequence[int], collusion: float) -> float:
-
     if collusion == 0 or len(samples) < 3:
         return 1.0
     ratio = (max(samples) / min(samples)) ** 2
@@ -311,7 +287,7 @@ def _pairs(
         graph = complete(members)
         if plan.accounting == "exact":
             return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))
-        shares = allocate(samples).pairs[graph.first, graph.second]
+        shares = pair_shares(samples)[graph.first, graph.second]
         return graph.first, graph.second, shares * strength**2
     alone = ", so that a group of clients would be covered by its own noise alone"
     graph = covering_graph(members, neighbours=plan.neighbours, seed=seed, because=alone)
