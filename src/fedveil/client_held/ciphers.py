@@ -18,7 +18,7 @@ from fedveil.ledger.releases import Cover, Protection, Release, Released
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
-from fedveil.protocol.messages import FromClient, Reply, Request, releases_of, releases_of_all
+from fedveil.protocol.messages import FromClient, releases_of, releases_of_all
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
@@ -170,10 +170,6 @@ class Pads(OpeningKeys):
         if state.client in self.padding(context):
             add_mask(words, _pad_seed(state.membership(), state.client, context))
         return self.masks.cover(state, words, context, secrets=secrets, story=story)
-
-    def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
-        """Reveal shares of masks."""
-        return self.masks.answer(state, request, private)
 
     def accumulator(self, length: int, context: RoundContext, *, public: bytes) -> PaddedSum:
         """A sum modulo 2⁶⁴ that stays padded."""

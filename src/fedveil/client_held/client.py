@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fedveil.client_held.ciphers import Pads
 from fedveil.client_held.divided import Parallel
 from fedveil.client_held.group import Found, Join, OpeningKeys, found, join
 from fedveil.client_held.messages import Begin, Divide, Finish, Finished, Lend, Vote
@@ -235,19 +234,13 @@ class HolderRole:
         if isinstance(request, Divide):
             return self._divide(state, request, len(data))
         if isinstance(request, Unmask):
-            return self._masks(state, request).answer(state, request, private)
+            return self._uplink.unmask(state, request, private)
         if isinstance(request, (Lend, Finish)):
             state = self._keeper.brought_up(state, request.version, request.latest, private)
             if isinstance(request, Lend):
                 return state, self._keeper.lend(state)
             return state, Finished(state.client, self._keeper.held(state).version)
         raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
-
-    def _masks(self, state: ClientState, request: Unmask) -> Pads:
-        used = self._uplink.cipher if request.round % 2 == _UPLOAD else self._uplink.ballots
-        if not isinstance(used, Pads):
-            raise ProtocolError(f"client {state.client} was asked to unmask where nothing is masked")
-        return used
 
     def _divide(self, state: ClientState, request: Divide, samples: int) -> tuple[ClientState, Reply]:
         """Learn who has won, divide, upload."""

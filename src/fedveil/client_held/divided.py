@@ -17,14 +17,14 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
-from fedveil.protocol.messages import Aggregate, each_once, releases_of, releases_of_all
+from fedveil.protocol.messages import Aggregate, Reply, Request, each_once, releases_of, releases_of_all
 from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.masked import UNMASKING_MESSAGES
 from fedveil.uplink.noise_plan import NoisePlan
-from fedveil.uplink.unmasking import MaskedUpload
+from fedveil.uplink.unmasking import MaskedUpload, Unmask
 from fedveil.uplink.vote import (
     STRATEGIES,
     Ratio,
@@ -174,6 +174,13 @@ class Parallel(Channel):
             state, part = self.cipher.hide(state, values, context.stage(1), secrets=secrets, story=story)
         # Without noise everything is hidden, and the rest is empty.
         return state, Divided(state.client, context.round, context.attempt, rest.to(torch.int64), part)
+
+    def unmask(self, state: ClientState, request: Unmask, private: Request | None) -> tuple[ClientState, Reply]:
+        """Reveal shares of the masks of a ballot, which is a round's first stage, or of an upload."""
+        used = self.cipher if request.round % 2 else self.ballots
+        if used is None or used.masks is None:
+            raise ProtocolError(f"client {state.client} was asked to unmask where nothing is masked")
+        return used.masks.answer(state, request, private)
 
     def _noised(
         self, part: Tensor, state: ClientState, context: RoundContext, terms: Terms, secrets: SecretSource
