@@ -17,11 +17,7 @@ from fedveil.errors import ConfigError, ProtocolError, unknown_name
 from fedveil.ledger.releases import Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
-<<<<<<< ours
-from fedveil.protocol.messages import Aggregate, releases_of, releases_of_all
-=======
-from fedveil.protocol.messages import Aggregate, Reply, Request, each_once, releases_of, releases_of_all
->>>>>>> theirs
+from fedveil.protocol.messages import Aggregate, each_once, releases_of, releases_of_all
 from fedveil.protocol.parts import Channel, RoundContext, Terms, bounded
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
