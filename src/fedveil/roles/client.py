@@ -39,6 +39,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from torch import Tensor
+
 from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.rescaling import head_site
@@ -264,7 +266,7 @@ class ClientRole(Participant):
                 continue
             try:
                 with own_errors(state, request):
-                    answer = self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
+                    answer = self._protect(state, vector, context)
                 yield answer
             except FedVeilError as reason:
                 yield state, reason
@@ -300,6 +302,9 @@ class ClientRole(Participant):
             self._latest = (request, RoundContext(request.round, request.attempt, cohort, directory, beacon))
             return self._latest[1]
         return last[1]
+
+    def _protect(self, state: ClientState, vector: Tensor, context: RoundContext) -> tuple[ClientState, Reply]:
+        return self._uplink.protect(state, vector, context, self._terms, secrets=self._secrets)
 
     def _answer(
         self, state: ClientState, request: Request, data: ClientData, private: Request | None
