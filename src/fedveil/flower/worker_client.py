@@ -143,9 +143,8 @@ def settings_of(home: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as reason:
-        raise ConfigError(
-            f"{path} cannot be read: {reason.strerror}. Make it with `fedveil flower client`."
-        ) from reason
+        why = f"{path} cannot be read: {reason.strerror}. Make it with `fedveil flower client`."
+        raise ConfigError(why) from reason
     except ValueError as reason:
         raise ConfigError(f"{path} is not valid TOML: {reason}.") from reason
 
