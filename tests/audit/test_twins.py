@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from audit.small_runs import scene, subject_of
+from fedveil.audit.attack import attacks
 from fedveil.audit.record import client_view, server_history, server_view
 from fedveil.audit.subject import (
     alike,
@@ -138,7 +139,7 @@ def test_who_asks_for_members_of_a_noisy_run_is_compared_with_a_training_without
     like = subject_of(scheme="fedavg", loss=found.run.job.loss.name, **more)
     for ours, theirs in zip(plain.model.parameters(), like.model.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
-    trials = {one.name: one for one in model_trials(found, ("membership", "received"))}
+    trials = {one.name: one for one in model_trials(found, [attacks()["membership"], attacks()["received"]])}
     twin = trials["client/membership"].attempts[0].twin
     assert isinstance(twin, ClientView)
     assert twin.facts.scheme == "fedavg"
