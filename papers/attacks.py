@@ -2,8 +2,8 @@
 
 Every attack table is made of the same pieces. A cell trains and records a run; attacks get views of the record in
 processes of their own (`tried`), and each victim's score is kept. A table reads scores back with their intervals
-(`score_of`, `interval`) and says of each attack what an audit's report says of one (`Row`): what it gets, what one
-gets who saw nothing, what it gets without protection, and what that means. Nothing follows from an attack that did
+(`score_of`, `interval`) and says of each attack what an audit's report says of one (`VerdictRow`): what it gets, what
+one gets who saw nothing, what it gets without protection, and what that means. Nothing follows from an attack that did
 not pass its reference (`proven`), or that gets nothing from an unprotected run.
 """
 
@@ -28,7 +28,7 @@ from fedveil.audit.subject import Effort
 from fedveil.audit.trials import References
 from fedveil.audit.views import View, to_bytes
 from fedveil.errors import AttackError, NotApplicableError
-from fedveil.report.words import Row as Row
+from fedveil.report.words import VerdictRow as VerdictRow
 from papers.cells import Figures, Results, figures_of, mean_of
 from papers.report import EMPTY
 from papers.stage import Stage

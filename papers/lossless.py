@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedveil.audit.attacks.extraction import read_head
 from fedveil.audit.findings import Found, Score
 from fedveil.audit.judge import Judge
-from fedveil.audit.measures import Classes
+from fedveil.audit.measures import ClassMeasure
 from fedveil.audit.metrics import knn_distance
 from fedveil.audit.record import client_view, server_view
 from fedveil.audit.subject import Effort, Subject, enacted
@@ -27,13 +27,13 @@ from fedveil.downlink import Blueprint
 from fedveil.engine import ClientPool
 from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
-from fedveil.runs.loop import Row as Round
+from fedveil.runs.loop import VerdictRow as Round
 from fedveil.runs.loop import fresh_state, train_job
 from papers import membership
 from papers.attacks import (
     INEFFECTIVE,
     REFERENCES,
-    Row,
+    VerdictRow,
     as_text,
     draw_sheet,
     from_text,
@@ -233,7 +233,7 @@ class _Scorer:
         parts = [self.subject.own(one) for one in range(len(self.subject.job.pool))]
         x, y = torch.cat([x for x, _ in parts]).cpu().float(), torch.cat([y for _, y in parts]).cpu()
         outputs = self.subject.job.facts.outputs
-        score = Classes("recognised", chance=1 / outputs, judge=lambda: self.judge).score([found], [{}])
+        score = ClassMeasure("recognised", chance=1 / outputs, judge=lambda: self.judge).score([found], [{}])
         inputs, labels = found["inputs"].float(), found["labels"].cpu()
         nearest = knn_distance(inputs, x, extractor=self.judge.features)
         features, private = self.judge.features(inputs).cpu(), self.judge.features(x).cpu()
@@ -289,15 +289,15 @@ class _Inverted:
         """An attack's success rate with its interval."""
         return score_of(self.results, f"{self.data}/{label}", f"{self.prior} {way} {JUDGE}", value=" asr", read=number)
 
-    def row(self, label: str, way: str) -> Row:
+    def row(self, label: str, way: str) -> VerdictRow:
         """What a success rate means beside chance and FedAvg's; chance is one in as many as the model has outputs."""
         ours, bare, outputs = self.success(label, way), self.success(FEDAVG, AS_IS), self.number(label, "outputs")
         word = None
         if outputs is not None:
-            measure = Classes("recognised", chance=1 / outputs)
+            measure = ClassMeasure("recognised", chance=1 / outputs)
             word = meaning(measure, ours, bare, works=proven(self.results, ATTACK))
         chance = EMPTY if outputs is None else f"{100 / outputs:.0f} %"
-        return Row(ATTACK, way == ADAPTIVE, _percent(ours), chance, _percent(bare), told(word))
+        return VerdictRow(ATTACK, way == ADAPTIVE, _percent(ours), chance, _percent(bare), told(word))
 
 
 def _percent(found: Score | None) -> str:

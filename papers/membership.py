@@ -27,7 +27,7 @@ from fedveil.audit.trials import References, model_trials
 from fedveil.audit.views import View
 from fedveil.errors import AttackError, NotApplicableError, NumericError
 from fedveil.runs.evaluation import predict
-from papers.attacks import INEFFECTIVE, Row, level, meaning, score_of, told, tried
+from papers.attacks import INEFFECTIVE, VerdictRow, level, meaning, score_of, told, tried
 from papers.cells import Cell, Figures, Results, figures_of, mean_of
 from papers.entries import Table
 from papers.report import Check, paper, short
@@ -239,7 +239,7 @@ def written(results: Results, cell: str, row: str, way: str) -> str:
     return "failed" if found is None and failed else level(found)
 
 
-def verdict_row(results: Results, cell: str, plain: str, row: str) -> Row:
+def verdict_row(results: Results, cell: str, plain: str, row: str) -> VerdictRow:
     """What is told once the noise is taken off, beside what the same run's true model tells."""
     ours, bare = (members_told(results, cell, row, way) for way in (ADAPTIVE, BARE))
     works = None if bare is None else not _blind(bare) and effective(results, plain, row) is not False
@@ -247,7 +247,7 @@ def verdict_row(results: Results, cell: str, plain: str, row: str) -> Row:
     if ours is not None and bare is not None and nobody_told(results, cell):
         word = UNTRAINED
     gets, unprotected = (written(results, cell, row, way) for way in (ADAPTIVE, BARE))
-    return Row(NAMES[row], True, gets, paper(GUESS), unprotected, word)
+    return VerdictRow(NAMES[row], True, gets, paper(GUESS), unprotected, word)
 
 
 def _share(found: Score | None) -> Score | None:

@@ -29,8 +29,8 @@ from papers import membership
 from papers.attacks import (
     INEFFECTIVE,
     REFERENCES,
-    Row,
     Scale,
+    VerdictRow,
     as_text,
     draw_sheet,
     from_text,
@@ -370,7 +370,7 @@ class _Tried:
         there = {name: one.value for name in attacks if (one := self.score(scheme, name)) is not None}
         return max(there, key=lambda name: there[name]) if there else None
 
-    def row(self, scheme: str, attack: str) -> Row:
+    def row(self, scheme: str, attack: str) -> VerdictRow:
         """What an attack's figure means beside the mean picture's and the same attack's without protection.
 
         Φ does not exist without protection: beside it stands the best of the others, or what it gets itself if more.
@@ -386,7 +386,9 @@ class _Tried:
             word = meaning(chance, ours, bare, works=proven(self.results, attack))
         refused = any(f"{attack} reason" in one for one in figures_of(self.results, self.place.cell(scheme)))
         gets = "not applicable" if ours is None and refused else level(ours)
-        return Row(attack, attack == ADAPTIVE, gets, level(blind), level(bare), "" if word is None else told(word))
+        return VerdictRow(
+            attack, attack == ADAPTIVE, gets, level(blind), level(bare), "" if word is None else told(word)
+        )
 
     def effective(self) -> str | None:
         """The best attack without protection, if it gets anywhere there."""
@@ -443,7 +445,7 @@ def _table2_row(found: _Tried, scheme: str, *, main: bool) -> tuple[str, ...]:
     )
 
 
-def _got(row: Row) -> str:
+def _got(row: VerdictRow) -> str:
     return " ".join(filter(None, (row.gets, row.verdict)))
 
 

@@ -14,14 +14,14 @@ import pytest
 
 from fedveil import doctor as checkup
 from fedveil.crypto.ciphertexts import VARIABLE
-from fedveil.doctor import ADVICE, OK, PROBLEM, Finding, examine
+from fedveil.doctor import ADVICE, OK, PROBLEM, Check, examine
 from papers import stage
 from shell import fedveil
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
 
-def state(findings: list[Finding], what: str) -> str:
+def state(findings: list[Check], what: str) -> str:
     return next(one.state for one in findings if one.what == what)
 
 
@@ -175,12 +175,12 @@ def test_more_threads_than_cores_are_advised_against(monkeypatch: pytest.MonkeyP
     assert [one.state for one in checkup.processors()] == [ADVICE]
 
 
-def broken() -> list[Finding]:
+def broken() -> list[Check]:
     raise OSError("no such device")
 
 
-def fine() -> list[Finding]:
-    return [Finding("fine", OK, "there [really]")]
+def fine() -> list[Check]:
+    return [Check("fine", OK, "there [really]")]
 
 
 def test_a_check_that_breaks_is_a_problem_and_the_others_are_made() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.own_code import Code
+from fedveil.own_code import OwnCode
 
 ModelOption = int | float | str | bool
 
@@ -287,7 +287,7 @@ class RunConfig:
             del kept["options"]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
-            if isinstance(value, Code) or (":" in value and name != "dataset"):
+            if isinstance(value, OwnCode) or (":" in value and name != "dataset"):
                 kept[name] = "own code"  # wherever it lies; whoever resumes the run names it again
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

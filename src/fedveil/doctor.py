@@ -22,7 +22,7 @@ OK, ADVICE, PROBLEM = "ok", "advice", "problem"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One thing that was looked at: its state, what was found, and what to do where it is not fine."""
 
     what: str
@@ -31,9 +31,9 @@ class Finding:
     todo: str = ""
 
 
-def _judged(what: str, found: str, wrong: bool, state: str, todo: str) -> Finding:
+def _judged(what: str, found: str, wrong: bool, state: str, todo: str) -> Check:
     """What was found: fine, or else in some state with something to do about it."""
-    return Finding(what, state, found, todo) if wrong else Finding(what, OK, found)
+    return Check(what, state, found, todo) if wrong else Check(what, OK, found)
 
 
 PURPOSES = {
@@ -109,46 +109,46 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def core_packages() -> Iterator[Finding]:
+def core_packages() -> Iterator[Check]:
     """Those without which nothing works."""
     needed = [one for one in requirements() if not one.extra]
     if not needed:
         todo = "pip install . in the source's folder, for its commands and its list of packages"
-        yield Finding("packages", ADVICE, "fedveil runs from source files and is not installed", todo)
+        yield Check("packages", ADVICE, "fedveil runs from source files and is not installed", todo)
         return
     wrong = [one for one in needed if (found := version_of(one.name)) is None or not one.allows(found)]
     for one in wrong:
         found = version_of(one.name)
         there = "not installed" if found is None else f"{found}; needed: {one.wanted}"
         written = ",".join(f"{sign}{bound}" for sign, bound in one.bounds)
-        yield Finding(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{written}'")
+        yield Check(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{written}'")
     if not wrong:
-        yield Finding("packages", OK, ", ".join(f"{one.name} {version_of(one.name)}" for one in needed))
+        yield Check("packages", OK, ", ".join(f"{one.name} {version_of(one.name)}" for one in needed))
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Iterator[Check]:
     """One finding per extra: its packages' versions and what it is for."""
     known = requirements()
     for extra in dict.fromkeys(one.extra for one in known if one.extra):
         yield _extra(extra, [one for one in known if one.extra == extra])
 
 
-def _extra(extra: str, parts: list[Requirement]) -> Finding:
+def _extra(extra: str, parts: list[Requirement]) -> Check:
     purpose, command = PURPOSES.get(extra, "see pyproject.toml"), f"pip install -U 'fedveil[{extra}]'"
     found = {one.name: version_of(one.name) for one in parts}
     told = ", ".join(f"{name} {there}" for name, there in found.items() if there is not None)
     unfit = [one for one in parts if (there := found[one.name]) is not None and not one.allows(there)]
     if unfit:
         wanted = "; ".join(f"{one.name} must be {one.wanted}" for one in unfit)
-        return Finding(f"extra {extra}", PROBLEM, f"{told} ({wanted}): {purpose}", command)
+        return Check(f"extra {extra}", PROBLEM, f"{told} ({wanted}): {purpose}", command)
     missing = [name for name, there in found.items() if there is None]
     if missing:
         lacks = f"not installed: {', '.join(missing)}" + (f"; there: {told}" if told else "")
-        return Finding(f"extra {extra}", ADVICE, f"{lacks}; for {purpose}", f"if you want that: {command}")
-    return Finding(f"extra {extra}", OK, f"{told}; for {purpose}")
+        return Check(f"extra {extra}", ADVICE, f"{lacks}; for {purpose}", f"if you want that: {command}")
+    return Check(f"extra {extra}", OK, f"{told}; for {purpose}")
 
 
-def flower_commands() -> Iterator[Finding]:
+def flower_commands() -> Iterator[Check]:
     """Whether Flower's own commands, which `fedveil flower` starts, are found."""
     if version_of("flwr") is None:
         return
@@ -159,7 +159,7 @@ def flower_commands() -> Iterator[Finding]:
     yield _judged("Flower's commands", found, bool(missing), ADVICE, todo)
 
 
-def homomorphic() -> Iterator[Finding]:
+def homomorphic() -> Iterator[Check]:
     """Whether TenSEAL, which is compiled, loads on this machine."""
     there = version_of("tenseal")
     if there is None:
@@ -168,9 +168,9 @@ def homomorphic() -> Iterator[Finding]:
         importlib.import_module("tenseal")
     except Exception as reason:  # a compiled module fails in many ways
         todo = "pip install --force-reinstall 'fedveil[he]'; until then use --cipher pads"
-        yield Finding("TenSEAL", PROBLEM, f"{there} does not load: {reason}", todo)
+        yield Check("TenSEAL", PROBLEM, f"{there} does not load: {reason}", todo)
     else:
-        yield Finding("TenSEAL", OK, f"{there} loads")
+        yield Check("TenSEAL", OK, f"{there} loads")
 
 
 CLOSE = 1e-4
@@ -179,7 +179,7 @@ CLOSE = 1e-4
 _CLIENTS, _SAMPLES, _INPUTS, _CLASSES, _WIDTH = 4, 20, 8, 3, 16
 
 
-def same_model() -> Iterator[Finding]:
+def same_model() -> Iterator[Check]:
     """Train on made-up data with and without protection, and compare."""
     import fedveil.api  # noqa: F401  (loading it is not what is timed)
 
@@ -189,7 +189,7 @@ def same_model() -> Iterator[Finding]:
     yield judged(apart, took)
 
 
-def judged(apart: float, seconds: float) -> Finding:
+def judged(apart: float, seconds: float) -> Check:
     """What a relative difference between the two models means."""
     found = f"two rounds of veil-secagg end {apart:.1e} from fedavg (relative), in {seconds:.1f} s"
     wrong = not apart <= CLOSE  # also for NaN
@@ -229,28 +229,28 @@ _LITTLE_MEMORY = 2.0
 _LITTLE_DISK, _NO_DISK = 2.0, 0.1
 
 
-def python() -> Iterator[Finding]:
+def python() -> Iterator[Check]:
     """Python's and our own version."""
     found = f"{sys.version.split()[0]} ({sys.executable}), fedveil {__version__} ({Path(__file__).parents[1]})"
     yield _judged("Python", found, sys.version_info < OLDEST_PYTHON, PROBLEM, "use Python 3.11 or newer")
 
 
-def torch_and_device() -> Iterator[Finding]:
+def torch_and_device() -> Iterator[Check]:
     """Whether torch loads, and what it can compute on."""
     try:
         import torch
     except Exception as reason:  # a compiled package fails in many ways
-        yield Finding("torch", PROBLEM, f"does not load: {reason}", "pip install -U torch")
+        yield Check("torch", PROBLEM, f"does not load: {reason}", "pip install -U torch")
         return
-    yield Finding("torch", OK, torch.__version__)
+    yield Check("torch", OK, torch.__version__)
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count()))
-        yield Finding("device", OK, f"cpu, and cuda: {names} (use it with --device cuda)")
+        yield Check("device", OK, f"cpu, and cuda: {names} (use it with --device cuda)")
     elif shutil.which("nvidia-smi"):
         todo = "install a build of torch for CUDA (pytorch.org says which), or go on with the CPU"
-        yield Finding("device", ADVICE, "cpu; there is an NVIDIA driver, but this torch does not reach a GPU", todo)
+        yield Check("device", ADVICE, "cpu; there is an NVIDIA driver, but this torch does not reach a GPU", todo)
     else:
-        yield Finding("device", OK, "cpu")
+        yield Check("device", OK, "cpu")
 
 
 def usable_cores() -> int:
@@ -258,7 +258,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processors() -> Iterator[Finding]:
+def processors() -> Iterator[Check]:
     """Whether torch starts as many threads as there are cores."""
     import torch
 
@@ -267,24 +267,24 @@ def processors() -> Iterator[Finding]:
     yield _judged("threads", f"{threads} threads of torch on {cores} cores", threads > cores, ADVICE, todo)
 
 
-def folders() -> Iterator[Finding]:
+def folders() -> Iterator[Check]:
     """Whether the working folder and the one for temporary files can be written to."""
     for what, place in (("working folder", Path.cwd()), ("temporary folder", Path(tempfile.gettempdir()))):
         yield folder(what, place)
 
 
-def folder(what: str, place: Path) -> Finding:
+def folder(what: str, place: Path) -> Check:
     """Whether a file can be made in a folder."""
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"fedveil")
     except OSError as reason:
         todo = "set TMPDIR to a folder of yours" if what.startswith("temp") else "go elsewhere, or give --out"
-        return Finding(what, PROBLEM, f"{place}: {reason.strerror or reason}", todo)
-    return Finding(what, OK, f"{place} can be written to")
+        return Check(what, PROBLEM, f"{place}: {reason.strerror or reason}", todo)
+    return Check(what, OK, f"{place} can be written to")
 
 
-def memory() -> Iterator[Finding]:
+def memory() -> Iterator[Check]:
     """What is left of the memory; nothing where the system does not say."""
     free = free_memory(Path("/proc/meminfo"))
     if free is None:
@@ -303,19 +303,19 @@ def free_memory(file: Path) -> float | None:
     return None
 
 
-def disk() -> Iterator[Finding]:
+def disk() -> Iterator[Check]:
     """What is left of the disk the working folder lies on."""
     yield disk_finding(shutil.disk_usage(Path.cwd()).free / _GIGABYTE)
 
 
-def disk_finding(free: float) -> Finding:
+def disk_finding(free: float) -> Check:
     """What so many free gigabytes mean."""
     found, state = f"{free:.1f} GB free for {Path.cwd()}", PROBLEM if free < _NO_DISK else ADVICE
     todo = "make room: a run keeps checkpoints, and --record every message of some rounds"
     return _judged("disk", found, free < _LITTLE_DISK, state, todo)
 
 
-def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """FedVeil's own variables, and those that look like them."""
     for name in sorted(one for one in environment if one.startswith("FEDVEIL_")):
         value = environment[name]
@@ -327,25 +327,23 @@ def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         else:
             near = difflib.get_close_matches(name, VARIABLES, n=1)
             todo = f"did you mean {near[0]}?" if near else f"FedVeil reads {' and '.join(VARIABLES)} only"
-            yield Finding(name, ADVICE, f"{value} (FedVeil knows no such variable)", todo)
+            yield Check(name, ADVICE, f"{value} (FedVeil knows no such variable)", todo)
     if DATA_VARIABLE not in environment:
         todo = f"for `fedveil reproduce`: set {DATA_VARIABLE}, or give --data"
-        yield Finding(DATA_VARIABLE, ADVICE, "not set: digits and breast-cancer are embedded, no other data", todo)
+        yield Check(DATA_VARIABLE, ADVICE, "not set: digits and breast-cancer are embedded, no other data", todo)
 
 
-def _data(place: Path) -> Finding:
+def _data(place: Path) -> Check:
     if not place.is_dir():
-        return Finding(
-            DATA_VARIABLE, PROBLEM, f"{place} is no folder", "set it to the folder of the data sets' folders"
-        )
+        return Check(DATA_VARIABLE, PROBLEM, f"{place} is no folder", "set it to the folder of the data sets' folders")
     found = [name for name in DATA_SETS if (place / name).is_dir()]
     if not found:
         todo = f"put data sets there, each in a folder of its own: {', '.join(DATA_SETS)}"
-        return Finding(DATA_VARIABLE, ADVICE, f"{place}: no data set of a known name", todo)
-    return Finding(DATA_VARIABLE, OK, f"{place}: {', '.join(found)}")
+        return Check(DATA_VARIABLE, ADVICE, f"{place}: no data set of a known name", todo)
+    return Check(DATA_VARIABLE, OK, f"{place}: {', '.join(found)}")
 
 
-Checks = Sequence[Callable[[], Iterable[Finding]]]
+Checks = Sequence[Callable[[], Iterable[Check]]]
 
 CHECKS: Checks = (
     python,
@@ -363,11 +361,11 @@ CHECKS: Checks = (
 )
 
 
-def examine(checks: Checks = CHECKS) -> Iterator[Finding]:
+def examine(checks: Checks = CHECKS) -> Iterator[Check]:
     """Every finding, as soon as it is there."""
     for check in checks:
         try:
             yield from check()
         except Exception as reason:  # whatever is wrong with the installation is what this is meant to tell
             name = check.__name__.replace("_", " ")
-            yield Finding(name, PROBLEM, f"the check broke: {type(reason).__name__}: {reason}", "install fedveil again")
+            yield Check(name, PROBLEM, f"the check broke: {type(reason).__name__}: {reason}", "install fedveil again")

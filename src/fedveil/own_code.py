@@ -1,7 +1,7 @@
 """The user's own code by name: ``path/to/file.py:name`` or ``package.module:name`` for a scheme, a model or data.
 
 Such a name makes FedVeil import a module and call what is in it, so only the person at the command line, or the
-program that calls us, may give one. Their names are of the type :class:`Code`; what is read from a file, a folder or
+program that calls us, may give one. Their names are of the type :class:`OwnCode`; what is read from a file, a folder or
 a message is plain text, and plain text is never imported. The mark cannot be stored: writing it down loses it.
 """
 
@@ -22,7 +22,7 @@ SETTINGS = ("scheme", "model", "dataset")
 """The settings that may name code."""
 
 
-class Code(str):
+class OwnCode(str):
     """The name of the user's own code, given by whoever runs it: by hand or in a program, never by a file.
 
     >>> Code("mypackage.nets:make")
@@ -31,10 +31,10 @@ class Code(str):
 
     __slots__ = ()
 
-    def located(self) -> Code:
+    def located(self) -> OwnCode:
         """The same, with a file's path that holds from any folder."""
         file, _, attribute = self.rpartition(":")
-        return Code(f"{Path(file).resolve()}:{attribute}") if file.endswith(".py") and Path(file).exists() else self
+        return OwnCode(f"{Path(file).resolve()}:{attribute}") if file.endswith(".py") and Path(file).exists() else self
 
 
 def names_code(text: str) -> bool:
@@ -47,17 +47,16 @@ def names_code(text: str) -> bool:
 
 def typed(name: str) -> str:
     """A setting as somebody typed it on the command that runs: a name, a path, or their own code."""
-    return Code(name).located() if names_code(name) else name
+    return OwnCode(name).located() if names_code(name) else name
 
 
 def refuse_code(name: str | None, *, where: str = "", what: str = "model") -> None:
     """Refuse a name of code that did not come from whoever runs it."""
-    if name is not None and not isinstance(name, Code) and names_code(name):
-        kind = "fedveil.models.Factory" if what == "model" else "fedveil.own_code.Code"
+    if name is not None and not isinstance(name, OwnCode) and names_code(name):
         raise ConfigError(
             f"{where or 'A file'} names code as its {what}, {name!r}. What a file names is never imported: nothing was "
             f"run. If you know that code and want it to run, say so on this command: --{what} {name} (in Python: "
-            f"{kind}({name!r}))."
+            f"fedveil.own_code.OwnCode({name!r}))."
         )
 
 
@@ -69,8 +68,8 @@ def vouched(
         refuse_code(stored, where=where, what=what)
         return stored
     refuse_code(given, where="A settings file", what=what)
-    used = given.located() if isinstance(given, Code) else given
-    code = isinstance(given, Code) or (stored is not None and names_code(stored))
+    used = given.located() if isinstance(given, OwnCode) else given
+    code = isinstance(given, OwnCode) or (stored is not None and names_code(stored))
     if used != stored and (code or what == "model"):
         say(f"{where} names the {what} {stored!r}; {str(used)!r} is used instead, as you say.")
     return used
@@ -84,7 +83,7 @@ def vouched_settings(
     return {name: value for name, value in found.items() if value is not None}
 
 
-def load(reference: Code, *, what: str) -> object:
+def load(reference: OwnCode, *, what: str) -> object:
     """What ``module:attribute`` names; `what` it is to be, for the errors."""
     place, _, attribute = reference.rpartition(":")
     kind = what.split()[-1]
@@ -100,7 +99,7 @@ def load(reference: Code, *, what: str) -> object:
     return found
 
 
-def load_callable(reference: Code, *, what: str) -> Callable[..., object]:
+def load_callable(reference: OwnCode, *, what: str) -> Callable[..., object]:
     """The function that ``module:attribute`` names."""
     found = load(reference, what=what)
     if not callable(found):

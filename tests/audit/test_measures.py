@@ -13,7 +13,7 @@ from torch import Tensor
 
 from audit.small_runs import scene, subject_of
 from fedveil.audit.findings import Score, judged
-from fedveil.audit.measures import Accuracy, Classes, Fit, Labels, Likeness, Members, Numbers, blind_labels
+from fedveil.audit.measures import Accuracy, ClassMeasure, Fit, Labels, Likeness, Members, Numbers, blind_labels
 
 GENERATOR = torch.Generator().manual_seed(5)
 PICTURES = torch.rand((6, 1, 8, 8), generator=GENERATOR)
@@ -191,7 +191,7 @@ def test_parameters_are_known_exactly_up_to_scales_or_not_at_all() -> None:
 
 def test_classes_are_recognised_by_the_judge_alone() -> None:
     judge = SimpleNamespace(scores=lambda x: outputs(3), features=lambda x: x.flatten(1))
-    measure = Classes("recognised", chance=0.1, judge=lambda: judge)  # type: ignore[arg-type,return-value]
+    measure = ClassMeasure("recognised", chance=0.1, judge=lambda: judge)  # type: ignore[arg-type,return-value]
     assert measure.score([{"inputs": PICTURES, "labels": LABELS}], [{}]).value == 0.5
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from fedveil.compare import Comparison, Event, Standing, compare
+from fedveil.compare import CellProgress, Comparison, compare
 from fedveil.compare.plan import planned
 from fedveil.compare.results import results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.flower.commands import CellEvent
 from fedveil.runs import session
 from interrupting import interrupted_run
 
@@ -83,7 +84,7 @@ def test_changed_settings_are_refused_and_change_nothing(done: Comparison, chang
     assert done.file.read_bytes() == before
 
 
-def started(events: Sequence[Event | None]) -> list[str]:
+def started(events: Sequence[CellEvent | None]) -> list[str]:
     return [one.standing.cell.folder for one in events if one is not None and one.kind == "start"]
 
 
@@ -95,12 +96,12 @@ def test_finished_runs_are_kept_half_done_ones_go_on_and_a_failure_ends_no_other
     *_, finished, half = plan.cells
     session.run(finished.config, out / finished.folder, quiet=True)
     interrupted_run(half.config, out / half.folder, at=3)
-    write_results(out / "compare.json", results_of(plan, [Standing(one) for one in plan.cells]))
+    write_results(out / "compare.json", results_of(plan, [CellProgress(one) for one in plan.cells]))
     kept = (out / finished.folder / "summary.json").stat().st_mtime_ns
-    events: list[Event | None] = []
+    events: list[CellEvent | None] = []
     first_rounds: dict[str, int] = {}
 
-    def watch(standings: Sequence[Standing], event: Event | None) -> None:
+    def watch(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
         events.append(event)
         if event is not None and event.kind == "round":
             first_rounds.setdefault(event.standing.cell.scheme, event.standing.round)
@@ -123,7 +124,7 @@ def test_a_process_that_dies_fails_its_cell_only_and_schemes_may_be_added(tmp_pa
     out = tmp_path / "c"
     killed: list[int] = []
 
-    def kill(standings: Sequence[Standing], event: Event | None) -> None:
+    def kill(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
         if event is not None and event.kind == "round" and event.standing.round == 2 and not killed:
             killed.extend(children_of(os.getpid()))
             for one in killed:
@@ -184,7 +185,7 @@ def test_wrong_arguments_are_refused_before_a_folder_is_taken(
 def test_what_lies_in_the_working_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A comparison as it was handed over, looked at from within.
     plan = planned(["fedavg"], seeds=[1], settings={**SMALL, "rounds": 1}, only={})
-    write_results(tmp_path / "compare.json", results_of(plan, [Standing(one) for one in plan.cells]))
+    write_results(tmp_path / "compare.json", results_of(plan, [CellProgress(one) for one in plan.cells]))
     for name in ("fedveil", "torch"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")

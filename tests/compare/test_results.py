@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fedveil.compare.plan import planned
-from fedveil.compare.results import Standing, read_results, results_of, write_results
+from fedveil.compare.results import CellProgress, read_results, results_of, write_results
 from fedveil.errors import CheckpointError
 
 
@@ -35,7 +35,7 @@ def summary(accuracy: float, *lines: dict[str, Any], seconds: float = 1.0) -> di
 @pytest.fixture
 def results() -> dict[str, Any]:
     plan = planned(["nadp", "fedavg"], seeds=[1, 2, 3], settings={"rounds": 5}, only={"nadp": {"lr": 3.0}})
-    standings = [Standing(cell) for cell in plan.cells]
+    standings = [CellProgress(cell) for cell in plan.cells]
     for one, accuracy, epsilon in zip(standings[:3], (0.5, 0.7, 0.9), (2.5, 2.9, 2.7), strict=True):
         one.finish(summary(accuracy, line("server", "differential privacy", epsilon), line("clients", "none")))
     standings[3].finish(summary(0.8, line("server", "none")))
@@ -60,7 +60,7 @@ def test_one_run_has_no_deviation(results: dict[str, Any]) -> None:
 def test_a_scheme_is_as_private_as_its_worst_run(results: dict[str, Any]) -> None:
     assert results["schemes"]["nadp"]["privacy"]["server"]["epsilon"] == 2.9
     plan = planned(["nadp"], seeds=[1, 2], settings={}, only={})
-    standings = [Standing(cell) for cell in plan.cells]
+    standings = [CellProgress(cell) for cell in plan.cells]
     standings[0].finish(summary(0.5, line("server", "differential privacy", 3.0)))
     standings[1].finish(summary(0.5, line("server", "none")))
     assert results_of(plan, standings)["schemes"]["nadp"]["privacy"]["server"]["verdict"] == "none"

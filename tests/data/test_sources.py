@@ -13,7 +13,7 @@ import torch
 from fedveil.data import load, sources
 from fedveil.data.dataset import Options
 from fedveil.errors import ConfigError, DataError
-from fedveil.own_code import Code, typed
+from fedveil.own_code import OwnCode, typed
 
 
 def test_digits_are_pictures_between_zero_and_one() -> None:
@@ -156,7 +156,7 @@ def test_what_comes_along_keeps_its_name_and_columns_are_for_who_asks_for_them()
 def test_code_is_loaded_where_its_type_says_so_and_a_file_may_have_a_colon_in_its_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import numpy as np\ndef load(seed):\n    return np.ones((9, 2)) * seed, np.arange(9) % 3\n")
-    assert float(load(Code(f"{file}:load"), seed=5).train.x.max()) == 5.0
+    assert float(load(OwnCode(f"{file}:load"), seed=5).train.x.max()) == 5.0
     with pytest.raises(ConfigError, match="names code as its dataset"):
         load(f"{file}:load")
     odd = tmp_path / "a.py:load"

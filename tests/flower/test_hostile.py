@@ -18,7 +18,7 @@ from fedveil.errors import Code, FedVeilError
 from fedveil.flower import messages
 from fedveil.flower.message_handler import MessageHandler
 from fedveil.flower.messages import Setup
-from fedveil.flower.worker_client import Kind
+from fedveil.flower.worker_client import FrameKind
 from fedveil.framing import pack, receive, unpack
 from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Epoch, Hello
@@ -65,9 +65,9 @@ def test_a_desk_answers_whatever_it_is_handed(tmp_path: Path, times: int) -> Non
 def test_a_frame_takes_no_memory_for_what_it_only_claims() -> None:
     mutator = Mutator(9)
     for claimed in (0, 3, 1 << 33, 1 << 40, (1 << 64) - 1):
-        for kind in (*Kind, 0, 77):
+        for kind in (*FrameKind, 0, 77):
             ours, theirs = socket.socketpair()
             with ours, theirs, little_memory(), contextlib.suppress(FedVeilError):
                 theirs.sendall(mutator.damaged(struct.pack(">BIQ", kind, 1, claimed) + b"abc"))
                 theirs.shutdown(socket.SHUT_WR)
-                receive(ours, Kind, deadline=time.monotonic() + LONGEST)
+                receive(ours, FrameKind, deadline=time.monotonic() + LONGEST)

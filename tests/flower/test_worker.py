@@ -22,7 +22,7 @@ import desks
 from desks import DESK, new_home, notes, until
 from fedveil.errors import ConfigError
 from fedveil.flower import worker
-from fedveil.flower.worker_client import Kind, WorkerError, hand_over, ping, socket_address, stop
+from fedveil.flower.worker_client import FrameKind, WorkerError, hand_over, ping, socket_address, stop
 from fedveil.framing import LIMIT, receive, send
 
 SECONDS = 300.0
@@ -92,7 +92,7 @@ def open_connections(home: Path) -> list[str]:
 def test_a_courier_that_goes_away_does_not_end_the_work(home: Path) -> None:
     handed(home, b"echo:up")
     with connected(home) as courier:
-        send(courier, Kind.PARCEL, b"wait:a")
+        send(courier, FrameKind.PARCEL, b"wait:a")
         until(lambda: "begin wait a" in notes(home))
     with ThreadPoolExecutor(1) as couriers:
         again = couriers.submit(handed, home, b"wait:a")
@@ -108,7 +108,7 @@ def test_a_parcel_whose_courier_went_away_while_it_waited_is_left_undone(home: P
         first = couriers.submit(handed, home, b"wait:a")
         until(lambda: notes(home) == ["begin wait a"])
         with connected(home) as courier:
-            send(courier, Kind.PARCEL, b"echo:never mind")
+            send(courier, FrameKind.PARCEL, b"echo:never mind")
             # The ping is taken up after the parcel's connection was.
             alive(home)
         (home / "go-a").touch()
@@ -121,9 +121,9 @@ def test_a_parcel_whose_courier_went_away_while_it_waited_is_left_undone(home: P
 GARBAGE = {
     "text": b"GET / HTTP/1.1\r\n\r\n",
     "unknown-kind": struct.pack(">BI", 99, 0),
-    "oversize": struct.pack(">BIQ", Kind.PARCEL, 1, LIMIT + 1),
-    "two-parcels-in-one": struct.pack(">BIQQ", Kind.PARCEL, 2, 1, 1) + b"ab",
-    "a-reply": struct.pack(">BIQ", Kind.REPLY, 1, 3) + b"abc",
+    "oversize": struct.pack(">BIQ", FrameKind.PARCEL, 1, LIMIT + 1),
+    "two-parcels-in-one": struct.pack(">BIQQ", FrameKind.PARCEL, 2, 1, 1) + b"ab",
+    "a-reply": struct.pack(">BIQ", FrameKind.REPLY, 1, 3) + b"abc",
 }
 
 
@@ -133,7 +133,7 @@ def test_what_is_no_parcel_is_refused_and_the_worker_goes_on(home: Path, garbage
     with connected(home) as courier:
         courier.sendall(garbage)
         with contextlib.suppress(ConnectionResetError):
-            assert courier.recv(100) == struct.pack(">BI", Kind.FAILED, 0)
+            assert courier.recv(100) == struct.pack(">BI", FrameKind.FAILED, 0)
             assert courier.recv(100) == b""
     until(lambda: "refused: " in logged(home))
     assert handed(home, b"pid") == pid
@@ -142,7 +142,7 @@ def test_what_is_no_parcel_is_refused_and_the_worker_goes_on(home: Path, garbage
 def test_half_a_frame_and_an_empty_connection_do_no_harm(home: Path) -> None:
     pid = handed(home, b"pid")
     with connected(home) as courier:
-        courier.sendall(struct.pack(">BIQ", Kind.PARCEL, 1, 100) + b"half")
+        courier.sendall(struct.pack(">BIQ", FrameKind.PARCEL, 1, 100) + b"half")
     with connected(home):
         pass
     with connected(home), connected(home) as stalled:
@@ -228,7 +228,7 @@ def test_a_parcel_that_takes_too_long_is_given_up_when_the_worker_must_end(home:
     with subprocess.Popen([sys.executable, "-c", script, str(home), *DESK]) as ending:
         until(lambda: ping(home) is not None)
         with connected(home) as courier:
-            send(courier, Kind.PARCEL, b"wait:for ever")
+            send(courier, FrameKind.PARCEL, b"wait:for ever")
             until(lambda: notes(home) == ["begin wait for ever"])
             ending.send_signal(signal.SIGTERM)
             assert ending.wait(SECONDS) == 0
@@ -289,8 +289,8 @@ def test_only_the_workers_own_user_may_stop_it(home: Path) -> None:
         try:
             until(lambda: ping(home) is not None)
             with connected(home) as courier:
-                send(courier, Kind.STOP)
-                assert receive(courier, Kind, deadline=time.monotonic() + SECONDS)[0] is Kind.FAILED
+                send(courier, FrameKind.STOP)
+                assert receive(courier, FrameKind, deadline=time.monotonic() + SECONDS)[0] is FrameKind.FAILED
             assert handed(home, b"echo:still here") == b"still here"
         finally:
             serving.terminate()

@@ -10,6 +10,7 @@ from torch import nn
 
 from fedveil import models
 from fedveil.errors import ConfigError
+from fedveil.own_code import OwnCode
 
 SOURCE = """
 from __future__ import annotations
@@ -57,7 +58,7 @@ def zoo(tmp_path: Path) -> str:
 
 
 def make(reference: str, **options: int) -> nn.Module:
-    return models.build(models.Factory(reference), input_shape=(3, 4), outputs=5, **options)
+    return models.build(OwnCode(reference), input_shape=(3, 4), outputs=5, **options)
 
 
 def test_a_factory_in_a_file_is_seeded_and_gets_its_options(zoo: str) -> None:
@@ -72,7 +73,7 @@ def test_a_factory_in_a_module_and_nested_names_work(zoo: str, monkeypatch: pyte
 
 
 def test_a_factory_with_keywords_gets_everything(zoo: str) -> None:
-    models.build(models.Factory(f"{zoo}:everything"), input_shape=(6,), outputs=2, vocabulary=9, width=3)
+    models.build(OwnCode(f"{zoo}:everything"), input_shape=(6,), outputs=2, vocabulary=9, width=3)
 
 
 def test_the_check_keeps_frozen_parts_frozen(zoo: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.report.figures import curves, front, trade_offs
-from fedveil.report.sources import Group, Run, gather, grouped
+from fedveil.report.sources import Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for
 from fedveil.report.words import claim, entry
 from report.material import ROUNDS, SCHEMES, SEEDS
@@ -63,20 +63,20 @@ def test_a_curve_is_the_mean_between_the_lowest_and_the_highest_and_gaps_stay_ga
     rows = [{**row} for row in second.rows]
     del rows[1]["test_accuracy"]
     rows[2]["test_accuracy"] = float("nan")
-    curve = Group("x", 0, (first, replace(second, rows=tuple(rows)))).curve("test_accuracy")
+    curve = SourceGroup("x", 0, (first, replace(second, rows=tuple(rows)))).curve("test_accuracy")
     assert curve.rounds == (1, 2, 3)
     assert curve.mean == pytest.approx((0.2, 0.2, 0.3))
     assert curve.low == pytest.approx((0.1, 0.2, 0.3))
     assert curve.high == pytest.approx((0.3, 0.2, 0.3))
-    assert Group("x", 0, (replace(first, rows=tuple(rows[1:2])),)).curve("test_accuracy").mean == (None,)
+    assert SourceGroup("x", 0, (replace(first, rows=tuple(rows[1:2])),)).curve("test_accuracy").mean == (None,)
 
 
 def test_the_weakest_line_of_several_seeds_is_the_group_s() -> None:
     weak = replace(PROVEN, epsilon=4.0)
-    assert Group("x", 0, (run_of(line=weak), run_of(line=PROVEN))).line("server") == weak
+    assert SourceGroup("x", 0, (run_of(line=weak), run_of(line=PROVEN))).line("server") == weak
     none = Line("server", "none", "sees all")
-    assert Group("x", 0, (run_of(line=none), run_of(line=weak))).line("server") == none
-    assert Group("x", 0, (run_of(), run_of(line=weak))).line("server") is None
+    assert SourceGroup("x", 0, (run_of(line=none), run_of(line=weak))).line("server") == none
+    assert SourceGroup("x", 0, (run_of(), run_of(line=weak))).line("server") is None
 
 
 @pytest.mark.parametrize(

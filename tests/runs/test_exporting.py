@@ -15,7 +15,7 @@ from torch import nn
 import fedveil
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
-from fedveil.models import Factory
+from fedveil.own_code import OwnCode
 from fedveil.runs import session
 from fedveil.runs.model_file import export_run, load_model, predict_dataset, predict_file, write_predictions
 
@@ -30,7 +30,7 @@ def net(input_shape, outputs, width=8):
 """
 
 
-def check_export(run: Path, out: Path, *, tolerance: float, model: Factory | None = None) -> None:
+def check_export(run: Path, out: Path, *, tolerance: float, model: OwnCode | None = None) -> None:
     """Equal predictions, equal accuracy, other numbers."""
     found = export_run(run, out, model=model)
     server, usable = (predict_dataset(one, dataset=None, part="test", model=model) for one in (run, out))
@@ -81,7 +81,7 @@ def test_an_export_is_as_good_as_the_server_and_has_other_numbers(
 
 def test_a_users_own_network_exports_too(tmp_path: Path, small: Small) -> None:
     (tmp_path / "nets.py").write_text(FACTORY)
-    reference = Factory(f"{tmp_path / 'nets.py'}:net")
+    reference = OwnCode(f"{tmp_path / 'nets.py'}:net")
     config = small(model=reference, model_options={"width": 6}, rounds=3)
     session.run(config, tmp_path / "run", quiet=True)
     check_export(tmp_path / "run", tmp_path / "usable.safetensors", tolerance=1e-4, model=reference)

@@ -15,6 +15,7 @@ from fedveil import models
 from fedveil.config import RunConfig
 from fedveil.downlink import draw
 from fedveil.downlink.rescaling import Rescaling
+from fedveil.own_code import OwnCode
 from fedveil.runs.job import first_seed, job_from_config, settled
 from fedveil.secrets import OsSecrets, SecretStream, SeededSecrets, drawn_from
 
@@ -29,7 +30,7 @@ def factory(input_shape: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def built(seed: int | SecretStream) -> nn.Module:
-    return models.build(models.Factory(f"{Path(__file__)}:factory"), input_shape=SHAPE, outputs=10, seed=seed)
+    return models.build(OwnCode(f"{Path(__file__)}:factory"), input_shape=SHAPE, outputs=10, seed=seed)
 
 
 def veiled(model: nn.Module) -> Tensor:

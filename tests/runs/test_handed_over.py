@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.own_code import OwnCode
 from shell import fedveil
 
 SMALL = ("--rounds", 2, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
@@ -260,7 +261,7 @@ def test_python_names_code_by_its_own_type_only(received: Path) -> None:
     from fedveil.runs import session
 
     name = names_code(received)
-    session.run(RunConfig(model=models.Factory(name), rounds=2, clients=2, seed=1), received / "own", quiet=True)
+    session.run(RunConfig(model=OwnCode(name), rounds=2, clients=2, seed=1), received / "own", quiet=True)
     for made in ("imported", "called"):
         (received / made).unlink()
     for act in (
@@ -272,16 +273,15 @@ def test_python_names_code_by_its_own_type_only(received: Path) -> None:
         with pytest.raises(ConfigError, match="nothing was run"):
             act()
     assert not (received / "imported").exists()
-    session.resume(received / "own", changes={"rounds": 3, "model": models.Factory(name)}, quiet=True)
+    session.resume(received / "own", changes={"rounds": 3, "model": OwnCode(name)}, quiet=True)
     assert (received / "called").exists()
 
 
 def test_the_mark_of_the_owners_own_code_cannot_be_stored(received: Path) -> None:
     from fedveil.config import RunConfig
-    from fedveil.models import Factory
 
-    config = RunConfig(model=Factory("a:b"))
-    assert isinstance(config.with_changes(rounds=3).model, Factory)
+    config = RunConfig(model=OwnCode("a:b"))
+    assert isinstance(config.with_changes(rounds=3).model, OwnCode)
     (received / "config.toml").write_text(config.to_toml())
     assert type(RunConfig.read(received / "config.toml")["model"]) is str
     assert type(json.loads(json.dumps(config.model))) is str

@@ -9,7 +9,7 @@ import pytest
 
 from fedveil.downlink import Plain
 from fedveil.errors import ConfigError
-from fedveil.own_code import Code
+from fedveil.own_code import OwnCode
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting, find, info_of, scheme
 from fedveil.uplink.plain import Bare
@@ -136,4 +136,4 @@ def test_only_a_name_of_its_own_type_is_imported() -> None:
     with pytest.raises(ConfigError, match=r"names code as its scheme.*nothing was run"):
         find("json:loads")
     with pytest.raises(ConfigError, match="is a function"):
-        find(Code("math:pi"))
+        find(OwnCode("math:pi"))

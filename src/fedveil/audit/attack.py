@@ -40,7 +40,7 @@ from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerHistory, 
 from fedveil.errors import ConfigError, NotApplicableError, unknown_name
 from fedveil.own_code import load_file
 
-Progress = Callable[[float], None]
+OnProgress = Callable[[float], None]
 
 SIGHTS = {
     "upload": ("server", "an upload"),
@@ -127,10 +127,10 @@ class AttackContext:
     client: int | None = None
     round: int | None = None
     clipped: bool | None = None
-    progress: Progress = silent
+    progress: OnProgress = silent
 
     @staticmethod
-    def of(settings: Settings, progress: Progress = silent) -> AttackContext:
+    def of(settings: Settings, progress: OnProgress = silent) -> AttackContext:
         """From plain data; settings that are an attack's own are left out."""
         told = {one.name for one in fields(AttackContext)} - {"progress"}
         given = {name: value for name, value in settings.items() if name in told}
@@ -149,7 +149,7 @@ class AttackContext:
         """The attacker's own randomness, on the CPU, from the seed."""
         return torch.Generator().manual_seed(int(self.seed))
 
-    def part(self, first: float, last: float) -> Progress:
+    def part(self, first: float, last: float) -> OnProgress:
         """Progress of a part of the work, from one fraction of all of it to another."""
         return lambda done: self.progress(first + (last - first) * done)
 
@@ -176,7 +176,7 @@ class Attack:
     target: str
     digest: str = ""
 
-    def __call__(self, view: View, settings: Settings, progress: Progress = silent) -> Found:
+    def __call__(self, view: View, settings: Settings, progress: OnProgress = silent) -> Found:
         """What the attack finds on a view; settings that it does not take are other attacks', and are left out."""
         own = {spelt: settings[name] for name, spelt in self._spelt.items() if name in settings}
         return self.function(view, AttackContext.of(settings, progress), **own)

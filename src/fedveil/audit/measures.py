@@ -253,7 +253,7 @@ class Members(_Percent):
 
 
 @dataclass(frozen=True, eq=False)
-class Classes(Share):
+class ClassMeasure(Share):
     """How often an independent judge sees in a made picture the class it was made for."""
 
     judge: Callable[[], Judge] | None = None

@@ -36,7 +36,7 @@ from fedveil.downlink.architecture import Blueprint, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.releases import Cover
-from fedveil.models.custom import refuse_code
+from fedveil.own_code import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
 from fedveil.protocol.directory import Announce
@@ -51,7 +51,7 @@ _INDEX, _FACTS = "index.jsonl", "facts.json"
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordEntry:
     """One piece of a record. Rounds count from 1; round 0 is what belongs to none (introductions).
 
     Kinds of messages: request (to all of `to`), private (part of a request for one client), reply. Kinds of
@@ -104,7 +104,7 @@ class RecordWriter:
     ) -> None:
         """Append one piece."""
         digest = hashlib.sha256(content).hexdigest()
-        entry = Entry(round, attempt, phase, kind, client, peer, to, 0, len(content), digest)
+        entry = RecordEntry(round, attempt, phase, kind, client, peer, to, 0, len(content), digest)
         file = self._files[entry.file]
         offset = file.tell()
         file.write(content)
@@ -145,7 +145,7 @@ class Record:
         phase: str | None = None,
         kind: str | None = None,
         client: int | None = None,
-    ) -> tuple[Entry, ...]:
+    ) -> tuple[RecordEntry, ...]:
         """The entries for which everything given holds, in the order in which they passed."""
         wanted = {"round": round, "attempt": attempt, "phase": phase, "kind": kind, "client": client}
         asked = {name: value for name, value in wanted.items() if value is not None}
@@ -161,7 +161,7 @@ class Record:
         """Whose replies were recorded."""
         return tuple(sorted({one.client for one in self.entries if one.kind == "reply" and one.client is not None}))
 
-    def read(self, entry: Entry) -> bytes:
+    def read(self, entry: RecordEntry) -> bytes:
         """The bytes of one piece; damaged ones are refused."""
         path = self.folder / entry.file
         what = f"{path}: the {entry.kind} of round {entry.round}"
@@ -194,11 +194,11 @@ def _drop_torn_line(index: Path) -> None:
         os.truncate(index, whole)
 
 
-def _entries(index: Path) -> Iterator[Entry]:
+def _entries(index: Path) -> Iterator[RecordEntry]:
     lines = read_raw(index).split(b"\n")
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline: nothing, or a torn line
         try:
-            entry = made(Entry, parsed(line, where="it"), where="it")
+            entry = made(RecordEntry, parsed(line, where="it"), where="it")
         except CheckpointError as reason:
             raise CheckpointError(f"{index}, line {number} is damaged: the record cannot be trusted.") from reason
         fits = entry.kind in (*MESSAGES, *SECRETS) and entry.offset >= 0 and entry.length >= 0
@@ -268,7 +268,9 @@ def server_history(
     )
 
 
-def _with_colluders(record: Record, view: ServerView, here: Iterable[Entry], colluders: Collection[int]) -> ServerView:
+def _with_colluders(
+    record: Record, view: ServerView, here: Iterable[RecordEntry], colluders: Collection[int]
+) -> ServerView:
     """The upload less what each colluder shares with the victim; masks are words modulo 2⁶⁴ and wrap around.
 
     Recovery is linear in the upload, so the gradient loses what became of the shared part, over n_k.
@@ -294,18 +296,18 @@ def _with_colluders(record: Record, view: ServerView, here: Iterable[Entry], col
     return replace(view, colluders=tuple(sorted(colluders)), uncovered=uncovered, recovered=recovered)
 
 
-def _read(record: Record, entries: Iterable[Entry]) -> Messages:
+def _read(record: Record, entries: Iterable[RecordEntry]) -> Messages:
     return tuple(Message(one.round, one.attempt, one.phase, one.kind, one.client, record.read(one)) for one in entries)
 
 
-def _weights(record: Record, here: Iterable[Entry]) -> Weights | None:
+def _weights(record: Record, here: Iterable[RecordEntry]) -> Weights | None:
     for one in here:
         if one.kind == "weights":
             return weights_from(from_stored(record.read(one))[1])
     return None
 
 
-def _opened(record: Record, here: Iterable[Entry], kind: str, client: int | None) -> Opened | None:
+def _opened(record: Record, here: Iterable[RecordEntry], kind: str, client: int | None) -> Opened | None:
     for one in here:
         if one.kind == kind and one.client == client:
             fields, tensors = from_stored(record.read(one))
@@ -313,7 +315,7 @@ def _opened(record: Record, here: Iterable[Entry], kind: str, client: int | None
     return None
 
 
-def _samples(record: Record, here: Iterable[Entry], victim: int) -> int | None:
+def _samples(record: Record, here: Iterable[RecordEntry], victim: int) -> int | None:
     """n_k, as the server learnt it: announced before the first round, or beside the upload's gradients."""
     for one in record.find(kind="reply", client=victim, round=0):
         said = decode(record.read(one))

@@ -28,7 +28,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from fedveil import framing
-from fedveil.audit.attack import Attack, Progress, attack_at, silent
+from fedveil.audit.attack import Attack, OnProgress, attack_at, silent
 from fedveil.audit.attack import attacks as the_packages
 from fedveil.audit.views import from_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, ProtocolError, unknown_name
@@ -78,7 +78,7 @@ class AttackProcess:
         view: bytes,
         *,
         settings: Mapping[str, Any] | None = None,
-        on_progress: Progress = silent,
+        on_progress: OnProgress = silent,
         time_limit: float = TIME_LIMIT,
     ) -> dict[str, Tensor]:
         """The attack's result on a serialised view.
@@ -110,7 +110,7 @@ class AttackProcess:
         return self._child
 
     def _answer(
-        self, child: _Child, told: bytes, view: bytes, on_progress: Progress, time_limit: float
+        self, child: _Child, told: bytes, view: bytes, on_progress: OnProgress, time_limit: float
     ) -> dict[str, Tensor]:
         try:
             kind, content = child.conversation(told, view, on_progress, deadline=time.monotonic() + time_limit)
@@ -161,7 +161,9 @@ class _Child(ChildProcess):
             self._empty.cleanup()
             raise
 
-    def conversation(self, told: bytes, view: bytes, on_progress: Progress, *, deadline: float) -> tuple[_Frame, bytes]:
+    def conversation(
+        self, told: bytes, view: bytes, on_progress: OnProgress, *, deadline: float
+    ) -> tuple[_Frame, bytes]:
         """The last frame of the answer."""
         self.mark()
         self.send(_Frame.VIEW, told, view, deadline=deadline)
@@ -194,7 +196,7 @@ def _share(fraction: float) -> float:
     return min(max(fraction, 0.0), 1.0)
 
 
-def _tried(told: Mapping[str, Any], view: bytes, progress: Progress) -> tuple[_Frame, bytes]:
+def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[_Frame, bytes]:
     """The kind and content of an attack's answer, whatever becomes of it."""
     try:
         found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)

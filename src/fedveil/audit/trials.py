@@ -23,7 +23,7 @@ from fedveil.audit.attack import MODEL, Attack, ReferenceRun, attacks
 from fedveil.audit.attacks.extraction import fit_probe
 from fedveil.audit.attacks.membership import UNKNOWN
 from fedveil.audit.findings import ASSETS, NOT_TRIED, Attempt, Finding, Measure, Score, Settings, Trial, Truth
-from fedveil.audit.measures import Accuracy, Classes, Fit, Labels, Members, Numbers, blind_labels
+from fedveil.audit.measures import Accuracy, ClassMeasure, Fit, Labels, Members, Numbers, blind_labels
 from fedveil.audit.record import client_view, outsider_view, server_history, server_view
 from fedveil.audit.subject import (
     Effort,
@@ -77,7 +77,7 @@ def _grants(subject: Subject, attack: Attack) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Upload:
+class SeenUpload:
     """Where an upload is found in a record."""
 
     client: int
@@ -86,12 +86,12 @@ class Upload:
     cohort: tuple[int, ...]
 
 
-def uploads_of(subject: Subject) -> list[Upload]:
+def uploads_of(subject: Subject) -> list[SeenUpload]:
     """Every recorded upload, one round after the other."""
     record = subject.record
     asked = {(one.round, one.attempt): one.to for one in record.find(kind="request", phase="train")}
     return [
-        Upload(one.client, one.round, one.attempt, tuple(sorted(asked[one.round, one.attempt])))
+        SeenUpload(one.client, one.round, one.attempt, tuple(sorted(asked[one.round, one.attempt])))
         for one in record.find(kind="reply", phase="train")
         if one.client is not None
     ]
@@ -126,7 +126,7 @@ class _Exhibit:
 
 
 class _Uploads:
-    def __init__(self, scene: Scene, uploads: Sequence[Upload]) -> None:
+    def __init__(self, scene: Scene, uploads: Sequence[SeenUpload]) -> None:
         self.scene = scene
         self.subject = scene.close
         self.facts = scene.close.record.facts
@@ -137,12 +137,12 @@ class _Uploads:
         self.bare_tensors = not self.masked and self.sent is not None and self.sent.head is not None
         self.of = f"of {self.largest} sample{'s' * (self.largest != 1)}"
 
-    def truth(self, upload: Upload, clients: Sequence[int] | None = None) -> Truth:
+    def truth(self, upload: SeenUpload, clients: Sequence[int] | None = None) -> Truth:
         """The samples behind an upload, or behind several clients' of that round."""
         parts = [self.subject.batch(one, round=upload.round) for one in clients or (upload.client,)]
         return {"x": torch.cat([x for x, _ in parts]).cpu(), "y": torch.cat([y for _, y in parts]).cpu()}
 
-    def view(self, upload: Upload, colluders: Sequence[int] = ()) -> ServerView:
+    def view(self, upload: SeenUpload, colluders: Sequence[int] = ()) -> ServerView:
         return server_view(
             self.subject.record, upload.client, round=upload.round, attempt=upload.attempt, colluders=colluders
         )
@@ -241,7 +241,7 @@ class _Uploads:
                 found.append(attempt)
             yield _Exhibit(f"server+{count}", adversary, seen, found, samples, adaptive=True)
 
-    def _less(self, upload: Upload, colluders: list[int]) -> tuple[Attempt, str, int]:
+    def _less(self, upload: SeenUpload, colluders: list[int]) -> tuple[Attempt, str, int]:
         view = self.view(upload, colluders)
         twin = unprotected_upload(self.subject, view)
         if not self.masked:
@@ -390,7 +390,7 @@ class _Model:
     def _classes(self) -> _Case:
         """What the classes look like."""
         private, chance = self.run.own(0)[0].cpu(), 1.0 / self.run.job.facts.outputs
-        measure = Classes("recognised", chance=chance, judge=self.scene.judge, private=private)
+        measure = ClassMeasure("recognised", chance=chance, judge=self.scene.judge, private=private)
         return _Case(measure, {}, settings={"per_class": self.scene.effort.per_class})
 
     def _server(self) -> ServerView:

@@ -19,7 +19,7 @@ from fedveil.downlink.architecture import Blueprint, Weights, assemble, draw
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.models.catalogue import MOST_PARAMETERS
-from fedveil.models.custom import Factory
+from fedveil.own_code import OwnCode
 from fedveil.plain import made
 from fedveil.protocol.codec import as_bytes, decode, from_stored
 from fedveil.protocol.messages import Reply, Request, Train, Upload
@@ -275,7 +275,7 @@ def to_bytes(view: View) -> bytes:
         return as_bytes({"view": "history", "count": len(view.rounds)}, parts)
     fields: dict[str, Any] = {
         "facts": view.facts.as_data(),
-        "vouched": isinstance(view.facts.model, Factory),
+        "vouched": isinstance(view.facts.model, OwnCode),
         "messages": [_envelope(one) for one in view.messages],
     }
     tensors = {f"message.{place}": _as_tensor(one.raw) for place, one in enumerate(view.messages)}
@@ -330,7 +330,7 @@ def _messages(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Messa
 
 def _facts(fields: Mapping[str, Any]) -> Facts:
     facts = Facts.from_data(fields["facts"])
-    return replace(facts, model=Factory(facts.model)) if fields["vouched"] and facts.model is not None else facts
+    return replace(facts, model=OwnCode(facts.model)) if fields["vouched"] and facts.model is not None else facts
 
 
 def _client(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:

@@ -17,10 +17,10 @@ from fedveil.cli.options import takes_flags
 from fedveil.cli.tables import aside, complaints, percent, plainly, size, table
 
 if TYPE_CHECKING:
-    from fedveil.compare import Comparison, Event, Standing
+    from fedveil.compare import CellEvent, CellProgress, Comparison
 
 
-Watch = Callable[[Sequence["Standing"], "Event | None"], None]
+Watch = Callable[[Sequence["CellProgress"], "CellEvent | None"], None]
 
 _COLUMNS = ("scheme", "seed", "round", "loss", "test", "ε", "down", "up", "seconds", "state")
 _COLOURS = {"running": "cyan", "finished": "green", "kept": "green", "failed": "red"}
@@ -39,7 +39,7 @@ def shown_live(*, quiet: bool) -> Iterator[Watch]:
         return
     with Live(console=complaints, refresh_per_second=4, transient=True) as live:
 
-        def watch(standings: Sequence[Standing], event: Event | None) -> None:
+        def watch(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
             live.update(_live_table(standings, most=complaints.height - _AROUND))
             if event is not None and (event.kind == "say" or event.standing.state == "failed"):
                 aside(f"{event.standing.cell.name}: {event.text or f'failed: {event.standing.reason}'}")
@@ -47,7 +47,7 @@ def shown_live(*, quiet: bool) -> Iterator[Watch]:
         yield watch
 
 
-def _in_lines(standings: Sequence[Standing], event: Event | None) -> None:
+def _in_lines(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
     if event is None:
         kept = [one for one in standings if one.state == "kept"]
         if kept:
@@ -65,7 +65,7 @@ def _in_lines(standings: Sequence[Standing], event: Event | None) -> None:
         aside(f"{one.cell.name}: {_score(one)} after {one.round} rounds in {one.seconds:.1f} s [{over}]")
 
 
-def _live_table(standings: Sequence[Standing], *, most: int) -> Table:
+def _live_table(standings: Sequence[CellProgress], *, most: int) -> Table:
     """All cells; where they are too many for the terminal, those that are not over."""
     many = len(standings) > most
     over = sum(one.over for one in standings)
@@ -90,13 +90,13 @@ def _live_table(standings: Sequence[Standing], *, most: int) -> Table:
     return made
 
 
-def _score(one: Standing) -> str:
+def _score(one: CellProgress) -> str:
     if one.score is None:
         return "–"
     return f"MSE {one.score:.4f}" if one.regression else percent(one.score)
 
 
-def _epsilon(one: Standing) -> str:
+def _epsilon(one: CellProgress) -> str:
     if one.summary is None:
         return "–"
     server = one.summary["ledger"]["lines"][0]

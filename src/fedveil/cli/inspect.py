@@ -96,7 +96,7 @@ def example_of(
     import torch
 
     from fedveil.models import build
-    from fedveil.models.custom import typed
+    from fedveil.own_code import typed
 
     shape, tokens = _shape(model, input_shape)
     words = vocabulary if tokens else None

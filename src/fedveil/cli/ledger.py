@@ -136,13 +136,13 @@ def ledger(
     """
     from fedveil.cli.inspect import example_of
     from fedveil.errors import ConfigError
-    from fedveil.own_code import Code
+    from fedveil.own_code import OwnCode
     from fedveil.runs.callbacks import working
     from fedveil.runs.folder import read_ledger
     from fedveil.runs.planning import Question, check_sizes, even_sizes, plan_run
 
     own = flag.own_code(scheme=scheme, model=model, dataset=dataset)
-    asked = scheme is not None and (run is None or not isinstance(own["scheme"], Code))
+    asked = scheme is not None and (run is None or not isinstance(own["scheme"], OwnCode))
     if (run is None) is not asked:
         raise ConfigError("Give a run folder (fedveil ledger runs/a), or ask about a scheme (--scheme nadp), not both.")
     if run is not None:

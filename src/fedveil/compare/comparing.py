@@ -11,9 +11,9 @@ from typing import Any
 
 from fedveil.compare.grid import Report, cores, run_grid
 from fedveil.compare.plan import Plan, changed, check_unchanged, planned
-from fedveil.compare.results import Event, Standing, read_results, results_of, write_results
+from fedveil.compare.results import CellEvent, CellProgress, read_results, results_of, write_results
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.own_code import SETTINGS, Code, vouched_settings
+from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.tracking import Tracked, trackers
 
@@ -30,7 +30,7 @@ class Comparison:
 
     out: Path
     plan: Plan
-    standings: tuple[Standing, ...]
+    standings: tuple[CellProgress, ...]
     results: dict[str, Any]
 
     @property
@@ -39,7 +39,7 @@ class Comparison:
         return self.out / "compare.json"
 
     @property
-    def failed(self) -> list[Standing]:
+    def failed(self) -> list[CellProgress]:
         """The cells that failed."""
         return [one for one in self.standings if one.state == "failed"]
 
@@ -54,7 +54,7 @@ def compare(
     only: Mapping[str, Mapping[str, Any]] | None = None,
     tracked: Tracked | None = None,
     say: Say = lambda text: None,
-    watch: Callable[[Sequence[Standing], Event | None], None] = lambda standings, event: None,
+    watch: Callable[[Sequence[CellProgress], CellEvent | None], None] = lambda standings, event: None,
     **settings: Any,
 ) -> Comparison:
     """Train schemes with the same data, settings and seeds, each in the run folder out/SCHEME/seed-N.
@@ -79,7 +79,7 @@ def compare(
     for line in plan.said():
         say(line)
     folder.mkdir(parents=True, exist_ok=True)
-    standings = tuple(Standing(cell) for cell in plan.cells)
+    standings = tuple(CellProgress(cell) for cell in plan.cells)
     for one in standings:
         _take_finished(one, folder)
 
@@ -88,17 +88,17 @@ def compare(
         write_results(folder / "compare.json", results)
         return results
 
-    def job_of(one: Standing) -> dict[str, Any]:
+    def job_of(one: CellProgress) -> dict[str, Any]:
         config = one.cell.config
         return {
             "config": dataclasses.asdict(config),
-            "own": [name for name in SETTINGS if isinstance(getattr(config, name), Code)],
+            "own": [name for name in SETTINGS if isinstance(getattr(config, name), OwnCode)],
             "folder": str(folder / one.cell.folder),
             "title": one.cell.name,
             "tracked": dataclasses.asdict(tracked.within(one.cell.folder)),
         }
 
-    def take(one: Standing, report: Report) -> None:
+    def take(one: CellProgress, report: Report) -> None:
         event = _event(one, report)
         if event.kind == "over":
             write()
@@ -117,20 +117,20 @@ def compare(
     return Comparison(folder, plan, standings, write())
 
 
-def _event(one: Standing, report: Report) -> Event:
+def _event(one: CellProgress, report: Report) -> CellEvent:
     """Take in what a cell's process reports."""
     kind = report["kind"]
     if kind == "start":
         one.state = "starting"
-        return Event(one, "start")
+        return CellEvent(one, "start")
     if kind == "say":
-        return Event(one, "say", report["text"])
+        return CellEvent(one, "say", report["text"])
     if kind == "begin":
         one.state, one.round = "running", report["round"]
-        return Event(one, "round")
+        return CellEvent(one, "round")
     if kind == "round":
         one.take(report["row"])
-        return Event(one, "round")
+        return CellEvent(one, "round")
     if kind == "done":
         one.finish(report["summary"])
     else:
@@ -138,7 +138,7 @@ def _event(one: Standing, report: Report) -> Event:
             " (see workers.log). The run can go on from its last checkpoint: --resume." if "died" in report else ""
         )
         one.fail(report["reason"] + further, code=report["code"])
-    return Event(one, "over")
+    return CellEvent(one, "over")
 
 
 def _plan(
@@ -184,7 +184,7 @@ def _joined(before: Sequence[Any], now: Sequence[Any] | None) -> list[Any]:
     return list(dict.fromkeys([*before, *(now or ())]))
 
 
-def _take_finished(one: Standing, out: Path) -> None:
+def _take_finished(one: CellProgress, out: Path) -> None:
     file = out / one.cell.folder / "summary.json"
     if not file.exists():
         return

@@ -12,7 +12,7 @@ from typing import Any
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.models.custom import typed
+from fedveil.own_code import typed
 from fedveil.runs.job import located
 
 # What makes runs comparable: no scheme may have its own.

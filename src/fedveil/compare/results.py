@@ -20,7 +20,7 @@ OVER = ("finished", "kept", "failed")
 
 
 @dataclass
-class Standing:
+class CellProgress:
     """One cell, as it stands now."""
 
     cell: Cell
@@ -71,10 +71,10 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Event:
+class CellEvent:
     """Something happened to a cell; `text` is what its run said, where it said something."""
 
-    standing: Standing
+    standing: CellProgress
     kind: Literal["start", "round", "over", "say"]
     text: str = ""
 
@@ -87,7 +87,7 @@ FIGURES = (
 _LINE = ("verdict", "epsilon", "delta", "outright", "unit")
 
 
-def results_of(plan: Plan, standings: Sequence[Standing]) -> dict[str, Any]:
+def results_of(plan: Plan, standings: Sequence[CellProgress]) -> dict[str, Any]:
     """Everything a comparison found, as plain data."""
     return {
         "format": FORMAT,
@@ -128,7 +128,7 @@ def verdicts_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {line["adversary"]: {name: line[name] for name in _LINE} for line in summary["ledger"]["lines"]}
 
 
-def _run(one: Standing) -> dict[str, Any]:
+def _run(one: CellProgress) -> dict[str, Any]:
     run: dict[str, Any] = {
         "scheme": one.cell.scheme,
         "seed": one.cell.seed,
@@ -143,7 +143,7 @@ def _run(one: Standing) -> dict[str, Any]:
     return run
 
 
-def _scheme(standings: Sequence[Standing]) -> dict[str, Any]:
+def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
     summaries = [one.summary for one in standings if one.summary is not None]
     found: dict[str, Any] = {"n": len(summaries), "failed": sum(one.state == "failed" for one in standings)}
     for name in FIGURES:

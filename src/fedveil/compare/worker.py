@@ -72,7 +72,7 @@ class _Reporter:
 
 def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Train one cell of a comparison, from its beginning or from its checkpoint."""
-    from fedveil.own_code import Code
+    from fedveil.own_code import OwnCode
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
@@ -83,7 +83,7 @@ def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
     config = RunConfig.from_mapping(job["config"], where=job["title"])
     # Named by whoever started the comparison; no file says that.
-    own = {name: Code(getattr(config, name)) for name in job["own"]}
+    own = {name: OwnCode(getattr(config, name)) for name in job["own"]}
     config = config.with_changes(**own)
     if folder.config_file.exists():
         summary = session.resume(folder.path, changes=own, quiet=True, say=say, follow=follow)

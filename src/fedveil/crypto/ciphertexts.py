@@ -46,7 +46,7 @@ class Refused(Exception):  # noqa: N818 - it never leaves this package
     """TenSEAL, or a check, did not accept a serialised ciphertext or context."""
 
 
-class Ciphertext(Protocol):
+class CkksCiphertext(Protocol):
     """SEAL's part of a vector."""
 
     scale: float
@@ -75,7 +75,7 @@ class Vector(Protocol):
         """How many values it says it holds."""
         ...
 
-    def ciphertext(self) -> Sequence[Ciphertext]:
+    def ciphertext(self) -> Sequence[CkksCiphertext]:
         """The ciphertexts it consists of."""
         ...
 

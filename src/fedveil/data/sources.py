@@ -18,7 +18,7 @@ from fedveil.data import pictures, tabular
 from fedveil.data.arrays import Arrays, Part, assemble, plain_name
 from fedveil.data.dataset import Options, Split, Task
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
-from fedveil.own_code import Code, load_callable, refuse_code
+from fedveil.own_code import OwnCode, load_callable, refuse_code
 
 
 def digits(options: Options) -> Split:
@@ -166,7 +166,7 @@ def load(
         vocabulary=vocabulary,
         normalise=normalise,
     )
-    if isinstance(source, Code):
+    if isinstance(source, OwnCode):
         return _called(load_callable(source, what="data"), source.rpartition(":")[2], options)
     if isinstance(source, str) and source in EMBEDDED:
         if source in _OURS:

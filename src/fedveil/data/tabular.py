@@ -130,7 +130,7 @@ _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so 
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class TargetColumn:
     """The target column: int64 codes for classification, an (N, 1) float32 column for regression."""
 
     task: Task
@@ -159,7 +159,7 @@ def features(table: Table, names: list[str], *, train: Rows, normalise: bool) ->
     return np.concatenate(blocks, axis=1).astype(np.float32)
 
 
-def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> Target:
+def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
     """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
@@ -181,7 +181,9 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
                 f"{table.place(row)}: class {value!r} of target {name!r} does not occur "
                 f"in the training part, which has {len(ordered)} classes."
             )
-    return Target("classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered))
+    return TargetColumn(
+        "classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered)
+    )
 
 
 def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
@@ -204,7 +206,7 @@ def _inferred(numbers: Floats | None) -> Task:
     return "classification" if whole and len(distinct) <= min(_FEW, max(len(numbers) // 2, 2)) else "regression"
 
 
-def _regression(table: Table, name: str, raw: list[str], numbers: Floats | None) -> Target:
+def _regression(table: Table, name: str, raw: list[str], numbers: Floats | None) -> TargetColumn:
     labels: tuple[str, ...] = ()
     if numbers is None:
         labels = tuple(sorted(set(raw)))
@@ -214,7 +216,7 @@ def _regression(table: Table, name: str, raw: list[str], numbers: Floats | None)
                 "regression needs numbers, or two words for 0 and 1. Use task='classification'."
             )
         numbers = np.array([labels.index(value) for value in raw], np.float64)
-    return Target("regression", numbers.astype(np.float32)[:, None], 1, labels)
+    return TargetColumn("regression", numbers.astype(np.float32)[:, None], 1, labels)
 
 
 def _numbers(table: Table, name: str) -> Floats | None:

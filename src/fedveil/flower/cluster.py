@@ -50,7 +50,7 @@ CONNECTION = "fedveil"
 
 
 @dataclass
-class Remembered:
+class ClusterMemory:
     """What a cluster keeps for its next start."""
 
     port: int
@@ -83,17 +83,17 @@ class Places:
         """A process's log."""
         return self.folder / "logs" / f"{name}.log"
 
-    def remembered(self) -> Remembered | None:
+    def remembered(self) -> ClusterMemory | None:
         """What the last start left, if there was one."""
         path = self.folder / "cluster.json"
         try:
-            return Remembered(**json.loads(path.read_text(encoding="utf-8")))
+            return ClusterMemory(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as reason:
             raise CheckpointError(f"{path} is damaged ({reason}): give another folder, or remove this one.") from reason
 
-    def remember(self, what: Remembered) -> None:
+    def remember(self, what: ClusterMemory) -> None:
         """Keep it for the next start."""
         path = self.folder / "cluster.json"
         scratch = path.with_suffix(".tmp")
@@ -119,7 +119,7 @@ class Places:
                 f"--clients {known.nodes}, or start the cluster with --nodes {clients}."
             )
 
-    def answers(self, cluster: Remembered) -> bool:
+    def answers(self, cluster: ClusterMemory) -> bool:
         """Whether this cluster's SuperLink answers."""
         address, ca = f"{HOST}:{cluster.port}", self.certificates.ca if cluster.tls else None
         if cluster.network is None:
@@ -378,7 +378,9 @@ class Cluster:
             raise ConfigError(f"Port {port} is taken: give another one, or none for a free one.")
         # A database that is gone has forgotten its nodes.
         registered = before.registered if before is not None and places.database.exists() else []
-        self._remembered = Remembered(port=port, nodes=self.nodes, tls=self.tls, registered=registered, network=network)
+        self._remembered = ClusterMemory(
+            port=port, nodes=self.nodes, tls=self.tls, registered=registered, network=network
+        )
         places.remember(self._remembered)
         if not places.secret.exists():
             write_new(places.secret, secrets.token_bytes(_SECRET_BYTES), private=True)

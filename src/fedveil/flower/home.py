@@ -26,7 +26,7 @@ from fedveil.errors import ConfigError, DataError, unknown_name
 from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
-from fedveil.models.custom import Factory, load_file
+from fedveil.own_code import OwnCode, load_file
 from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded, read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
 from fedveil.work.messages import ClientData
@@ -126,7 +126,7 @@ class Home:
             if model not in self.models:
                 raise RequiredError(f"the run's model {model!r} is not listed under models in {self.path / SETTINGS}")
             file, _, factory = model.rpartition(":")
-            model = Factory(f"{self.path / file}:{factory}" if file.endswith(".py") else model)
+            model = OwnCode(f"{self.path / file}:{factory}" if file.endswith(".py") else model)
         return config.with_changes(model=model, device=self.device)
 
     def terms(self) -> list[Term]:

@@ -29,7 +29,7 @@ from fedveil.flower.engine import FlowerEngine
 from fedveil.flower.home import described
 from fedveil.flower.messages import Setup
 from fedveil.framing import pack, unpack
-from fedveil.models.custom import typed
+from fedveil.own_code import typed
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.phases import Ask
 from fedveil.roles.server import ServerState
@@ -51,7 +51,7 @@ from fedveil.runs.session import Say, continue_in, train_into
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class RelayProgress:
     """After `round` rounds clients hold, or will with `farewell`, what `setup`'s attempt has brought them to.
 
     `row` are the last round's metrics, which may not have been written yet.
@@ -68,9 +68,9 @@ class Standing:
         return self.setup.start + self.farewell.version
 
     @staticmethod
-    def of(role: RelayRole, setup: Setup, *, round: int, row: dict[str, Any]) -> Standing:
+    def of(role: RelayRole, setup: Setup, *, round: int, row: dict[str, Any]) -> RelayProgress:
         """How far a relay has come."""
-        return Standing(round, setup, Finish(*role.standing), row)
+        return RelayProgress(round, setup, Finish(*role.standing), row)
 
     def write(self, path: Path) -> None:
         """Replace what was kept."""
@@ -78,7 +78,7 @@ class Standing:
         write_atomically(path, pack(facts, {"farewell": encode(self.farewell)}))
 
     @staticmethod
-    def read(path: Path) -> Standing | None:
+    def read(path: Path) -> RelayProgress | None:
         """What was kept; None where no round has ended yet."""
         try:
             content = path.read_bytes()
@@ -88,14 +88,14 @@ class Standing:
             facts, parts = unpack(content)
             farewell = decode(parts["farewell"])
             assert isinstance(farewell, Finish)
-            return Standing(int(facts["round"]), Setup.parse(facts["setup"]), farewell, dict(facts["row"]))
+            return RelayProgress(int(facts["round"]), Setup.parse(facts["setup"]), farewell, dict(facts["row"]))
         except (ProtocolError, KeyError, ValueError, AssertionError) as reason:
             raise CheckpointError(
                 f"{path} is damaged: the run cannot be resumed. Its clients have their models (in their own folders)."
             ) from reason
 
 
-def bring_up_to_date(engine: FlowerEngine, standing: Standing, *, clients: int) -> tuple[int, ...]:
+def bring_up_to_date(engine: FlowerEngine, standing: RelayProgress, *, clients: int) -> tuple[int, ...]:
     """Give everybody the last sums of the earlier attempt, under its own keys; returns who is not known to have them,
     and has to be lent the model."""
     farewell = standing.farewell
@@ -142,7 +142,7 @@ def _serve(grid: Grid, context: Context) -> None:
     else:
         folder.take()
     events = Events(folder.events_file)
-    standing = Standing.read(folder.relay_file) if extras.resume and not job.model_here else None
+    standing = RelayProgress.read(folder.relay_file) if extras.resume and not job.model_here else None
     train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events, standing=standing)
 
     def say(text: str) -> None:
@@ -206,7 +206,7 @@ def train_on_flower(
     folder: RunFolder,
     extras: Extras,
     events: Events,
-    standing: Standing | None,
+    standing: RelayProgress | None,
 ) -> Outcome:
     """Train from `state` to the last round, with clients behind Flower nodes; `standing` is how far they came before,
     where they hold the model. Nothing is recorded: what clients know is not here."""
@@ -234,7 +234,7 @@ def train_on_flower(
 
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
-            Standing.of(role, setup, round=now.round, row=row).write(folder.relay_file)
+            RelayProgress.of(role, setup, round=now.round, row=row).write(folder.relay_file)
         on_round(row, now)
         tell("round", **row)
 

@@ -31,7 +31,7 @@ from fedveil.flower.worker_client import (
     GRACE,
     LOCK,
     LOG,
-    Kind,
+    FrameKind,
     accepts,
     peer_of,
     settings_of,
@@ -156,23 +156,23 @@ class Worker:
             raise
         except ProtocolError:
             with contextlib.suppress(BrokenOffError, TimeoutError):
-                send(courier, Kind.FAILED, deadline=_soon())
+                send(courier, FrameKind.FAILED, deadline=_soon())
             raise
-        if kind is Kind.PING:
-            send(courier, Kind.PONG, self._state(), deadline=_soon())
-        elif kind is Kind.STOP:
+        if kind is FrameKind.PING:
+            send(courier, FrameKind.PONG, self._state(), deadline=_soon())
+        elif kind is FrameKind.STOP:
             self.stop()
         else:
             self._answer(courier, parcel)
 
-    def _request(self, courier: socket.socket) -> tuple[Kind, list[bytes]]:
+    def _request(self, courier: socket.socket) -> tuple[FrameKind, list[bytes]]:
         uid = peer_of(courier).uid
         if not accepts(uid, self._courier_user):
             raise ProtocolError(f"User {uid} may not hand parcels over.")
-        kind, parts = receive(courier, Kind, deadline=_soon())
-        if kind is Kind.STOP and not accepts(uid):
+        kind, parts = receive(courier, FrameKind, deadline=_soon())
+        if kind is FrameKind.STOP and not accepts(uid):
             raise ProtocolError(f"User {uid} may hand parcels over, but not stop the worker.")
-        if kind not in (Kind.PARCEL, Kind.PING, Kind.STOP) or len(parts) != (kind is Kind.PARCEL):
+        if kind not in (FrameKind.PARCEL, FrameKind.PING, FrameKind.STOP) or len(parts) != (kind is FrameKind.PARCEL):
             raise ProtocolError(f"A client app does not send a {kind.name} of {len(parts)} parts.")
         return kind, parts
 
@@ -196,7 +196,7 @@ class Worker:
                 self._owed -= 1
                 self._changed.notify_all()
 
-    def _handle(self, courier: socket.socket, parcel: list[bytes]) -> tuple[Kind, bytes] | None:
+    def _handle(self, courier: socket.socket, parcel: list[bytes]) -> tuple[FrameKind, bytes] | None:
         """The answer to the one parcel in `parcel`, taken out of it so that the handler may let go of it early."""
         if _gone(courier):
             log.info("a parcel was left undone: its courier went away while it waited in line")
@@ -209,12 +209,12 @@ class Worker:
             reply = self._built_handler().handle(parcel.pop())
         except BaseException:
             log.error("a parcel failed:\n%s", traceback.format_exc()[-_LONGEST_TRACEBACK:])
-            return Kind.FAILED, b""
+            return FrameKind.FAILED, b""
         finally:
             self._busy, self._last = False, time.monotonic()
             self._handled += 1
         log.info("answered with %d bytes after %.1f s", len(reply), time.monotonic() - began)
-        return Kind.REPLY, reply
+        return FrameKind.REPLY, reply
 
     def _built_handler(self) -> Handler:
         if self._handler is None:

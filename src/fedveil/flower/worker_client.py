@@ -48,7 +48,7 @@ _MOST_BREAKS = 3
 _TASK_TOKEN = re.compile(r"[0-9a-f]{256}")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What passes between a worker and whoever speaks to it."""
 
     PARCEL = 1
@@ -111,13 +111,13 @@ def ping(home: Path, *, timeout: float = 5.0) -> dict[str, Any] | None:
         if sock is None:
             return None
         with sock:
-            send(sock, Kind.PING, deadline=deadline)
-            kind, parts = receive(sock, Kind, deadline=deadline)
+            send(sock, FrameKind.PING, deadline=deadline)
+            kind, parts = receive(sock, FrameKind, deadline=deadline)
     except BrokenOffError:
         return None
     except TimeoutError:
         raise WorkerError(Code.SILENT) from None
-    if kind is not Kind.PONG:
+    if kind is not FrameKind.PONG:
         raise WorkerError(Code.FAILED)
     said: dict[str, Any] = json.loads(parts[0])
     return said
@@ -215,9 +215,9 @@ def _fits(address: Path) -> bool:
 def _answer(sock: socket.socket, parcel: bytes, deadline: float) -> bytes:
     # A worker that refuses a parcel may say so before it has taken all of it.
     with contextlib.suppress(BrokenOffError):
-        send(sock, Kind.PARCEL, parcel, deadline=deadline)
-    kind, parts = receive(sock, Kind, deadline=deadline)
-    if kind is not Kind.REPLY or not parts:
+        send(sock, FrameKind.PARCEL, parcel, deadline=deadline)
+    kind, parts = receive(sock, FrameKind, deadline=deadline)
+    if kind is not FrameKind.REPLY or not parts:
         raise ProtocolError("The worker did not reply.")
     return parts[0]
 
@@ -306,7 +306,7 @@ def _asked_to_stop(home: Path) -> bool:
         if sock is None:
             return False
         with sock:
-            send(sock, Kind.STOP, deadline=deadline)
+            send(sock, FrameKind.STOP, deadline=deadline)
     except (TimeoutError, BrokenOffError, ConfigError):
         return False
     return True

@@ -58,7 +58,7 @@ class Released:
 
 
 @dataclass(frozen=True)
-class Sections:
+class ContributionSections:
     """The same for a vector of which every named section is a release of its own."""
 
     what: Mapping[str, str]

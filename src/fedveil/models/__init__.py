@@ -2,6 +2,5 @@
 
 from fedveil.models.building import build
 from fedveil.models.catalogue import ModelInfo, describe, names, register
-from fedveil.models.custom import Factory
 
-__all__ = ["Factory", "ModelInfo", "build", "describe", "names", "register"]
+__all__ = ["ModelInfo", "build", "describe", "names", "register"]

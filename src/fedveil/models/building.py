@@ -18,7 +18,8 @@ from fedveil.models.catalogue import (
     check_output,
     check_sizes,
 )
-from fedveil.models.custom import Factory, call_factory, refuse_code
+from fedveil.models.custom import OwnCode, call_factory
+from fedveil.own_code import refuse_code
 from fedveil.secrets import SecretStream, drawn_from
 
 
@@ -33,8 +34,8 @@ def build(
 ) -> nn.Module:
     """Build a model for samples of ``input_shape`` (without the batch) and ``outputs`` numbers each.
 
-    ``name`` is one of :func:`names`, or code of your own, ``Factory("package.module:factory")`` or
-    ``Factory("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
+    ``name`` is one of :func:`names`, or code of your own, ``OwnCode("package.module:factory")`` or
+    ``OwnCode("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
     A factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
     Equal seeds give equal parameters; the global random state is left as it was. Weights that are to
     be secret take a secret stream for a seed: of a number PyTorch keeps 32 bits. Before it is returned
@@ -46,7 +47,7 @@ def build(
     input_shape = tuple(input_shape)
     check_sizes(input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     with drawn_from(seed) if isinstance(seed, SecretStream) else _seeded(seed):
-        if isinstance(name, Factory):
+        if isinstance(name, OwnCode):
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
             check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)

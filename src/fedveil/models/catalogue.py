@@ -41,7 +41,7 @@ def check_sizes(*, input_shape: tuple[int, ...], outputs: int, vocabulary: int |
         raise ConfigError(f"vocabulary must be at least 1 (or None for data that is not text), not {vocabulary}.")
 
 
-def check_input(entry: Entry, *, input_shape: tuple[int, ...], vocabulary: int | None) -> None:
+def check_input(entry: CatalogueEntry, *, input_shape: tuple[int, ...], vocabulary: int | None) -> None:
     """Refuse data of a kind or shape that the named model cannot take, and say which model can."""
     name, wants = entry.info.name, entry.info.inputs
     if wants == "tokens":
@@ -154,7 +154,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CatalogueEntry:
     """A row of the table. ``smallest`` is the least height and width of an image."""
 
     info: ModelInfo
@@ -162,7 +162,7 @@ class Entry:
     smallest: int
 
 
-def _entry(name: str, builder: Builder, inputs: Inputs, summary: str, *, smallest: int = 1) -> Entry:
+def _entry(name: str, builder: Builder, inputs: Inputs, summary: str, *, smallest: int = 1) -> CatalogueEntry:
     """A row whose options are the keyword arguments of ``builder``, so that they are written once."""
     hints = get_type_hints(builder)
     options: dict[str, OptionValue] = {
@@ -178,7 +178,7 @@ def _entry(name: str, builder: Builder, inputs: Inputs, summary: str, *, smalles
         options=MappingProxyType(options),
         choices=MappingProxyType(choices),
     )
-    return Entry(info=info, builder=builder, smallest=smallest)
+    return CatalogueEntry(info=info, builder=builder, smallest=smallest)
 
 
 _ROWS = (
@@ -199,7 +199,7 @@ _ROWS = (
 )
 
 _CATALOGUE = {row.info.name: row for row in _ROWS}
-CATALOGUE: Mapping[str, Entry] = MappingProxyType(_CATALOGUE)
+CATALOGUE: Mapping[str, CatalogueEntry] = MappingProxyType(_CATALOGUE)
 
 
 def register(name: str, *, inputs: Inputs = "numbers") -> Callable[[Builder], Builder]:

@@ -9,16 +9,13 @@ from torch import nn
 
 from fedveil.errors import ConfigError, FedVeilError, unknown_option
 from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue
-from fedveil.own_code import Code as Factory
-from fedveil.own_code import load_callable, load_file, refuse_code, typed, vouched
-
-__all__ = ["Factory", "call_factory", "load_file", "refuse_code", "typed", "vouched"]
+from fedveil.own_code import OwnCode, load_callable
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def call_factory(
-    reference: Factory,
+    reference: OwnCode,
     *,
     data: Mapping[str, object],
     options: Mapping[str, OptionValue],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedveil.errors import ProtocolError
 from fedveil.framing import Format
-from fedveil.ledger.releases import Released, Sections
+from fedveil.ledger.releases import ContributionSections, Released
 from fedveil.shapes import check, declared
 from fedveil.tensors import from_raw, raw
 
@@ -40,11 +40,11 @@ def message(kind: type[_T]) -> type[_T]:
     return kind
 
 
-def released(kind: type[Any], name: str) -> Released | Sections | type[Any]:
+def released(kind: type[Any], name: str) -> Released | ContributionSections | type[Any]:
     """What a field of a message declares to leave with it; a message inside it declares that for itself."""
     field = declared(kind)[name]
     for one in field.metadata:
-        if isinstance(one, (Released, Sections)):
+        if isinstance(one, (Released, ContributionSections)):
             return one
     inside = [one for one in field.types if dataclasses.is_dataclass(one)]
     if len(inside) != 1:

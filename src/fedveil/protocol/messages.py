@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.ledger.releases import Cover, Party, Release, Released, Sections
+from fedveil.ledger.releases import ContributionSections, Cover, Party, Release, Released
 from fedveil.protocol.codec import message, released
 from fedveil.shapes import REALS, Shape, clients, declared, words
 
@@ -64,7 +64,7 @@ def releases_of(
         said = released(kind, field)
         if field in but:
             continue
-        if isinstance(said, Sections):
+        if isinstance(said, ContributionSections):
             known = [one for one in sections if one in said.what]
             found += [Release(f"{name}.{one}", by, to, said.what[one], about="data") for one in known]
         elif isinstance(said, Released):
@@ -132,7 +132,7 @@ class Train(Request):
     cohort: Annotated[Tensor | None, clients("cohort"), Released("who takes part in the round")] = None
 
 
-SECTIONS = Sections(
+SECTIONS = ContributionSections(
     {
         "gradients": "the client's gradient(s) on its batch, or its update",
         "values": "the training loss on its batch, or the φ values that combine into it",

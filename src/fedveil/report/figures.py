@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedveil.report.sources import Curve, Group, duration, percent, plain, size
+from fedveil.report.sources import Curve, SourceGroup, duration, percent, plain, size
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -53,13 +53,13 @@ ACCURACY = Worth("test_accuracy", "Test accuracy", True, percent, ".0%")
 ERROR = Worth("test_mse", "Test error (MSE)", False, plain, "")
 
 
-def worth_of(groups: Sequence[Group]) -> Worth:
+def worth_of(groups: Sequence[SourceGroup]) -> Worth:
     """Accuracy where classes are told, the mean square error otherwise."""
     named = any(group.values(ERROR.name) for group in groups)
     return ERROR if named and not any(group.values(ACCURACY.name) for group in groups) else ACCURACY
 
 
-def label(group: Group) -> str:
+def label(group: SourceGroup) -> str:
     """A group's name where plotly reads a little HTML: escaped."""
     return html.escape(group.label)
 
@@ -68,7 +68,7 @@ _MANY_ROUNDS = 60
 _DECADES = 30.0
 
 
-def curves(groups: Sequence[Group]) -> list[Figure]:
+def curves(groups: Sequence[SourceGroup]) -> list[Figure]:
     """Accuracy (or error) and training loss over rounds."""
     worth = worth_of(groups)
     loss = Worth("loss", "Training loss", False, plain, "")
@@ -90,7 +90,7 @@ def _known(curve: Curve) -> list[float]:
     return [value for value in curve.mean if value is not None]
 
 
-def _over_rounds(groups: Sequence[Group], worth: Worth, reading: str) -> Figure | None:
+def _over_rounds(groups: Sequence[SourceGroup], worth: Worth, reading: str) -> Figure | None:
     bands: list[Trace] = []
     lines: list[Trace] = []
     told: list[str] = []
@@ -130,7 +130,7 @@ def _seen(lines: Sequence[Trace]) -> list[float]:
     return [value for line in lines for value in line["y"] if value is not None]
 
 
-def _line(group: Group, curve: Curve, worth: Worth) -> Trace:
+def _line(group: SourceGroup, curve: Curve, worth: Worth) -> Trace:
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(curve.rounds) <= _MANY_ROUNDS else "lines",
@@ -146,7 +146,7 @@ def _line(group: Group, curve: Curve, worth: Worth) -> Trace:
     }
 
 
-def _band(group: Group, curve: Curve) -> Trace:
+def _band(group: SourceGroup, curve: Curve) -> Trace:
     ends = [
         (one, low, high)
         for one, low, high in zip(curve.rounds, curve.low, curve.high, strict=True)
@@ -165,7 +165,7 @@ def _band(group: Group, curve: Curve) -> Trace:
     }
 
 
-def trade_offs(groups: Sequence[Group]) -> list[Figure]:
+def trade_offs(groups: Sequence[SourceGroup]) -> list[Figure]:
     """Accuracy against ε, bytes and time; nothing where there is only one point."""
     worth = worth_of(groups)
     scored = [group for group in groups if group.values(worth.name)]
@@ -203,12 +203,12 @@ _FRONT = "Ringed points joined by a line are the front: nothing here beats them 
 
 
 def _against(
-    groups: Sequence[Group],
+    groups: Sequence[SourceGroup],
     worth: Worth,
     *,
     name: str,
     title: str,
-    cost: Callable[[Group], list[float]],
+    cost: Callable[[SourceGroup], list[float]],
     shown: Callable[[float | None], str],
     ticks: dict[str, Any],
     what: str,
@@ -232,7 +232,7 @@ def _against(
     )
 
 
-def _against_epsilon(groups: Sequence[Group], worth: Worth, adversary: str, who: str) -> Figure | None:
+def _against_epsilon(groups: Sequence[SourceGroup], worth: Worth, adversary: str, who: str) -> Figure | None:
     lines = [(group, group.line(adversary)) for group in groups]
     proven = [(line.epsilon, group) for group, line in lines if line is not None and line.epsilon is not None]
     if not proven:
@@ -295,7 +295,7 @@ def _decades(values: Sequence[float]) -> list[float]:
     return [low - room, high + room]
 
 
-def _with_front(spots: Sequence[tuple[float, Group]], worth: Worth) -> tuple[list[Trace], list[str]]:
+def _with_front(spots: Sequence[tuple[float, SourceGroup]], worth: Worth) -> tuple[list[Trace], list[str]]:
     sign = 1 if worth.higher else -1
     heights = [_mean(group.values(worth.name)) for _, group in spots]
     best = front([(x, sign * y) for (x, _), y in zip(spots, heights, strict=True)])
@@ -313,7 +313,7 @@ def _with_front(spots: Sequence[tuple[float, Group]], worth: Worth) -> tuple[lis
     return [trace], [spots[index][1].label for index in best]
 
 
-def _point(group: Group, x: float, worth: Worth, cost: str) -> Trace:
+def _point(group: SourceGroup, x: float, worth: Worth, cost: str) -> Trace:
     values = group.values(worth.name)
     mean = _mean(values)
     return {
@@ -343,7 +343,7 @@ def _worth_axis(worth: Worth) -> dict[str, Any]:
     return axis | ({"tickformat": worth.ticks, "range": [0, 1.05]} if worth.ticks else {"rangemode": "tozero"})
 
 
-def _told(spots: Sequence[tuple[float, Group]], worth: Worth, shown: Callable[[float | None], str]) -> str:
+def _told(spots: Sequence[tuple[float, SourceGroup]], worth: Worth, shown: Callable[[float | None], str]) -> str:
     return "; ".join(
         f"{group.label} {worth.shown(_mean(group.values(worth.name)))} at {shown(x)}" for x, group in spots
     )

@@ -140,7 +140,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Material:
+class ReportSources:
     """Everything a report is about."""
 
     runs: tuple[Run, ...]
@@ -149,7 +149,7 @@ class Material:
     failures: tuple[Failure, ...]
 
 
-def gather(sources: Sequence[Path]) -> Material:
+def gather(sources: Sequence[Path]) -> ReportSources:
     """Read every source; a folder named twice, or as a run and as its audit, is read once."""
     if not sources:
         raise ConfigError("Name what to report on: a run folder, a comparison's folder, or an audit's.")
@@ -172,7 +172,7 @@ def gather(sources: Sequence[Path]) -> Material:
                 f"There is nothing to report on at {source}: give a run folder (with config.toml), a comparison's "
                 "folder (with compare.json) or an audit's (with audit.json)."
             )
-    return Material(
+    return ReportSources(
         runs=tuple(_run(one) for one in _once(folders)),
         audits=tuple(_audit(one) for one in _once(audits)),
         failures=tuple(failures),
@@ -257,7 +257,7 @@ DASHES = (
 
 
 @dataclass(frozen=True)
-class Group:
+class SourceGroup:
     """Runs of the same settings under several seeds; `slot` decides colour, dash and symbol."""
 
     label: str
@@ -328,13 +328,13 @@ def _weakness(line: Line | None) -> tuple[int, float]:
     return (_UNPROVEN.get(line.verdict, 0), line.epsilon or 0.0)
 
 
-def grouped(runs: Sequence[Run]) -> tuple[Group, ...]:
+def grouped(runs: Sequence[Run]) -> tuple[SourceGroup, ...]:
     """Groups in the order their first runs were named; equal schemes are told apart by what differs."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
     parts = list(found.values())
-    return tuple(Group(_label(part[0], parts), slot, tuple(part)) for slot, part in enumerate(parts))
+    return tuple(SourceGroup(_label(part[0], parts), slot, tuple(part)) for slot, part in enumerate(parts))
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from fedveil.report.sources import (
     DASH,
     Audited,
     Failure,
-    Group,
-    Material,
+    ReportSources,
     Run,
+    SourceGroup,
     duration,
     gather,
     grouped,
@@ -37,7 +37,7 @@ from fedveil.report.sources import (
     size,
     spread,
 )
-from fedveil.report.words import AuditView, Claim, Entry, audit_view, claim, entry
+from fedveil.report.words import AuditView, Claim, LedgerEntry, audit_view, claim, entry
 from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
@@ -98,8 +98,8 @@ class LedgerView:
     label: str
     note: str
     ledger: Ledger
-    glance: tuple[Entry | None, ...]
-    entries: tuple[Entry, ...]
+    glance: tuple[LedgerEntry | None, ...]
+    entries: tuple[LedgerEntry, ...]
     claim: Claim | None
 
 
@@ -116,7 +116,7 @@ class Again:
 
 
 @dataclass(frozen=True)
-class View:
+class Page:
     """The page."""
 
     title: str
@@ -130,7 +130,7 @@ class View:
     """What all groups were trained with."""
     own: Grid
     """What differs between them."""
-    groups: tuple[Group, ...]
+    groups: tuple[SourceGroup, ...]
     curves: tuple[Figure, ...]
     trade_offs: tuple[Figure, ...]
     ledgers: tuple[LedgerView, ...]
@@ -144,14 +144,14 @@ class View:
         return any(one.holds_records for _, one in self.audits)
 
 
-def view_of(material: Material, *, with_records: bool = False) -> View:
+def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
     """The page about what was gathered; samples of clients, and what was rebuilt of them, only where asked for."""
     groups = grouped(material.runs)
     worth = worth_of(groups)
     common, own = _shared({group.label: _trained(group) for group in groups})
     audited = [(_run_label(run, groups), run.audit) for run in material.runs if run.audit is not None]
     audited += [(f"{one.scheme} on {one.dataset}", one) for one in material.audits]
-    return View(
+    return Page(
         title=_title(groups, material.audits),
         lead=_lead(material.runs),
         simulated=any(run.ledger is not None and run.ledger.simulation for run in material.runs),
@@ -171,7 +171,7 @@ def view_of(material: Material, *, with_records: bool = False) -> View:
     )
 
 
-def _title(groups: Sequence[Group], audits: Sequence[Audited]) -> str:
+def _title(groups: Sequence[SourceGroup], audits: Sequence[Audited]) -> str:
     datasets = list(dict.fromkeys(str(group.runs[0].settings.get("dataset", "unknown")) for group in groups))
     data = datasets[0].rstrip("/").rsplit("/", 1)[-1] if len(datasets) == 1 else f"{len(datasets)} data sets"
     if len(groups) > 1:
@@ -196,7 +196,7 @@ def _lead(runs: Sequence[Run]) -> str:
     return " · ".join(told)
 
 
-def _tiles(group: Group, worth: Worth) -> Pairs:
+def _tiles(group: SourceGroup, worth: Worth) -> Pairs:
     line = group.line(SERVER)
     held = DASH if line is None else (plain(line.epsilon) if line.epsilon is not None else "none proven")
     return (
@@ -207,7 +207,7 @@ def _tiles(group: Group, worth: Worth) -> Pairs:
     )
 
 
-def _result(group: Group, worth: Worth) -> tuple[str, ...]:
+def _result(group: SourceGroup, worth: Worth) -> tuple[str, ...]:
     kind = "accuracy" if worth.higher else "mse"
     return (
         group.label,
@@ -221,7 +221,7 @@ def _result(group: Group, worth: Worth) -> tuple[str, ...]:
     )
 
 
-def _warnings(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
+def _warnings(runs: Sequence[Run], groups: Sequence[SourceGroup]) -> list[str]:
     found = []
     for run in runs:
         label = _run_label(run, groups)
@@ -237,7 +237,7 @@ def _warnings(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
     return found
 
 
-def _run_label(run: Run, groups: Sequence[Group]) -> str:
+def _run_label(run: Run, groups: Sequence[SourceGroup]) -> str:
     group = next(one for one in groups if run in one.runs)
     return group.label if len(group.runs) == 1 else f"{group.label}, seed {_text(run.seed)}"
 
@@ -253,7 +253,7 @@ def _shared(trained: Mapping[str, Mapping[str, str]]) -> tuple[Pairs, Grid]:
     return common, Grid(("Scheme", *columns), rows if columns else ())
 
 
-def _trained(group: Group) -> dict[str, str]:
+def _trained(group: SourceGroup) -> dict[str, str]:
     run = group.runs[0]
     last, settings = run.last, run.settings
     options = settings.get("model_options")
@@ -279,7 +279,7 @@ def _trained(group: Group) -> dict[str, str]:
     return {name: value for name, value in pairs if value}
 
 
-def _ledger(group: Group) -> LedgerView | None:
+def _ledger(group: SourceGroup) -> LedgerView | None:
     ledger = group.worst.ledger
     if ledger is None:
         return None
@@ -295,7 +295,7 @@ def _ledger(group: Group) -> LedgerView | None:
     )
 
 
-def _again(group: Group) -> Again:
+def _again(group: SourceGroup) -> Again:
     run = group.runs[0]
     out = f"runs/{group.scheme}"
     names = [out if len(group.runs) == 1 else f"{out}-{_text(one.seed)}" for one in group.runs]
@@ -340,7 +340,7 @@ def write_report(sources: Sequence[Path], out: Path, *, with_records: bool = Fal
     return out
 
 
-def rendered(view: View, *, plotly: str) -> str:
+def rendered(view: Page, *, plotly: str) -> str:
     """The page; whatever came from files is escaped, and only our own scripts may run."""
     ours = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -61,7 +61,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One party's line, ready to be read."""
 
     who: str
@@ -87,11 +87,11 @@ class Claim:
     noise: str
 
 
-def entry(line: Line) -> Entry:
+def entry(line: Line) -> LedgerEntry:
     """A line in words."""
     worst = "" if line.worst_client is None else f" Client {line.worst_client} is worst off, and the figure is its."
     unit = line.unit or _PROTECTED.get(line.verdict, line.verdict)
-    return Entry(
+    return LedgerEntry(
         who=_WHO.get(line.adversary, line.adversary),
         short=SHORT_WHO.get(line.adversary, line.adversary),
         protected=_sentence(unit),
@@ -173,7 +173,7 @@ _LABELS = {ROWS[0]: "Original", ROWS[1]: "Got from this run", ROWS[2]: "Got with
 
 
 @dataclass(frozen=True)
-class Row:
+class VerdictRow:
     """One attack's figures: of an audit, or of a paper's table."""
 
     attack: str
@@ -203,7 +203,7 @@ class AuditView:
 
     quick: bool
     sentences: tuple[str, ...]
-    tables: tuple[tuple[str, tuple[Row, ...]], ...]
+    tables: tuple[tuple[str, tuple[VerdictRow, ...]], ...]
     """By who is after what, from what."""
     sheets: tuple[Sheet, ...]
     left_out: int
@@ -238,8 +238,8 @@ def _holds_records(one: Finding) -> bool:
     return one.asset == _ORIGINALS or one.pictures.endswith(RECORDS)
 
 
-def _row(one: Finding) -> Row:
-    return Row(
+def _row(one: Finding) -> VerdictRow:
+    return VerdictRow(
         attack=one.attack,
         adaptive=one.adaptive,
         gets=_figure(one),

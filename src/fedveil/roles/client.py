@@ -13,7 +13,7 @@ What it is asked, in this order
 
 A Train is taken in four steps
 
-    gate       every field has the size and the type that scheme, architecture and directory call for (`Gate`)
+    gate       every field has the size and the type that scheme, architecture and directory call for (`RequestCheck`)
     begin      is the round of the epoch, with the cohort its beacon draws, and this client in it? Are sizes in
                proportion? What does it cost, and do the client's own limits allow that?
     promise    the round is written into the state as answered, and its price as spent, before anything is computed:
@@ -65,7 +65,7 @@ MOST_CLIENTS = 1 << 20
 _LISTS = ("cohort", "missing", "survivors", "senders", "signers", "asked", "contributors", "voters", "newcomers")
 
 
-class Gate:
+class RequestCheck:
     """What a client expects of every request: sizes that follow from the scheme, the architecture and who is known."""
 
     def __init__(self, scheme: Scheme, blueprint: Blueprint) -> None:
@@ -156,7 +156,7 @@ class Participant(ABC):
         self._blueprint = blueprint
         self._terms = scheme.terms(blueprint)
         self._secrets = own.get("secrets") or OsSecrets()
-        self._gate = Gate(scheme, blueprint)
+        self._gate = RequestCheck(scheme, blueprint)
         self._bench = Bench(blueprint, self._terms.layout, self._secrets)
         policy = own.get("policy")
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the

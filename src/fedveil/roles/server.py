@@ -67,7 +67,7 @@ from fedveil.work.batches import Schedule
 _LATECOMERS_EVERY = 10
 
 
-class Progress(Protocol):
+class RunPosition(Protocol):
     """How far a run has come."""
 
     round: int
@@ -92,7 +92,7 @@ class RunTerms(TypedDict, total=False):
 class Conductor(ABC):
     """A server's run, up to the question what a round is."""
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint, state: Progress, **run: Unpack[RunTerms]) -> None:
+    def __init__(self, scheme: Scheme, blueprint: Blueprint, state: RunPosition, **run: Unpack[RunTerms]) -> None:
         self._scheme = scheme
         self._secrets, self._cohort, self._rounds = run["secrets"], run["cohort"], run["rounds"]
         self._terms = scheme.terms(blueprint)

@@ -54,7 +54,7 @@ def score_weights(blueprint: Blueprint, weights: Weights, test: Dataset, loss: L
 
 
 @dataclass(frozen=True)
-class ClientView:
+class ClientScores:
     """What a client can do with what it receives: as it is, and after taking off the head noise."""
 
     received: Scores
@@ -69,7 +69,9 @@ class ClientView:
         return named
 
 
-def score_client_view(blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss) -> ClientView:
+def score_client_view(
+    blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss
+) -> ClientScores:
     """Scores of the model as a client receives it, batch norms on batch statistics as a client would run it."""
     module = assemble(blueprint, weights)
     prepare(blueprint, module, sent)
@@ -79,8 +81,8 @@ def score_client_view(blueprint: Blueprint, weights: Weights, sent: Broadcast, t
             one.train()
     received = score(module, test, loss)
     if sent.head is None:
-        return ClientView(received, None)
-    return ClientView(received, _judge(_without_head_noise(blueprint, module, test.x), test, loss))
+        return ClientScores(received, None)
+    return ClientScores(received, _judge(_without_head_noise(blueprint, module, test.x), test, loss))
 
 
 def _without_head_noise(blueprint: Blueprint, module: nn.Module, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
+from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
@@ -68,7 +69,7 @@ class ModelFacts:
     def check_size(self, *, most: int, unlike: str) -> None:
         """Refuse a model of the catalogue that has more than `most` parameters, before anything is allocated for it."""
         assert self.name is not None
-        if isinstance(self.name, models.Factory):
+        if isinstance(self.name, OwnCode):
             return
         found = parameters_of(
             self.name,
@@ -145,7 +146,7 @@ def located(config: RunConfig) -> RunConfig:
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
     for name in own_code.SETTINGS:
-        if isinstance(given := getattr(config, name), own_code.Code):
+        if isinstance(given := getattr(config, name), own_code.OwnCode):
             changes[name] = given.located()
     return config.with_changes(**changes) if changes else config
 

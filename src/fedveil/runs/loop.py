@@ -24,7 +24,7 @@ from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
-from fedveil.runs.evaluation import ClientView, Scores, score_client_view, score_weights
+from fedveil.runs.evaluation import ClientScores, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy_journal import Books
 from fedveil.runs.recorded import Recording, recorder_for
@@ -100,7 +100,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
-    client_view: ClientView | None = None
+    client_view: ClientScores | None = None
     stopped: str = ""
 
     def stop(self, reason: str, say: Callable[[str], None]) -> None:
@@ -322,7 +322,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     return row
 
 
-def _client_view(job: Job, state: ServerState) -> ClientView:
+def _client_view(job: Job, state: ServerState) -> ClientScores:
     assert job.test is not None
     veil = job.scheme.downlink.veil(
         job.blueprint,

@@ -24,7 +24,7 @@ from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture
 from fedveil.downlink.scales import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError, DataError
-from fedveil.models.custom import vouched
+from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
 from fedveil.runs.evaluation import predict as outputs_of
 from fedveil.runs.folder import digest_of, write_atomically

@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fedveil.errors import ConfigError, FedVeilError, unknown_name, unknown_option
-from fedveil.own_code import Code, load, refuse_code
+from fedveil.own_code import OwnCode, load, refuse_code
 from fedveil.protocol.parts import Scheme
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import Loss
@@ -231,7 +231,7 @@ def schemes() -> tuple[SchemeInfo, ...]:
 
 def find(name: str) -> SchemeInfo:
     """A scheme by name, or by the user's own code; an unknown name suggests the nearest."""
-    if isinstance(name, Code):
+    if isinstance(name, OwnCode):
         return info_of(load(name, what="a scheme"), where=f"Scheme {str(name)!r}")
     refuse_code(name, what="scheme")
     if name not in _SCHEMES:

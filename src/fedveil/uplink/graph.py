@@ -229,7 +229,7 @@ Needed = Callable[[int], int]
 """How many of n holders open a secret."""
 
 
-class Facts(TypedDict):
+class GraphFacts(TypedDict):
     """What a run's chance depends on beside its clients and their graph."""
 
     share: float
@@ -280,7 +280,7 @@ def masking_degree(
     With a degree `given` it is that one, and more only where some of the `asked` clients are away: then the chance is
     not to be larger for it. Where no degree does, everybody is a neighbour of everybody.
     """
-    facts: Facts = {"share": share, "needed": needed, "draws": draws}
+    facts: GraphFacts = {"share": share, "needed": needed, "draws": draws}
     wanted = float(LEAST_BITS)
     if given is not None:
         if asked is None or asked == of or given >= size - 1:
@@ -295,5 +295,5 @@ def masking_degree(
 
 def withstood(clients: int, *, share: float, needed: Needed, asked: int | None = None) -> bool:
     """Whether colluding clients surround nobody where everybody is a neighbour of everybody."""
-    facts: Facts = {"share": share, "needed": needed, "draws": 1}
+    facts: GraphFacts = {"share": share, "needed": needed, "draws": 1}
     return surrounded_bits(clients, of=clients, degree=clients - 1, asked=asked, **facts) == math.inf

@@ -310,7 +310,7 @@ def embedding_weight(words: Tensor, deltas: Tensor, *, size: int, padding: int |
 
 
 @dataclass(eq=False)
-class Recorder:
+class LayerRecorder:
     """One forward pass: `taps` to add in order of the calls (None: probing, make them), and what came in."""
 
     taps: Sequence[Tensor] | None = None
@@ -338,7 +338,7 @@ class _Slot:
     """Where a network's recorded layers find the recorder of the pass that is running."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = LayerRecorder()
 
 
 class RecordedLinear(nn.Linear):
@@ -541,7 +541,7 @@ class PerSample:
         def one_sample(
             taps: list[Tensor], values: dict[str, Tensor], sample: Tensor, target: Tensor
         ) -> tuple[Tensor, list[Tensor]]:
-            recorder = self._slot.recorder = Recorder(taps, plan.layers)
+            recorder = self._slot.recorder = LayerRecorder(taps, plan.layers)
             output = torch.func.functional_call(self.module, values, (sample[None],))
             if len(recorder.inputs) != len(taps):
                 raise RuntimeError("The model calls fewer layers than when it was probed.")
@@ -552,7 +552,7 @@ class PerSample:
         try:
             (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
         finally:
-            self._slot.recorder = Recorder()
+            self._slot.recorder = LayerRecorder()
         factors: dict[str, Factor] = {name: Dense(grads.flatten(1)) for name, grads in dense.items()}
         for layer in dict.fromkeys(plan.layers):
             calls = [number for number, one in enumerate(plan.layers) if one is layer]
@@ -583,7 +583,7 @@ class PerSample:
         A recorded layer whose parameters are read elsewhere too, or whose input is changed later, has
         gradients that its own calls do not tell.
         """
-        recorder = self._slot.recorder = Recorder()
+        recorder = self._slot.recorder = LayerRecorder()
         values = {name: one.detach().clone().requires_grad_() for name, one in self.module.named_parameters()}
         shared, numbers = {one.untyped_storage().data_ptr() for one in values.values()}, 0
 

@@ -14,7 +14,7 @@ from audit.learned import DIGITS, accuracy, blind_level, digits_judge, digits_mo
 from fedveil import data
 from fedveil.audit.attacks.generative import (
     Inversion,
-    Search,
+    LatentSearch,
     class_inversion,
     generative,
 )
@@ -25,7 +25,7 @@ from fedveil.errors import ConfigError, DataError
 
 CROSS_ENTROPY = Criterion()
 TEST = DIGITS.test
-SHORT = Search(draws=4, steps=5, feature_steps=4, restarts=2)
+SHORT = LatentSearch(draws=4, steps=5, feature_steps=4, restarts=2)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -91,7 +91,7 @@ def test_searching_features_beyond_the_latent_code_improves_the_match() -> None:
     """The prior cannot make an unseen digit exactly; its features can."""
     x, y = TEST.x[:1], TEST.y[:1]
     problem = unprotected("lenet-sigmoid", x, y)
-    latent_only = Search(steps=150, feature_steps=0, restarts=1)
+    latent_only = LatentSearch(steps=150, feature_steps=0, restarts=1)
     both = replace(latent_only, feature_steps=100)
     one, two = (generative(problem, digits_prior(), generator=generator(), search=how) for how in (latent_only, both))
     assert two.loss < one.loss

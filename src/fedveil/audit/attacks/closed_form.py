@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, Progress, applicable, attack, silent
+from fedveil.audit.attack import AttackContext, OnProgress, applicable, attack, silent
 from fedveil.audit.attacks.gradients import (
     MOST_READ,
     MOST_SAMPLES,
@@ -98,7 +98,7 @@ def with_label(problem: Problem, generator: torch.Generator) -> Problem:
         return problem
 
 
-def closed_form(problem: Problem, *, generator: torch.Generator, progress: Progress = silent) -> Reconstruction:
+def closed_form(problem: Problem, *, generator: torch.Generator, progress: OnProgress = silent) -> Reconstruction:
     """Inputs of a model that begins with a linear layer, row by row: x = (∂L/∂W_k) / (∂L/∂b_k).
 
     Every row k gives Σ_i δ_ik·x_i / Σ_i δ_ik, a mixture of the batch's samples; with a batch of one, x itself.
@@ -118,7 +118,7 @@ def closed_form(problem: Problem, *, generator: torch.Generator, progress: Progr
     return Reconstruction(inputs=inputs, labels=labels, loss=matching_loss(problem, inputs, labels))
 
 
-def rank_one(problem: Problem, *, generator: torch.Generator, progress: Progress = silent) -> Reconstruction:
+def rank_one(problem: Problem, *, generator: torch.Generator, progress: OnProgress = silent) -> Reconstruction:
     """`closed_form`, and for a batch of one the best fit over all units, with the class that explains it best.
 
     The loss is then 1 − cos between the gradient at what was found and the observed one: clipping and weights

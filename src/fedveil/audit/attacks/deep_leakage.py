@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, Progress, applicable, attack, silent
+from fedveil.audit.attack import AttackContext, OnProgress, applicable, attack, silent
 from fedveil.audit.attacks.closed_form import labels_of, read_closed_form, with_label
 from fedveil.audit.attacks.gradients import (
     MOST_READ,
@@ -115,7 +115,7 @@ def dlg(
     generator: torch.Generator,
     quick: bool = False,
     search: Search | None = None,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> Reconstruction:
     """min over x and soft labels p of ‖∇L(x, p) − ĝ‖²/‖ĝ‖²; known labels are not searched for.
 
@@ -135,7 +135,7 @@ def idlg(
     generator: torch.Generator,
     quick: bool = False,
     search: Search | None = None,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> Reconstruction:
     """As `dlg`, with the labels inferred from the last layer's gradient first, unless they are known."""
     search = search or (QUICK_SEARCH if quick else Search())
@@ -147,7 +147,7 @@ def idlg(
 
 
 def _searches(
-    problem: Problem, labels: Tensor | None, *, search: Search, generator: torch.Generator, progress: Progress
+    problem: Problem, labels: Tensor | None, *, search: Search, generator: torch.Generator, progress: OnProgress
 ) -> Iterator[Reconstruction]:
     # L-BFGS divides small differences of gradients by one another: single precision stalls it early.
     module = private_copy(problem, dtype=torch.float64)
@@ -165,7 +165,7 @@ def _search(
     *,
     search: Search,
     generator: torch.Generator,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Reconstruction:
     observed = problem.gradient.double()
     distance = cosine_distance if problem.clipped else squared_distance
@@ -242,7 +242,7 @@ def inverting(
     generator: torch.Generator,
     quick: bool = False,
     descent: Descent | None = None,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> Reconstruction:
     """min over x in the box of 1 − cos(∇L(x, y), ĝ) + λ·TV(x); y is inferred where it is not known.
 
@@ -272,7 +272,7 @@ def _descent(problem: Problem, *, quick: bool) -> Descent:
 
 
 def _descents(
-    problem: Problem, labels: Tensor, *, descent: Descent, generator: torch.Generator, progress: Progress
+    problem: Problem, labels: Tensor, *, descent: Descent, generator: torch.Generator, progress: OnProgress
 ) -> Iterator[Reconstruction]:
     module = private_copy(problem, dtype=torch.float32)
     observed = normalised(problem.gradient).float()
@@ -291,7 +291,7 @@ def _descended(
     *,
     descent: Descent,
     generator: torch.Generator,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Reconstruction:
     x = first_guess(problem, generator=generator, dtype=torch.float32).requires_grad_(True)
     width = 1.0 if problem.box is None else problem.box[1] - problem.box[0]

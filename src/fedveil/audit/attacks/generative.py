@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedveil.audit.attack import (
     AttackContext,
-    Progress,
+    OnProgress,
     applicable,
     attack,
     counted,
@@ -172,7 +172,7 @@ def _classes(given: Sequence[int] | None, outputs: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Search:
+class LatentSearch:
     """How the search from a gradient is run, by Adam with a rate that falls to zero along a cosine.
 
     The best of `draws` random codes is where the latent search starts; it takes `steps`. Then come
@@ -191,7 +191,7 @@ class Search:
     good_enough: float = 1e-5
 
 
-QUICK_SEARCH = Search(steps=150, feature_steps=150, restarts=1)
+QUICK_SEARCH = LatentSearch(steps=150, feature_steps=150, restarts=1)
 
 
 def generative(
@@ -200,8 +200,8 @@ def generative(
     *,
     generator: torch.Generator,
     quick: bool = False,
-    search: Search | None = None,
-    progress: Progress = silent,
+    search: LatentSearch | None = None,
+    progress: OnProgress = silent,
 ) -> Reconstruction:
     """min over z of 1 − cos(∇L(D(z), y), ĝ) + λ·mean z², and then the same over D's features within reach.
 
@@ -209,7 +209,7 @@ def generative(
     """
     if tuple(problem.input_shape) != prior.shape:
         raise ConfigError(f"The prior makes pictures of shape {prior.shape}, not of {tuple(problem.input_shape)}.")
-    search = search or (QUICK_SEARCH if quick else Search())
+    search = search or (QUICK_SEARCH if quick else LatentSearch())
     labels = labels_of(problem, generator=generator)
     match = _matcher(problem, labels)
     found = best(
@@ -253,9 +253,9 @@ def _attempt(
     match: Callable[[Tensor, bool], Tensor],
     labels: Tensor,
     *,
-    search: Search,
+    search: LatentSearch,
     generator: torch.Generator,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Reconstruction:
     batch = len(labels)
     total = search.steps + (prior.places - 1) * search.feature_steps
@@ -332,7 +332,7 @@ def class_inversion(
     generator: torch.Generator,
     quick: bool = False,
     inversion: Inversion | None = None,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> tuple[Tensor, Tensor]:
     """Pictures in which a model is sure of a class, `per_class` for each, and the classes they were made for.
 
@@ -395,7 +395,7 @@ def _sure(
     criterion: Criterion,
     plan: Inversion,
     scale: float,
-    progress: Progress,
+    progress: OnProgress,
 ) -> Tensor:
     code = codes.clone().requires_grad_(True)
     adam = torch.optim.Adam([code], lr=plan.rate)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, Progress, require_classes, require_numbers
+from fedveil.audit.attack import AttackContext, OnProgress, require_classes, require_numbers
 from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerView, View
 from fedveil.downlink.architecture import Blueprint
 from fedveil.downlink.messages import Broadcast
@@ -173,7 +173,7 @@ def best(attempts: Iterable[Reconstruction], *, good_enough: float) -> Reconstru
 
 
 def restarted(
-    attempt: Callable[[Progress], Reconstruction], *, times: int, progress: Progress
+    attempt: Callable[[OnProgress], Reconstruction], *, times: int, progress: OnProgress
 ) -> Iterator[Reconstruction]:
     """The same attempt from several first guesses; each is given its part of the progress to report."""
     for done in range(times):

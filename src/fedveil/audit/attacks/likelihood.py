@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, Progress, attack, counted, silent
+from fedveil.audit.attack import AttackContext, OnProgress, attack, counted, silent
 from fedveil.audit.attacks.extraction import fitting
 from fedveil.audit.attacks.membership import (
     Candidates,
@@ -149,7 +149,7 @@ def strangers_to(
     generator: torch.Generator,
     criterion: Criterion,
     shadows: Shadows,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> Tensor:
     """The closeness φ of every candidate (columns) to every one of freshly trained shadow models (rows).
 

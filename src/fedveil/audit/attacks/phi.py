@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedveil.audit.attack import AttackContext, Progress, applicable, attack, counted, require_numbers, silent
+from fedveil.audit.attack import AttackContext, OnProgress, applicable, attack, counted, require_numbers, silent
 from fedveil.audit.attacks.closed_form import closed_form, has_closed_form
 from fedveil.audit.attacks.deep_leakage import read_by
 from fedveil.audit.attacks.extraction import head_path, received
@@ -255,7 +255,7 @@ def invert_bare(
     rate: float = 0.1,
     good_enough: float = 1e-9,
     box: tuple[float, float] | None = (0.0, 1.0),
-    progress: Progress = silent,
+    progress: OnProgress = silent,
 ) -> Inverted:
     """Inputs and labels whose G_β and Σ_s G_s are the uploaded ones, by Adam; the best of `restarts` attempts.
 
@@ -298,7 +298,9 @@ class _Search:
     label: int | None
     readings: Mapping[str, Tensor]
 
-    def attempt(self, batch: int, generator: torch.Generator, steps: int, rate: float, progress: Progress) -> Inverted:
+    def attempt(
+        self, batch: int, generator: torch.Generator, steps: int, rate: float, progress: OnProgress
+    ) -> Inverted:
         shape, device = (batch, *self.blueprint.input_shape), self.bare.phi.device
         low, high = self.box if self.box is not None else (-1.0, 1.0)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)

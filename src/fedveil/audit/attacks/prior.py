@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.audit.attack import Progress, silent
+from fedveil.audit.attack import OnProgress, silent
 from fedveil.errors import DataError, NumericError
 
 SMALLEST_SIDE, LARGEST_SIDE = 8, 64
@@ -102,7 +102,7 @@ def train_prior(
     box: tuple[float, float] | None = None,
     quick: bool = False,
     lessons: Lessons | None = None,
-    progress: Progress = silent,
+    progress: OnProgress = silent,
     device: str | torch.device = "cpu",
 ) -> Prior:
     """Learn what pictures look like; the `box` is the range of the given ones unless it is known.
@@ -236,7 +236,7 @@ def _train(
     *,
     lessons: Lessons,
     generator: torch.Generator,
-    progress: Progress,
+    progress: OnProgress,
 ) -> None:
     parameters = [*encoder.parameters(), *stages.parameters()]
     adam = torch.optim.Adam(parameters, lr=lessons.rate)
