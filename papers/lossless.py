@@ -27,7 +27,7 @@ from fedveil.downlink import Blueprint
 from fedveil.engine import ClientPool
 from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
-from fedveil.runs.loop import VerdictRow as Round
+from fedveil.runs.loop import Row as Round
 from fedveil.runs.loop import fresh_state, train_job
 from papers import membership
 from papers.attacks import (

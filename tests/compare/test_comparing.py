@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from fedveil.compare import CellProgress, Comparison, compare
+from fedveil.compare import CellEvent, CellProgress, Comparison, compare
 from fedveil.compare.plan import planned
 from fedveil.compare.results import results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.flower.commands import CellEvent
 from fedveil.runs import session
 from interrupting import interrupted_run
 

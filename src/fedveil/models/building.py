@@ -18,8 +18,8 @@ from fedveil.models.catalogue import (
     check_output,
     check_sizes,
 )
-from fedveil.models.custom import OwnCode, call_factory
-from fedveil.own_code import refuse_code
+from fedveil.models.custom import call_factory
+from fedveil.own_code import OwnCode, refuse_code
 from fedveil.secrets import SecretStream, drawn_from
 
 
