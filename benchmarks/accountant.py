@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedveil.ledger.correlated import Covering, NoiseGraph, charges, worst, worst_candidate, worst_collusion
+from fedveil.ledger.correlated import NoiseGraph, NoiseLayout, charges, worst, worst_candidate, worst_collusion
 from fedveil.ledger.gaussian import mu_of, sampled_epsilon
 
 T = TypeVar("T")
@@ -64,15 +64,15 @@ def n_out(size: int, out: int, ratio: float) -> NoiseGraph:
     return NoiseGraph(np.ones(size), keys // size, keys % size, np.full(len(keys), ratio))
 
 
-def covering_of(graph: NoiseGraph) -> Covering:
-    return Covering(
+def covering_of(graph: NoiseGraph) -> NoiseLayout:
+    return NoiseLayout(
         tuple(range(graph.size)), np.ones(graph.size), graph.residual, graph.first, graph.second, graph.pairs
     )
 
 
-def complete_covering(size: int, *, pair: float) -> Covering:
+def complete_covering(size: int, *, pair: float) -> NoiseLayout:
     first, second = np.triu_indices(size, 1)
-    return Covering(tuple(range(size)), np.ones(size), np.ones(size), first, second, np.full(len(first), pair))
+    return NoiseLayout(tuple(range(size)), np.ones(size), np.ones(size), first, second, np.full(len(first), pair))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from benchmarks.rows import Row
 from benchmarks.timing import interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Broadcast, Plain, draw
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.secrets import SeededSecrets
 from fedveil.tensors import flatten
 from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients
@@ -87,11 +87,11 @@ class _Bed:
             return torch.randn(count, *shape, generator=generator)
 
         self.net = models.build(name, input_shape=shape, outputs=10, seed=0, vocabulary=vocabulary).train()
-        blueprint, weights = draw(self.net, inputs(2), traced=False)
-        self.blueprint: Blueprint = blueprint.to(device=device)
+        architecture, weights = draw(self.net, inputs(2), traced=False)
+        self.architecture: Architecture = architecture.to(device=device)
         self.net.to(device)
         veil = Plain().veil(
-            self.blueprint, weights.to(device=device), stream=SeededSecrets(0).stream("bench"), head_level=None
+            self.architecture, weights.to(device=device), stream=SeededSecrets(0).stream("bench"), head_level=None
         )
         self.sent: Broadcast = veil.broadcast()
         self.clients = [
@@ -102,19 +102,19 @@ class _Bed:
             )
             for number in range(clients)
         ]
-        self.at_once = max(1, CHUNK_BYTES[device.type] // (4 * self.blueprint.size))
+        self.at_once = max(1, CHUNK_BYTES[device.type] // (4 * self.architecture.size))
 
     def work(self, work: Gradients | ClippedSamples) -> Callable[[], object]:
-        bench = Bench(self.blueprint, work.layout(self.blueprint, tensors=1))
+        bench = Bench(self.architecture, work.layout(self.architecture, tensors=1))
         return lambda: list(work.run_many(bench, self.sent, self.clients, round=0))
 
     def singly(self, work: ClippedSamples) -> Callable[[], object]:
-        bench = Bench(self.blueprint, work.layout(self.blueprint, tensors=1))
+        bench = Bench(self.architecture, work.layout(self.architecture, tensors=1))
         return lambda: [work.run(bench, self.sent, one, round=0) for one in self.clients]
 
     def one_pass(self) -> Tensor:
         """vmap over grad, everything written out, Σ c_i·g_i chunk by chunk."""
-        total = torch.zeros(self.blueprint.size, device=self.clients[0].x.device)
+        total = torch.zeros(self.architecture.size, device=self.clients[0].x.device)
         for gradients in self._chunks():
             total += _factors(gradients) @ gradients
         return total

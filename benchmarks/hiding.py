@@ -210,7 +210,7 @@ def _clocked(cipher: str, share: float) -> tuple[dict[str, float], dict[str, flo
     found = {part: sum(spent[name] for name in names) / 2 for part, names in _PARTS.items()}
     for part in ("reading the sum", "vote: reading the winners"):
         found[part] *= CLIENTS  # in one process, clients that were told the same work it out once
-    plain, last = 4 * job.blueprint.size, outcome.rows[-1]  # the first round brings no sums down
+    plain, last = 4 * job.architecture.size, outcome.rows[-1]  # the first round brings no sums down
     return found, {"up": last["bytes_up"] / plain, "down": last["bytes_down"] / plain}
 
 

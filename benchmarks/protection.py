@@ -85,12 +85,14 @@ def _noising(bed: Bed) -> Callable[[], object]:
 
     states, directory, beacon = federation(CLIENTS)
     # Without batch normalisation, which clipping refuses, the contribution would be as long.
-    layout = Layout((("gradients", (1, bed.blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
-    terms = Terms(bed.blueprint, layout, ClippedSamples(WORK.loss, WORK.batches, 1.0))
+    layout = Layout(
+        (("gradients", (1, bed.architecture.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,)))
+    )
+    terms = Terms(bed.architecture, layout, ClippedSamples(WORK.loss, WORK.batches, 1.0))
     plan = NoisePlan(Target(3.0, 1e-5, 100, 100), "pairs", neighbours=3)
     context = RoundContext(0, 0, tuple(range(CLIENTS)), directory, beacon)
-    covering = planned(plan, context, terms.work)
-    client = next(one for one in context.cohort if len(partners(covering, one)) == 6)
+    noise_layout = planned(plan, context, terms.work)
+    client = next(one for one in context.cohort if len(partners(noise_layout, one)) == 6)
     uplink, vector = Noised(plan), torch.ones(layout.length)
     return lambda: uplink.protect(states[client], vector, context, terms, secrets=OsSecrets())
 
@@ -157,8 +159,8 @@ def federation(clients: int) -> tuple[dict[int, ClientState], Directory, bytes]:
 
 
 def _terms(bed: Bed, downlink: Downlink) -> Terms:
-    layout = WORK.layout(bed.blueprint, tensors=downlink.head_tensors(bed.blueprint))
-    return Terms(bed.blueprint, layout, WORK)
+    layout = WORK.layout(bed.architecture, tensors=downlink.head_tensors(bed.architecture))
+    return Terms(bed.architecture, layout, WORK)
 
 
 def _protecting(bed: Bed, downlink: Downlink, uplink: Uplink) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.timing import Ratio, Timed, interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Broadcast, HeadNoise, Mean, Plain, Rescaling, Weights, draw
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Downlink, Veil
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train, Upload
@@ -48,7 +48,7 @@ class Bed:
     """A model, its blueprint, one batch, and veils over it."""
 
     net: nn.Module
-    blueprint: Blueprint
+    architecture: Architecture
     weights: Weights
     x: Tensor
     y: Tensor
@@ -59,32 +59,34 @@ class Bed:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(batch, 3, 32, 32, generator=generator)
         y = torch.randint(0, 10, (batch,), generator=generator)
-        blueprint, weights = draw(net, x[:2], traced=True)
+        architecture, weights = draw(net, x[:2], traced=True)
         placed = weights.to(device=device)
-        return Bed(net.to(device), blueprint.to(device=device), placed, x.to(device), y.to(device))
+        return Bed(net.to(device), architecture.to(device=device), placed, x.to(device), y.to(device))
 
     def veil(self, downlink: Downlink) -> Veil:
-        return downlink.veil(self.blueprint, self.weights, stream=SeededSecrets(0).stream("bench"), head_level=1.0)
+        return downlink.veil(self.architecture, self.weights, stream=SeededSecrets(0).stream("bench"), head_level=1.0)
 
     def client(self, downlink: Downlink) -> Callable[[], Tensor]:
         """One whole client step, from a received broadcast to the finished contribution, eagerly."""
         sent = self.veil(downlink).broadcast()
-        bench = Bench(self.blueprint, WORK.layout(self.blueprint, tensors=downlink.head_tensors(self.blueprint)))
+        bench = Bench(
+            self.architecture, WORK.layout(self.architecture, tensors=downlink.head_tensors(self.architecture))
+        )
 
         def work() -> Tensor:
-            prepare(self.blueprint, bench.module, sent)
-            return step(self.blueprint, bench.module, LOSS, self.x, self.y, sent.head)
+            prepare(self.architecture, bench.module, sent)
+            return step(self.architecture, bench.module, LOSS, self.x, self.y, sent.head)
 
         return work
 
     def captured(self, downlink: Downlink) -> Callable[[], Tensor]:
         sent = self.veil(downlink).broadcast()
-        module = self.blueprint.new_skeleton()
-        prepare(self.blueprint, module, sent)
-        ready = CapturedStep(self.blueprint, module, LOSS, self.x, self.y, sent.head)
+        module = self.architecture.new_skeleton()
+        prepare(self.architecture, module, sent)
+        ready = CapturedStep(self.architecture, module, LOSS, self.x, self.y, sent.head)
 
         def work() -> Tensor:
-            prepare(self.blueprint, module, sent)
+            prepare(self.architecture, module, sent)
             return ready(self.x, self.y, sent.head)
 
         return work
@@ -142,7 +144,7 @@ def server_work(device: torch.device, *, repeats: int) -> list[Row]:
     """The server's veil and recovery against one client step."""
     bed = Bed.resnet20(32, device)
     downlink = head(1)
-    layout = WORK.layout(bed.blueprint, tensors=3)
+    layout = WORK.layout(bed.architecture, tensors=3)
     vector = torch.cat([bed.client(downlink)(), torch.ones(1, device=device)])
     parts = layout.split(vector.to(torch.float64))
     mean = Mean(parts["gradients"], parts["values"], parts["statistics"])
@@ -173,14 +175,14 @@ def many_clients(device: torch.device, *, repeats: int) -> list[Row]:
     for name, shape, samples, options in cases:
         for groups in (1, 10):
             net = models.build(name, input_shape=shape, outputs=10, seed=0, vocabulary=None, **options).train()
-            blueprint, weights = draw(net, torch.randn(2, *shape), traced=True)
+            architecture, weights = draw(net, torch.randn(2, *shape), traced=True)
             downlink = head(groups)
-            veil = downlink.veil(blueprint, weights, stream=SeededSecrets(0).stream("bench"), head_level=1.0)
+            veil = downlink.veil(architecture, weights, stream=SeededSecrets(0).stream("bench"), head_level=1.0)
             sent = veil.broadcast()
             clients = [
                 ClientData(k, torch.randn(samples, *shape), torch.randint(0, 10, (samples,))) for k in range(100)
             ]
-            bench = Bench(blueprint, WORK.layout(blueprint, tensors=downlink.head_tensors(blueprint)))
+            bench = Bench(architecture, WORK.layout(architecture, tensors=downlink.head_tensors(architecture)))
             timed = interleaved(
                 {
                     how: _round(Gradients(LOSS, Batches(0, 0), how == "together"), bench, sent, clients)
@@ -209,10 +211,10 @@ def bytes_on_the_wire() -> list[Row]:
     rows = []
     for groups in (1, 10):
         downlink = head(groups)
-        layout = WORK.layout(bed.blueprint, tensors=downlink.head_tensors(bed.blueprint))
+        layout = WORK.layout(bed.architecture, tensors=downlink.head_tensors(bed.architecture))
         up = len(encode(Upload(0, 0, 0, torch.zeros(layout.length))))
         down = len(encode(Train(0, 0, bed.veil(downlink).broadcast())))
-        model = 4 * bed.blueprint.size
+        model = 4 * bed.architecture.size
         for what, count, factor in (("upload", up, groups + 2), ("broadcast", down, 1)):
             exact = count / (factor * model)
             rows.append(

@@ -16,7 +16,7 @@ from fedveil.audit.record import server_history, server_view
 from fedveil.audit.subject import Subject, enacted, model_of
 from fedveil.audit.views import Opened, ServerHistory, ServerView
 from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.correlated import NoiseLayout, charges
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.protocol.parts import bounded
 from fedveil.runs.job import Job
@@ -67,13 +67,13 @@ class Seen:
 
     def sharpest_view(self, victim: int, *, colluders: int) -> ServerView:
         """The same for one who also knows what every honest other computed: the most the noise can be narrowed down."""
-        covering = covering_of(self.subject.job)
-        assert covering is not None
+        noise_layout = covering_of(self.subject.job)
+        assert noise_layout is not None
         members = self.coalition(victim, colluders)
         honest = [one for one in self.order if one not in members]
         uploads = {one: _upload(server_view(self.subject.record, one, round=1, colluders=members)) for one in honest}
         known = {one: self.contribution(one) for one in honest if one != victim}
-        estimate = sharpest_estimate(uploads, known, covering, victim, colluders=members)
+        estimate = sharpest_estimate(uploads, known, noise_layout, victim, colluders=members)
         view = self.view(victim, colluders=colluders)
         opened = Opened(estimate / (view.samples or 1), None, torch.empty(0, dtype=estimate.dtype))
         return replace(view, recovered=opened)
@@ -94,14 +94,14 @@ class Seen:
     def left(self, victim: int, *, colluders: int) -> Left | None:
         """What the ledger says of it; None where there is no noise."""
         job = self.subject.job
-        covering, plan = covering_of(job), job.scheme.plan
-        if covering is None or plan is None:
+        noise_layout, plan = covering_of(job), job.scheme.plan
+        if noise_layout is None or plan is None:
             return None
         known = self.coalition(victim, colluders)
-        spent = float(charges(covering, colluding=known)[covering.members.index(victim)])
+        spent = float(charges(noise_layout, colluding=known)[noise_layout.members.index(victim)])
         return Left(
-            math.sqrt(remaining_variance(covering, victim, colluders=known)),
-            math.sqrt(sharpest_variance(covering, victim, colluders=known)),
+            math.sqrt(remaining_variance(noise_layout, victim, colluders=known)),
+            math.sqrt(sharpest_variance(noise_layout, victim, colluders=known)),
             epsilon_of(math.sqrt(spent * plan.target.participations), plan.target.delta),
         )
 
@@ -111,9 +111,9 @@ class Seen:
         found = server_history(self.subject.record, victim, colluders=colluders)
         left = []
         for one in found.rounds:
-            covering = covering_of(self.subject.job, round=one.round)
-            assert covering is not None
-            left.append(remaining_variance(covering, victim, colluders=colluders))
+            noise_layout = covering_of(self.subject.job, round=one.round)
+            assert noise_layout is not None
+            left.append(remaining_variance(noise_layout, victim, colluders=colluders))
         return found, left
 
     def averaged_noise(self, history: ServerHistory, variances: Sequence[float]) -> float:
@@ -128,7 +128,7 @@ def _upload(view: ServerView) -> Tensor:
     return view.recovered.gradient.double().cpu() * (view.samples or 1)
 
 
-def covering_of(job: Job, *, round: int = 1) -> Covering | None:
+def covering_of(job: Job, *, round: int = 1) -> NoiseLayout | None:
     """A round's noise, as every client plans it."""
     plan = job.scheme.plan
     if plan is None:
@@ -136,7 +136,7 @@ def covering_of(job: Job, *, round: int = 1) -> Covering | None:
     cohort = job.cohort.draw(round - 1)
     samples = [len(job.pool.clients[one]) for one in cohort]
     reach = [bounded(job.scheme.work).sensitivity(count) for count in samples]
-    return plan.covering(cohort, samples, reach, seed=b"")
+    return plan.noise_layout(cohort, samples, reach, seed=b"")
 
 
 def seen_round(job: Job, folder: Path, *, victims: int, honest: int, least: float, rounds: int = 1) -> Seen:

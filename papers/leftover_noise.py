@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 
 
-def remaining_variance(covering: Covering, victim: int, *, colluders: Collection[int] = ()) -> float:
+def remaining_variance(noise_layout: NoiseLayout, victim: int, *, colluders: Collection[int] = ()) -> float:
     """residual_v + Σ pair_vj over honest j: the noise per coordinate left on the victim's upload, seen alone."""
-    place = _place(covering, victim, colluders)
-    known = _known(covering, colluders)
-    here = (covering.first == place) | (covering.second == place)
-    other = covering.first[here] + covering.second[here] - place
-    return float(covering.residual[place]) + math.fsum(covering.pairs[here][~known[other]])
+    place = _place(noise_layout, victim, colluders)
+    known = _known(noise_layout, colluders)
+    here = (noise_layout.first == place) | (noise_layout.second == place)
+    other = noise_layout.first[here] + noise_layout.second[here] - place
+    return float(noise_layout.residual[place]) + math.fsum(noise_layout.pairs[here][~known[other]])
 
 
-def sharpest_variance(covering: Covering, victim: int, *, colluders: Collection[int] = ()) -> float:
+def sharpest_variance(noise_layout: NoiseLayout, victim: int, *, colluders: Collection[int] = ()) -> float:
     """1/(Σ_H⁻¹)_vv: what is left against one who knows all that the honest others computed."""
-    place = _place(covering, victim, colluders)
-    honest, sigma = _covariance(covering, colluders)
+    place = _place(noise_layout, victim, colluders)
+    honest, sigma = _covariance(noise_layout, colluders)
     at = honest.index(place)
     others = [k for k in range(len(honest)) if k != at]
     if not others:
@@ -46,7 +46,7 @@ def sharpest_variance(covering: Covering, victim: int, *, colluders: Collection[
 def sharpest_estimate(
     uploads: Mapping[int, Tensor],
     known: Mapping[int, Tensor],
-    covering: Covering,
+    noise_layout: NoiseLayout,
     victim: int,
     *,
     colluders: Collection[int] = (),
@@ -58,39 +58,39 @@ def sharpest_estimate(
 
         ĉ_v = u_v − Σ_vo·Σ_oo⁻¹·(u_o − c_o)
     """
-    place = _place(covering, victim, colluders)
-    honest, sigma = _covariance(covering, colluders)
+    place = _place(noise_layout, victim, colluders)
+    honest, sigma = _covariance(noise_layout, colluders)
     at = honest.index(place)
     others = [k for k in range(len(honest)) if k != at]
     if not others:
         return uploads[victim].double()
-    names = [covering.members[honest[k]] for k in others]
+    names = [noise_layout.members[honest[k]] for k in others]
     noise = torch.stack([uploads[name].double() - known[name].double() for name in names])
     factor = np.linalg.solve(sigma[np.ix_(others, others)], sigma[at, others])
     return uploads[victim].double() - torch.from_numpy(np.asarray(factor)).to(noise) @ noise
 
 
-def _place(covering: Covering, victim: int, colluders: Collection[int]) -> int:
+def _place(noise_layout: NoiseLayout, victim: int, colluders: Collection[int]) -> int:
     if victim in colluders:
         raise ConfigError(f"Client {victim} cannot be the victim and a colluder at once.")
-    if victim not in covering.members:
-        raise ConfigError(f"Client {victim} is not of this round: its members are {covering.members}.")
-    return covering.members.index(victim)
+    if victim not in noise_layout.members:
+        raise ConfigError(f"Client {victim} is not of this round: its members are {noise_layout.members}.")
+    return noise_layout.members.index(victim)
 
 
-def _known(covering: Covering, colluders: Collection[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return np.asarray([member in colluders for member in covering.members], dtype=np.bool_)
+def _known(noise_layout: NoiseLayout, colluders: Collection[int]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.asarray([member in colluders for member in noise_layout.members], dtype=np.bool_)
 
 
 def _covariance(
-    covering: Covering, colluders: Collection[int]
+    noise_layout: NoiseLayout, colluders: Collection[int]
 ) -> tuple[list[int], np.ndarray[tuple[int, int], np.dtype[np.float64]]]:
     """(places of honest members, covariance of their uploads per coordinate without the colluders' pairs)."""
-    known = _known(covering, colluders)
-    size = len(covering.members)
-    sigma = np.diag(covering.residual).astype(np.float64)
-    free = ~known[covering.first] & ~known[covering.second]
-    first, second, pairs = covering.first[free], covering.second[free], covering.pairs[free]
+    known = _known(noise_layout, colluders)
+    size = len(noise_layout.members)
+    sigma = np.diag(noise_layout.residual).astype(np.float64)
+    free = ~known[noise_layout.first] & ~known[noise_layout.second]
+    first, second, pairs = noise_layout.first[free], noise_layout.second[free], noise_layout.pairs[free]
     np.add.at(sigma, (first, first), pairs)
     np.add.at(sigma, (second, second), pairs)
     np.subtract.at(sigma, (first, second), pairs)

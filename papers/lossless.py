@@ -23,7 +23,7 @@ from fedveil.audit.record import client_view, server_view
 from fedveil.audit.subject import Effort, Subject, enacted
 from fedveil.audit.views import ClientView
 from fedveil.data import Dataset
-from fedveil.downlink import Blueprint
+from fedveil.downlink import Architecture
 from fedveil.engine import ClientPool
 from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
@@ -254,24 +254,24 @@ class _Scorer:
 class _Features(nn.Module):
     """What the last layer of a model reads."""
 
-    def __init__(self, blueprint: Blueprint, module: nn.Module) -> None:
+    def __init__(self, architecture: Architecture, module: nn.Module) -> None:
         super().__init__()
-        self.blueprint, self.module = blueprint, module
+        self.architecture, self.module = architecture, module
 
     def forward(self, x: Tensor) -> Tensor:
         example = next(self.module.parameters())
-        return read_head(self.blueprint, self.module, x.to(example)).features.float()
+        return read_head(self.architecture, self.module, x.to(example)).features.float()
 
 
 def true_model(subject: Subject, view: ClientView, *, device: str) -> Judge:
     """The server's own model of the last round, read like a judge: the paper's measure of success."""
     last = view.broadcasts[-1]
     seen = server_view(subject.record, _CLIENT, round=last.round, attempt=last.attempt)
-    module, blueprint = seen.model().eval().requires_grad_(False).to(device), seen.facts.blueprint()
+    module, architecture = seen.model().eval().requires_grad_(False).to(device), seen.facts.architecture()
     linear = [one for one in module.modules() if isinstance(one, nn.Linear)]
     shape = subject.job.facts.input_shape
     none = torch.zeros((1, *(1,) * len(shape)), device=device)
-    return Judge(_Features(blueprint, module), linear[-1].float(), none, none + 1, shape, 0.0)
+    return Judge(_Features(architecture, module), linear[-1].float(), none, none + 1, shape, 0.0)
 
 
 @dataclass(frozen=True)

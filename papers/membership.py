@@ -118,7 +118,7 @@ def work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
             return {**figures, "stopped": f"diverged, and there is no model to attack: {early}"}
         if reason:
             figures["stopped"] = reason
-        figures |= {"parameters": subject.job.blueprint.size, **fitted(subject)}
+        figures |= {"parameters": subject.job.architecture.size, **fitted(subject)}
         stage.tidy()
         return figures | _attacked(stage, cell, subject, seed=seed)
 

@@ -313,7 +313,7 @@ def _attacked(stage: Stage, subject: Subject, place: Place, scale: Scale, *, see
     figures: Figures = {
         "device": stage.describe(),
         "torch": torch.__version__,
-        "parameters": subject.job.blueprint.size,
+        "parameters": subject.job.architecture.size,
         "victims": len(views),
         "judge": short(judge.accuracy),
         "noise": [short(_distance(*pair)) for pair in zip(views, truths, strict=True)],

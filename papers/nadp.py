@@ -387,7 +387,7 @@ def _table4_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figu
         figures: Figures = {
             "device": stage.describe(),
             "torch": torch.__version__,
-            "parameters": seen.subject.job.blueprint.size,
+            "parameters": seen.subject.job.architecture.size,
             "labels": [float(one) for one in y],
             "lengths": [round(float(seen.contribution(one).norm()), 4) for one in seen.victims],
             "originals": as_text(x, box=seen.box),

@@ -35,8 +35,7 @@ from fedveil.runs.loop import client_role, fresh_state, server_role
 from fedveil.work.clipping import ClippedUpdate, DividedUpdate
 from fedveil.work.gradients import weighted
 from fedveil.work.local_sgd import LocalSteps
-from fedveil.work.messages import Bench as Workbench
-from fedveil.work.messages import ClientData, LocalWork
+from fedveil.work.messages import ClientData, LocalWork, Workspace
 from papers.cells import Cell, Figures, Results, mean, mean_of, numbers
 from papers.entries import read_paper
 from papers.report import EMPTY, Check, Report, paper, shown
@@ -269,9 +268,9 @@ def _timed(steps: Steps, clocks: Clocks) -> Steps:
 class _Standing(LocalSteps):
     """Local training that takes no time: updates that clients half agree on, as a vote would find them."""
 
-    def run(self, bench: Workbench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, bench: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """The same update in every round."""
-        length = self.layout(bench.blueprint, tensors=1).length - 1
+        length = self.layout(bench.architecture, tensors=1).length - 1
         return weighted(_update(length, data.client), len(data))
 
 
@@ -294,7 +293,7 @@ def measure(bench: Bench, row: Algorithm) -> Figures:
     )
     whole = sum(one.numel() for one in network.parameters())
     job = _standing_job(bench, row, large=whole > SLICE)
-    timed = job.blueprint.size
+    timed = job.architecture.size
     with _one_thread():
         rounds, traffic = _cost_rounds(job)
     fastest, scale = min(rounds, key=lambda one: one.all), whole / timed

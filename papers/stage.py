@@ -25,7 +25,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.evaluation import score_weights
 from fedveil.runs.job import Job, ModelFacts, assemble_job, dealt, device_of, dtype_of
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from papers.cells import Cell, Figures
 
 DATA_VARIABLE = "FEDVEIL_DATA"
@@ -110,14 +110,14 @@ class Stage:
         judged = adapt(self.job(cell, seed=seed))
         job = replace(judged, test=None)  # judged once, below
         state, total = fresh_state(job), job.config.rounds
-        figures: Figures = {"device": self.describe(), "torch": torch.__version__, "parameters": job.blueprint.size}
+        figures: Figures = {"device": self.describe(), "torch": torch.__version__, "parameters": job.architecture.size}
         try:
             outcome = train_job(job, state=state, on_round=lambda row, now: on_round(now.round, total))
         except NumericError as reason:
             figures["stopped"] = f"diverged in round {state.round}: {reason}"
         else:
             figures["seconds"] = round(outcome.seconds, 2)
-            figures |= spent_figures(job, outcome.books)
+            figures |= spent_figures(job, outcome.privacy_journal)
             if outcome.stopped:
                 figures["stopped"] = outcome.stopped
         assert judged.test is not None
@@ -154,21 +154,21 @@ def tiered(train: Dataset, *, clients: int, tiers: int, ratio: float, seed: int)
 
 def scored(job: Job, state: ServerState, test: Dataset) -> Figures:
     """The present model's test accuracy in percent, or the mean squared error of a regression."""
-    scores = score_weights(job.blueprint, state.weights, test, job.loss)
+    scores = score_weights(job.architecture, state.weights, test, job.loss)
     if scores.accuracy is None:
         return {"mse": scores.mse}
     return {"accuracy": round(100.0 * scores.accuracy, 3)}
 
 
-def spent_figures(job: Job, books: Books) -> Figures:
+def spent_figures(job: Job, privacy_journal: PrivacyJournal) -> Figures:
     """ε of the whole run against the server, and the noise on the first round's mean gradient."""
-    if books.account is None or books.first is None or job.scheme.plan is None:
+    if privacy_journal.accountant is None or privacy_journal.first is None or job.scheme.plan is None:
         return {}
-    first = books.first
+    first = privacy_journal.first
     weight = sum(len(job.pool.clients[member]) for member in first.members)
     figures: Figures = {"noise": math.sqrt(float(first.residual.sum())) / weight}
-    if SERVER in books.account.spent:
-        figures["epsilon"] = round(books.account.epsilon(SERVER, job.scheme.plan.target.delta), 4)
+    if SERVER in privacy_journal.accountant.spent:
+        figures["epsilon"] = round(privacy_journal.accountant.epsilon(SERVER, job.scheme.plan.target.delta), 4)
     return figures
 
 

@@ -63,7 +63,7 @@ def job(
 def server_of(one: Job, state: ServerState | None = None) -> ServerRole:
     return ServerRole(
         one.scheme,
-        one.blueprint,
+        one.architecture,
         fresh_state(one) if state is None else state,
         secrets=one.secrets,
         cohort=one.cohort,
@@ -87,7 +87,7 @@ def relay_of(one: Job, *, round: int = 0, attempt: int = 0) -> RelayRole:
     """The server of a run whose model lives with the clients."""
     return RelayRole(
         one.scheme,
-        one.blueprint,
+        one.architecture,
         RelayState(round, attempt),
         secrets=one.secrets,
         cohort=one.cohort,
@@ -159,7 +159,7 @@ def accuracy(one: Job, state: ServerState) -> float:
     from fedveil.runs.evaluation import score_weights
 
     assert one.test is not None
-    found = score_weights(one.blueprint, state.weights, one.test, one.loss).accuracy
+    found = score_weights(one.architecture, state.weights, one.test, one.loss).accuracy
     assert found is not None
     return found
 

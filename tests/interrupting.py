@@ -10,7 +10,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.runs import session
-from fedveil.runs.callbacks import Follower
+from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
 
 
@@ -33,7 +33,7 @@ class _Interrupter:
 
 
 def interrupted_run(
-    config: RunConfig, out: Path, *, at: int, follow: Sequence[Follower] = (), caught: bool = True
+    config: RunConfig, out: Path, *, at: int, follow: Sequence[Callback] = (), caught: bool = True
 ) -> None:
     """Run until round `at` is written and everybody in `follow` was told of it."""
     everybody = [*follow, _Interrupter(at)]

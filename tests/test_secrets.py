@@ -32,9 +32,9 @@ class Keeper(Guarded):
 
 def veil() -> ScaledVeil:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    blueprint, weights = draw(model, torch.randn(2, 4), traced=True)
+    architecture, weights = draw(model, torch.randn(2, 4), traced=True)
     stream = SeededSecrets(1).stream("veil", 0)
-    return Rescaling(head=HeadNoise(2)).veil(blueprint, weights, stream=stream, head_level=1.0)
+    return Rescaling(head=HeadNoise(2)).veil(architecture, weights, stream=stream, head_level=1.0)
 
 
 def guarded() -> list[Guarded]:

@@ -24,7 +24,7 @@ from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import Progress
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import Row, fresh_state, summarise, train_job
-from fedveil.runs.preflight import rehearse
+from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
 
 # Settings about data and model that a command line needs and arguments replace.
@@ -117,7 +117,7 @@ def train(
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
     common = agreed(config, clients=len(pool), task=task, own=info)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
-    rehearse(job)
+    preflight(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
         from fedveil.runs.folder import RunFolder
@@ -130,11 +130,11 @@ def train(
             folder.start(config)
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress)
-        return Trained(assemble(job.blueprint, state.weights).eval(), folder.metrics(), summary)
+        return Trained(assemble(job.architecture, state.weights).eval(), folder.metrics(), summary)
     with Progress(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
-    return Trained(assemble(job.blueprint, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+    return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:

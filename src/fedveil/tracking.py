@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, FedVeilError, missing_extra
 from fedveil.plain import figure
-from fedveil.runs.callbacks import Follower
+from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.version import __version__
 
@@ -290,7 +290,7 @@ class MlflowRun:
 Say = Callable[[str], None]
 
 
-class _Tracker(Follower, Protocol):
+class _Tracker(Callback, Protocol):
     name: str
 
 
@@ -311,7 +311,7 @@ class Tracked:
 
 def trackers(
     tracked: Tracked, run: str | Path, *, title: str | None = None, say: Say = lambda text: None
-) -> list[Follower]:
+) -> list[Callback]:
     """Followers for the run in the folder `run`; a missing package or a store that does not answer is told now.
 
     What goes wrong later is said once and ends the tracking, not the run.

@@ -180,13 +180,13 @@ def test_members_told_for_sure_by_chance_and_the_wrong_way_round() -> None:
 
 def test_parameters_are_known_exactly_up_to_scales_or_not_at_all() -> None:
     subject = subject_of()
-    blueprint = subject.record.facts.blueprint()
+    architecture = subject.record.facts.architecture()
     true = torch.cat([one.detach().double().reshape(-1) for one in subject.model.parameters()])
     truth = [{"parameters": true}]
-    same = Numbers(blueprint).score([{"parameters": true}], truth)
+    same = Numbers(architecture).score([{"parameters": true}], truth)
     assert (same.value, same.more["exact"]) == (1.0, 1.0)
     other = torch.randn(true.shape, generator=GENERATOR).double()
-    assert Numbers(blueprint).score([{"parameters": other}], truth).value < 0.05
+    assert Numbers(architecture).score([{"parameters": other}], truth).value < 0.05
 
 
 def test_classes_are_recognised_by_the_judge_alone() -> None:

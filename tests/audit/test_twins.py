@@ -122,7 +122,7 @@ def test_the_twin_of_a_client_was_sent_the_servers_model_as_it_is(scheme: str) -
     assert not torch.equal(view.broadcasts[-1].broadcast.parameters, weights.parameters)
     assert (twin.x is view.x, twin.client) == (True, 1)
     x = subject.test.x[:8]
-    true = assemble(view.facts.blueprint(), weights).eval()(x)
+    true = assemble(view.facts.architecture(), weights).eval()(x)
     theirs = view.facts.module()
     torch.nn.utils.vector_to_parameters(sent.broadcast.parameters, theirs.parameters())
     torch.testing.assert_close(theirs.eval()(x), true)

@@ -254,7 +254,7 @@ def test_a_view_builds_its_model_anew() -> None:
     job, record = recorded_once(scheme="lossless")
     view = client_view(record, 0)
     assert isinstance(view, ClientView)
-    assert view.facts.blueprint().parameters == job.blueprint.parameters
+    assert view.facts.architecture().parameters == job.architecture.parameters
     with pytest.raises(ConfigError, match="came as a Python object"):
         dataclasses.replace(view.facts, model=None).module()
     with pytest.raises(ConfigError, match="holds no model"):

@@ -63,7 +63,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, **how: Any) -> tuple[HeldRun, list
 
 def hidden_values(run: HeldRun, one: Covered) -> Tensor:
     """What a client's hidden part says: its winners and what is reported beside them, over all samples."""
-    size = run.job.blueprint.size
+    size = run.job.architecture.size
     values = torch.cat([one.contribution[:size][one.winners], one.contribution[size:]])
     return values / sum(len(data) for data in run.job.pool.clients)
 
@@ -226,7 +226,7 @@ def test_in_a_run_too_whatever_the_server_passes_on_is_uniform(
     monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     uniform, run = passed_on(**how)
-    assert len(uniform) > 3 * run.job.blueprint.size
+    assert len(uniform) > 3 * run.job.architecture.size
     assert_uniform(uniform)
     monkeypatch.setattr(Pads, "padding", lambda self, context: ())
     readable, again = passed_on(**how)

@@ -120,7 +120,7 @@ def test_the_outcome_of_a_vote_in_which_it_has_no_part_is_refused() -> None:
 def test_messages_of_other_schemes_are_refused() -> None:
     one = hall(Begin, "ckks")
     veil = one.job.scheme.downlink.veil(
-        one.job.blueprint, one.job.weights, stream=one.job.secrets.stream("veil"), head_level=None
+        one.job.architecture, one.job.weights, stream=one.job.secrets.stream("veil"), head_level=None
     )
     assert "was sent a Train, which this scheme has not" in one.refusal(0, Train(0, 0, veil.broadcast()))
     for round_ in (0, 1):

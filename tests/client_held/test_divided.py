@@ -218,7 +218,7 @@ def test_winners_are_the_coordinates_most_clients_named_and_the_same_for_all(
     monkeypatch: pytest.MonkeyPatch, strategy: str, vote: str
 ) -> None:
     seen, run = votes_of(monkeypatch, strategy, vote)
-    size = run.job.blueprint.size
+    size = run.job.architecture.size
     sign = -1.0 if strategy == "max" else 1.0
     for number in range(3):
         wanted = -(-2 * size * 9**number // 10 ** (number + 1))  # ⌈0.2·0.9ᵗ·d⌉ in whole numbers

@@ -19,7 +19,7 @@ from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering, by_peer, charges
+from fedveil.ledger.correlated import NoiseLayout, by_peer, charges
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
@@ -62,17 +62,17 @@ def guarded(policy: Policy, **settings: Any) -> Job:
     return replace(job(**{**SMALL, **settings}), guard=Guard(policy))
 
 
-def covering_of(one: Job) -> Covering:
+def covering_of(one: Job) -> NoiseLayout:
     plan, samples = one.scheme.plan, [len(data) for data in one.pool.clients]
     assert plan is not None
     reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
-    return plan.covering(range(len(samples)), samples, reach, seed=bytes(32))
+    return plan.noise_layout(range(len(samples)), samples, reach, seed=bytes(32))
 
 
 def prices(one: Job) -> np.ndarray:
     """μ² of one round, against the server or against another client if that is worse."""
-    covering = covering_of(one)
-    return np.maximum(charges(covering), by_peer(covering))
+    noise_layout = covering_of(one)
+    return np.maximum(charges(noise_layout), by_peer(noise_layout))
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)

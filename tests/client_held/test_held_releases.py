@@ -54,7 +54,7 @@ def of(name: str) -> Job:
 
 
 def declared(one: Job) -> dict[str, Release]:
-    return {release.field: release for release in one.scheme.releases(one.blueprint)}
+    return {release.field: release for release in one.scheme.releases(one.architecture)}
 
 
 def named(message: Any) -> Iterator[str]:
@@ -122,7 +122,7 @@ def test_nothing_is_declared_twice_or_without_words_or_by_the_wrong_party(
     overheard: dict[str, list[Any]], name: str
 ) -> None:
     one = of(name)
-    releases = one.scheme.releases(one.blueprint)
+    releases = one.scheme.releases(one.architecture)
     assert len({release.field for release in releases}) == len(releases)
     assert all(release.what and release.to for release in releases)
     found = declared(one)
@@ -178,10 +178,10 @@ LATE = {
 def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str, name: str) -> None:
     """Also in phases that come late, in what is sent to one client alone, and in sums that travel inside."""
     one = of(name)
-    known = one.scheme.releases(one.blueprint)
+    known = one.scheme.releases(one.architecture)
 
     class Forgetful(type(one.scheme)):  # type: ignore[misc]
-        def releases(self, blueprint: Any) -> Any:
+        def releases(self, architecture: Any) -> Any:
             return tuple(release for release in known if release.field != forgotten)
 
     object.__setattr__(one.scheme, "__class__", Forgetful)

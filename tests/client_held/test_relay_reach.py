@@ -141,7 +141,7 @@ def test_no_parameter_update_or_key_can_be_reached_from_the_server(monkeypatch: 
     assert {"a parameter", "an uncovered update", "the group key", "the pad of 0"} <= known
     assert ("the secret key of CKKS" in known) is ("ckks" in way or way == "serial")
     assert len(seen.uploads) == 14
-    assert seen.secrets.numbers["a parameter"].size > 3 * seen.run.job.blueprint.size
+    assert seen.secrets.numbers["a parameter"].size > 3 * seen.run.job.architecture.size
     assert seen.leaks() == []
 
 
@@ -182,7 +182,7 @@ def test_without_noise_the_server_would_hold_parts_of_updates(monkeypatch: pytes
     """The search finds what is there: what travels beside the winners is covered by its noise alone."""
     monkeypatch.setattr(parallel, "add_residual", lambda *noise, **named: None)
     seen = overhear(monkeypatch, **WAYS["a share, pads"], clip=10.0)
-    size = seen.run.job.blueprint.size
+    size = seen.run.job.architecture.size
     sent = {(one.round, one.client): one.rest.double() for one in seen.server_side[2] if isinstance(one, Divided)}  # type: ignore[attr-defined]
     for one in seen.uploads:
         outside = torch.ones(size, dtype=torch.bool)

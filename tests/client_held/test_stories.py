@@ -93,7 +93,7 @@ class Outcomes:
     def __init__(self, vote: str, unmask: str) -> None:
         how = {**WIDE, "clients": 7, "rounds": 2, "share": 0.1, "epsilon": 3.0, "local_epochs": 1}
         self.hall = hall(job(scheme="paraaegis", vote=vote, unmask=unmask, **how), Divide)
-        self.size = self.hall.job.blueprint.size
+        self.size = self.hall.job.architecture.size
         self.count = self.hall.role._uplink.count(0, self.size)
         self.group = self.hall.states[BAD].membership()
         ring = self.hall.states[BAD].ring()

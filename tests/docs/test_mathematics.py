@@ -17,7 +17,7 @@ from torch import nn
 from docs.pages import DOCS
 from downlink.exactness import scramble, trial
 from fedveil.crypto.streams import add_mask
-from fedveil.ledger.correlated import Covering, by_peer, charges
+from fedveil.ledger.correlated import NoiseLayout, by_peer, charges
 from fedveil.ledger.gaussian import delta_of, epsilon_of, paper_sigma, sigma_of
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise
@@ -131,10 +131,10 @@ PAIRS = [(0, 1, 2.0), (0, 2, 0.5), (1, 3, 3.0), (2, 3, 1.5)]
 RESIDUAL = np.array([0.4, 1.1, 0.7, 2.0])
 
 
-def covering(residual: NDArray[np.float64], pairs: list[tuple[int, int, float]], reach: float = 1.0) -> Covering:
+def noise_layout(residual: NDArray[np.float64], pairs: list[tuple[int, int, float]], reach: float = 1.0) -> NoiseLayout:
     first, second, weight = (np.array(column) for column in zip(*pairs, strict=True))
     members = tuple(range(len(residual)))
-    return Covering(members, np.full(len(residual), reach), residual, first, second, weight.astype(float))
+    return NoiseLayout(members, np.full(len(residual), reach), residual, first, second, weight.astype(float))
 
 
 def covariance(residual: NDArray[np.float64], pairs: list[tuple[int, int, float]]) -> NDArray[np.float64]:
@@ -160,7 +160,7 @@ def test_4_the_covariance_is_residual_plus_laplacian_and_pairs_leave_the_sum() -
 def test_4_a_clients_charge_is_its_entry_of_the_inverse() -> None:
     reach = 1.7
     wanted = reach**2 * np.diag(np.linalg.inv(covariance(RESIDUAL, PAIRS)))
-    found = charges(covering(RESIDUAL, PAIRS, reach))
+    found = charges(noise_layout(RESIDUAL, PAIRS, reach))
     assert found == pytest.approx(wanted, rel=1e-9)
     assert np.all(found <= reach**2 / RESIDUAL)
     assert np.all(found >= reach**2 / RESIDUAL.sum())
@@ -170,13 +170,13 @@ def test_4_equal_clients_in_closed_form_and_central_privacy_in_the_limit() -> No
     k, x, limit = 6, 0.3, []
     for w in (0.1, 10.0, 1e6):
         pairs = [(i, j, w) for i, j in itertools.combinations(range(k), 2)]
-        limit = charges(covering(np.full(k, x), pairs)).tolist()
+        limit = charges(noise_layout(np.full(k, x), pairs)).tolist()
         assert limit == pytest.approx([(x + w) / (x * (x + k * w))] * k, rel=1e-9)
     assert limit == pytest.approx([1 / (k * x)] * k, rel=1e-5)
 
 
 def test_4_who_is_out_of_the_covariance() -> None:
-    whole = covering(RESIDUAL, PAIRS)
+    whole = noise_layout(RESIDUAL, PAIRS)
     without_0 = [(i, j, w) for i, j, w in PAIRS if 0 not in (i, j)]
     colluding = np.linalg.inv(covariance(RESIDUAL, without_0))
     assert charges(whole, colluding=[0])[1:] == pytest.approx(np.diag(colluding)[1:], rel=1e-9)
@@ -190,7 +190,7 @@ def test_4_who_is_out_of_the_covariance() -> None:
 def test_4_another_client_knows_its_own_share() -> None:
     k, x = 5, 0.7
     pairs = [(i, j, 2.0) for i, j in itertools.combinations(range(k), 2)]
-    assert by_peer(covering(np.full(k, x), pairs)) == pytest.approx([1 / ((k - 1) * x)] * k, rel=1e-9)
+    assert by_peer(noise_layout(np.full(k, x), pairs)) == pytest.approx([1 / ((k - 1) * x)] * k, rel=1e-9)
 
 
 @pytest.mark.parametrize(("mu", "epsilon"), [(0.5, 1.0), (1.3, 2.0), (2.0, 0.3)])

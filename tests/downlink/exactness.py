@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink import (
-    Blueprint,
+    Architecture,
     Broadcast,
     Decomposed,
     Downlink,
@@ -27,7 +27,7 @@ from fedveil.downlink import (
 from fedveil.downlink.architecture import load_epsilon, load_parameters, load_statistics
 from fedveil.downlink.decomposed import load_multipliers
 from fedveil.secrets import SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, Loss, SquareLoss
+from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, Loss, SquareLoss, Workspace
 from fedveil.work.batches import seeded_dropout
 
 TOLERANCE = 1e-9
@@ -162,23 +162,23 @@ def trial(
 
     statistics = true_statistics(original, again)
     # The veiled round.
-    blueprint, weights = draw(model, example, traced=True)
-    assert blueprint.table is not None
+    architecture, weights = draw(model, example, traced=True)
+    assert architecture.table is not None
     weighted = isinstance(objective, SquareLoss) and objective.true_weight != 1.0
     head = HeadNoise(groups=groups, strength=strength, weighted_outputs=weighted) if groups else None
     downlink: Downlink = Decomposed(head=head) if decomposed else Rescaling(spread=spread, head=head)
     work = Gradients(objective, Batches(0, SEED), vectorise)
-    layout = work.layout(blueprint, tensors=downlink.head_tensors(blueprint))
-    veil = downlink.veil(blueprint, weights, stream=SeededSecrets(seed).stream("veil", 0), head_level=None)
+    layout = work.layout(architecture, tensors=downlink.head_tensors(architecture))
+    veil = downlink.veil(architecture, weights, stream=SeededSecrets(seed).stream("veil", 0), head_level=None)
     sent = veil.broadcast()
-    vector = work.run(Bench(blueprint, layout), sent, ClientData(0, x, y), round=0).to(torch.float64)
+    vector = work.run(Workspace(architecture, layout), sent, ClientData(0, x, y), round=0).to(torch.float64)
     parts = layout.split(vector / samples)
     assert float(parts["weight"]) == 1.0
     found = veil.recover(Mean(parts["gradients"], parts["values"], parts["statistics"]))
     tracked = parts["statistics"].numel() > 0
     return Trial(
-        table=blueprint.table,
-        output=0.0 if groups else relative(client_output(blueprint, sent, x), output.detach()),
+        table=architecture.table,
+        output=0.0 if groups else relative(client_output(architecture, sent, x), output.detach()),
         gradient=relative(found.gradient, true_gradient.to(torch.float64)),
         loss=abs(found.loss - value) / max(abs(value), 1e-30),
         statistics=relative(found.statistics, statistics.to(torch.float64)) if tracked else 0.0,
@@ -186,12 +186,12 @@ def trial(
     )
 
 
-def client_output(blueprint: Blueprint, sent: Broadcast, x: Tensor) -> Tensor:
+def client_output(architecture: Architecture, sent: Broadcast, x: Tensor) -> Tensor:
     """What a client computes from a broadcast."""
-    module = blueprint.new_skeleton()
+    module = architecture.new_skeleton()
     load_parameters(module, sent.parameters)
-    load_epsilon(blueprint, module, sent.epsilon)
-    load_multipliers(blueprint, module, sent.multipliers)
+    load_epsilon(architecture, module, sent.epsilon)
+    load_multipliers(architecture, module, sent.multipliers)
     if sent.statistics.numel():
         load_statistics(module, sent.statistics)
     with seeded_dropout(module, SEED, 0, 0), torch.no_grad():

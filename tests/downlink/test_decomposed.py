@@ -22,7 +22,7 @@ from downlink.random_networks import Plan, build, plans
 from downlink.test_properties import PROFILE
 from fedveil import models
 from fedveil.downlink import (
-    Blueprint,
+    Architecture,
     Decomposed,
     HeadNoise,
     Mean,
@@ -37,7 +37,7 @@ from fedveil.downlink.export import verify
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import TraceError
 from fedveil.secrets import SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, SquareLoss
+from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, SquareLoss, Workspace
 from fedveil.work.gradients import prepare
 
 EXACT = 1e-10
@@ -194,11 +194,11 @@ def test_a_resnet_in_float32_is_within_a_thousandth() -> None:
 
 def veiled(
     model: nn.Module, example: Tensor, *, groups: int = 0, seed: int = 0
-) -> tuple[Blueprint, Weights, Broadcast, int]:
-    blueprint, weights = draw(model, example, traced=True)
+) -> tuple[Architecture, Weights, Broadcast, int]:
+    architecture, weights = draw(model, example, traced=True)
     downlink = Decomposed(head=HeadNoise(groups) if groups else None)
-    veil = downlink.veil(blueprint, weights, stream=SeededSecrets(seed).stream("veil"), head_level=None)
-    return blueprint, weights, veil.broadcast(), downlink.head_tensors(blueprint)
+    veil = downlink.veil(architecture, weights, stream=SeededSecrets(seed).stream("veil"), head_level=None)
+    return architecture, weights, veil.broadcast(), downlink.head_tensors(architecture)
 
 
 def clients(shape: tuple[int, ...], outputs: int) -> list[ClientData]:
@@ -213,14 +213,14 @@ def clients(shape: tuple[int, ...], outputs: int) -> list[ClientData]:
 @pytest.mark.parametrize("name", ["mlp with batch norm", "cnn", "densenet"])
 def test_many_clients_at_once_equal_one_by_one(name: str, groups: int) -> None:
     model, example = catalogue(name)
-    blueprint, _, sent, tensors = veiled(model, example, groups=groups)
-    data = clients(blueprint.input_shape, 10)
+    architecture, _, sent, tensors = veiled(model, example, groups=groups)
+    data = clients(architecture.input_shape, 10)
     results = []
     for vectorise in (True, False):
         work = Gradients(SquareLoss(), Batches(0, 0), vectorise)
-        bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
-        results.append(dict(work.run_many(bench, sent, data, round=0)))
-        assert bench.vectorisable, "vmap was given up"
+        workspace = Workspace(architecture, work.layout(architecture, tensors=tensors))
+        results.append(dict(work.run_many(workspace, sent, data, round=0)))
+        assert workspace.vectorisable, "vmap was given up"
     for position in range(3):
         together, alone = results[0][position], results[1][position]
         assert float((together - alone).abs().max()) < 1e-12 * float(alone.abs().max())
@@ -228,42 +228,46 @@ def test_many_clients_at_once_equal_one_by_one(name: str, groups: int) -> None:
 
 def test_transitional_layers_change_no_name_and_no_order() -> None:
     model, example = catalogue("resnet20")
-    blueprint, _, sent, _ = veiled(model, example)
-    module = blueprint.new_skeleton()
-    prepare(blueprint, module, sent)
+    architecture, _, sent, _ = veiled(model, example)
+    module = architecture.new_skeleton()
+    prepare(architecture, module, sent)
     assert has_multipliers(module)
-    assert [name for name, _ in module.named_parameters()] == list(blueprint.parameters.names)
-    assert list(module.state_dict()) == list(blueprint.skeleton.state_dict())
-    assert not has_multipliers(blueprint.skeleton)
+    assert [name for name, _ in module.named_parameters()] == list(architecture.parameters.names)
+    assert list(module.state_dict()) == list(architecture.skeleton.state_dict())
+    assert not has_multipliers(architecture.skeleton)
 
 
 def test_a_skeleton_that_served_one_downlink_serves_another() -> None:
     model, example = catalogue("cnn")
-    blueprint, weights, sent, tensors = veiled(model, example)
-    other = Rescaling().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    architecture, weights, sent, tensors = veiled(model, example)
+    other = Rescaling().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
     work = Gradients(SquareLoss(), Batches(0, 0))
-    layout = work.layout(blueprint, tensors=tensors)
-    used, data = Bench(blueprint, layout), clients(blueprint.input_shape, 10)[0]
+    layout = work.layout(architecture, tensors=tensors)
+    used, data = Workspace(architecture, layout), clients(architecture.input_shape, 10)[0]
     work.run(used, sent, data, round=0)
-    assert torch.equal(work.run(used, other, data, round=0), work.run(Bench(blueprint, layout), other, data, round=0))
-    assert torch.equal(work.run(used, sent, data, round=0), work.run(Bench(blueprint, layout), sent, data, round=0))
+    assert torch.equal(
+        work.run(used, other, data, round=0), work.run(Workspace(architecture, layout), other, data, round=0)
+    )
+    assert torch.equal(
+        work.run(used, sent, data, round=0), work.run(Workspace(architecture, layout), sent, data, round=0)
+    )
 
 
 def test_there_is_one_number_per_channel_that_a_weight_reads_and_none_for_the_input() -> None:
     model, example = catalogue("cnn")
-    blueprint, _, sent, _ = veiled(model, example)
+    architecture, _, sent, _ = veiled(model, example)
     assert sent.multipliers.shape == (4 + 8 * 2 * 2 + 64,)
-    assert blueprint.table is not None
-    assert transitional(blueprint.table).paths == (("conv2",), ("linear",), ("head",))
+    assert architecture.table is not None
+    assert transitional(architecture.table).paths == (("conv2",), ("linear",), ("head",))
 
 
 def test_without_its_numbers_the_model_is_another_one() -> None:
     model, example = catalogue("mlp")
-    blueprint, _, sent, _ = veiled(model, example)
+    architecture, _, sent, _ = veiled(model, example)
     truth = model(example)
-    assert float((client_output(blueprint, sent, example) - truth).detach().abs().max()) < 1e-9
+    assert float((client_output(architecture, sent, example) - truth).detach().abs().max()) < 1e-9
     bare = dataclasses.replace(sent, multipliers=sent.multipliers.new_empty(0))
-    assert float((client_output(blueprint, bare, example) - truth).detach().abs().max()) > 1e-2
+    assert float((client_output(architecture, bare, example) - truth).detach().abs().max()) > 1e-2
 
 
 class Functional(nn.Module):
@@ -281,15 +285,15 @@ class Functional(nn.Module):
 
 @pytest.mark.parametrize("only_export", [False, True])
 def test_a_weight_read_by_a_function_is_refused_before_anything_is_sent(only_export: bool) -> None:
-    blueprint, weights = draw(Functional(only_export=only_export), VECTOR, traced=True)
+    architecture, weights = draw(Functional(only_export=only_export), VECTOR, traced=True)
     for attempt in (
-        lambda: Decomposed().head_tensors(blueprint),
-        lambda: Decomposed().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None),
-        lambda: noise_kinds(blueprint),
+        lambda: Decomposed().head_tensors(architecture),
+        lambda: Decomposed().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None),
+        lambda: noise_kinds(architecture),
     ):
         with pytest.raises(TraceError, match=r"second\.weight is read outside"):
             attempt()
-    Rescaling().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    Rescaling().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
 
 
 def test_a_function_that_reads_the_input_needs_no_transitional_layer() -> None:
@@ -299,39 +303,39 @@ def test_a_function_that_reads_the_input_needs_no_transitional_layer() -> None:
 
 
 def test_an_untraced_blueprint_is_refused() -> None:
-    blueprint, weights = draw(nn.Linear(6, 3), VECTOR, traced=False)
+    architecture, weights = draw(nn.Linear(6, 3), VECTOR, traced=False)
     with pytest.raises(TraceError, match="not traced"):
-        noise_kinds(blueprint)
+        noise_kinds(architecture)
     with pytest.raises(TraceError, match="not traced"):
-        Decomposed().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
+        Decomposed().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
 
 
 def test_head_noise_is_refused_where_rescaling_refuses_it() -> None:
-    blueprint, _ = draw(nn.Sequential(nn.Linear(6, 3), nn.ReLU()), VECTOR, traced=True)
+    architecture, _ = draw(nn.Sequential(nn.Linear(6, 3), nn.ReLU()), VECTOR, traced=True)
     with pytest.raises(TraceError, match="Head noise cannot be used"):
-        Decomposed(head=HeadNoise()).head_tensors(blueprint)
+        Decomposed(head=HeadNoise()).head_tensors(architecture)
 
 
 @pytest.mark.parametrize("name", ["mlp with batch norm", "resnet20", "densenet"])
 def test_the_last_check_before_training_covers_transitional_layers(name: str) -> None:
     model, example = catalogue(name)
-    blueprint, weights = draw(model, example, traced=True)
-    verify(blueprint, weights, example, downlink=Decomposed(head=HeadNoise()))
-    table = blueprint.table
+    architecture, weights = draw(model, example, traced=True)
+    verify(architecture, weights, example, downlink=Decomposed(head=HeadNoise()))
+    table = architecture.table
     assert table is not None
     # A layer before which the multiplication would be forgotten.
     forgotten = dataclasses.replace(table.readers[1], paths=())
     readers = (table.readers[0], forgotten, *table.readers[2:])
-    broken = dataclasses.replace(blueprint, table=dataclasses.replace(table, readers=readers))
+    broken = dataclasses.replace(architecture, table=dataclasses.replace(table, readers=readers))
     with pytest.raises(TraceError, match="Nothing was trained"):
         verify(broken, weights, example, downlink=Decomposed())
 
 
 def test_every_field_of_a_broadcast_is_told_apart_from_a_plain_one_and_the_veil_keeps_its_secrets() -> None:
     model, example = catalogue("mlp")
-    blueprint, weights = draw(model, example, traced=True)
+    architecture, weights = draw(model, example, traced=True)
     downlink = Decomposed(head=HeadNoise())
-    veil = downlink.veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    veil = downlink.veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
     assert set(downlink.covers()) == {"parameters", "epsilon", "statistics", "multipliers"}
     assert "transitional" not in downlink.covers()["multipliers"]["what"]  # there are such layers
     assert repr(veil) == "<ScaledVeil: hidden>"
@@ -343,10 +347,10 @@ def test_every_field_of_a_broadcast_is_told_apart_from_a_plain_one_and_the_veil_
 
 
 def kinds_by_name(model: nn.Module, example: Tensor) -> dict[str, set[int]]:
-    blueprint, _ = draw(model, example, traced=True)
-    kinds = noise_kinds(blueprint)
-    assert kinds.shape == (blueprint.size,)
-    return {name: set(part.reshape(-1).tolist()) for name, part in blueprint.parameters.split(kinds).items()}
+    architecture, _ = draw(model, example, traced=True)
+    kinds = noise_kinds(architecture)
+    assert kinds.shape == (architecture.size,)
+    return {name: set(part.reshape(-1).tolist()) for name, part in architecture.parameters.split(kinds).items()}
 
 
 def test_kinds_of_a_perceptron() -> None:
@@ -383,8 +387,8 @@ def test_a_first_layer_that_shares_its_scale_with_a_later_one_has_half_a_factor(
 
 def test_partly_pinned_layers_have_kinds_coordinate_by_coordinate() -> None:
     model, example = STRUCTURES["half of a layer's outputs pinned"]()
-    blueprint, _ = draw(model, example, traced=True)
-    kinds = blueprint.parameters.split(noise_kinds(blueprint))
+    architecture, _ = draw(model, example, traced=True)
+    kinds = architecture.parameters.split(noise_kinds(architecture))
     # Outputs 0 and 1 of b feed a tanh: their rows have s alone, which meets r in the other rows.
     assert kinds["b.weight"].tolist() == [[2] * 4] * 2 + [[1] * 4] * 3
     assert kinds["b.bias"].tolist() == [0, 0, 2, 2, 2]
@@ -433,12 +437,12 @@ def independent_coordinates(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def recovered_noise(model: nn.Module, example: Tensor, *, draws: int, sigma: float, kinds: Tensor | None) -> Tensor:
     """What the server recovers from noise alone, that is R ∘ noise: one row per draw of secrets and noise."""
-    blueprint, weights = draw(model.double(), example.double(), traced=True)
-    kinds = noise_kinds(blueprint) if kinds is None else kinds
+    architecture, weights = draw(model.double(), example.double(), traced=True)
+    kinds = noise_kinds(architecture) if kinds is None else kinds
     nothing, secrets = torch.zeros(0, dtype=torch.float64), SeededSecrets(8)
     rows = []
     for number in range(draws):
-        veil = Decomposed().veil(blueprint, weights, stream=secrets.stream("veil", number), head_level=None)
+        veil = Decomposed().veil(architecture, weights, stream=secrets.stream("veil", number), head_level=None)
         noise = client_noise(kinds, sigma=sigma, seed=hashlib.sha256(bytes([number % 256, number // 256])).digest())
         mean = Mean(torch.from_numpy(noise)[None], torch.zeros(1, dtype=torch.float64), nothing)
         rows.append(veil.recover(mean).gradient)
@@ -448,9 +452,9 @@ def recovered_noise(model: nn.Module, example: Tensor, *, draws: int, sigma: flo
 def p_values(model: nn.Module, example: Tensor, *, draws: int = 2000, kinds: Tensor | None = None) -> dict[str, float]:
     sigma = 0.6
     rows = recovered_noise(model, example, draws=draws, sigma=sigma, kinds=kinds)
-    blueprint, _ = draw(model, example.double(), traced=True)
+    architecture, _ = draw(model, example.double(), traced=True)
     found = {}
-    for name, part in blueprint.parameters.split(rows).items():
+    for name, part in architecture.parameters.split(rows).items():
         chosen = [part[(slice(None), *place)] for place in independent_coordinates(tuple(part.shape[1:]))]
         found[name] = float(stats.kstest(torch.cat(chosen).numpy(), stats.norm(0.0, sigma).cdf).pvalue)
     return found
@@ -466,16 +470,16 @@ def test_what_the_secret_scales_make_of_client_noise_is_gaussian(name: str) -> N
 
 def test_wrong_kinds_would_be_noticed() -> None:
     model, example = catalogue("mlp")
-    blueprint, _ = draw(model, example, traced=True)
-    found = p_values(model, example, kinds=torch.ones(blueprint.size))
+    architecture, _ = draw(model, example, traced=True)
+    found = p_values(model, example, kinds=torch.ones(architecture.size))
     assert {name for name, p in found.items() if p < 1e-6} == {"linear2.bias", "linear3.bias", "head.bias"}
 
 
 def test_every_round_draws_new_numbers() -> None:
     model, example = catalogue("mlp")
-    blueprint, weights = draw(model, example, traced=True)
+    architecture, weights = draw(model, example, traced=True)
     stream = SeededSecrets(0).stream("veil")
-    one, two = (Decomposed().veil(blueprint, weights, stream=stream, head_level=None).broadcast() for _ in range(2))
+    one, two = (Decomposed().veil(architecture, weights, stream=stream, head_level=None).broadcast() for _ in range(2))
     assert bool((one.multipliers != two.multipliers).all())
     # All but the output bias, which nothing hides without head noise.
     assert int((one.parameters == two.parameters).sum()) == 10

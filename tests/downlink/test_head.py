@@ -60,9 +60,9 @@ def test_cross_entropy_with_head_noise_is_refused_with_both_ways_out() -> None:
 def test_weighted_outputs_without_their_own_betas_are_refused() -> None:
     # One φ_β for all groups would be silently wrong.
     model = network().double()
-    blueprint, weights = draw(model, VECTOR.double(), traced=True)
+    architecture, weights = draw(model, VECTOR.double(), traced=True)
     veil = Rescaling(head=HeadNoise(groups=2)).veil(
-        blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=None
+        architecture, weights, stream=SeededSecrets(0).stream("veil"), head_level=None
     )
     public = veil.broadcast().head
     assert public is not None
@@ -80,12 +80,12 @@ def test_clients_do_not_see_the_true_outputs() -> None:
     model = network().double()
     scramble(model)
     x = batch(VECTOR.double(), 5)
-    blueprint, weights = draw(model, VECTOR.double(), traced=True)
+    architecture, weights = draw(model, VECTOR.double(), traced=True)
     veil = Rescaling(head=HeadNoise(groups=OUTPUTS)).veil(
-        blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=None
+        architecture, weights, stream=SeededSecrets(0).stream("veil"), head_level=None
     )
     true = model(x).detach()
-    seen = client_output(blueprint, veil.broadcast(), x)
+    seen = client_output(architecture, veil.broadcast(), x)
     assert float((seen - true).abs().min()) > 1e-3 * float(true.abs().max())
 
 
@@ -110,13 +110,13 @@ def test_float32_stays_within_a_thousandth_at_strength_one() -> None:
 
 
 def test_the_number_of_groups_must_fit_the_outputs() -> None:
-    blueprint, _ = draw(network(), VECTOR, traced=True)
+    architecture, _ = draw(network(), VECTOR, traced=True)
     for groups in (0, OUTPUTS + 1):
         with pytest.raises(ConfigError, match="choose between 1 and 4"):
-            Rescaling(head=HeadNoise(groups=groups)).head_tensors(blueprint)
-    assert Rescaling(head=HeadNoise(groups=None)).head_tensors(blueprint) == OUTPUTS + 2
-    assert Rescaling(head=HeadNoise(groups=2, weighted_outputs=True)).head_tensors(blueprint) == 5
-    assert Rescaling().head_tensors(blueprint) == 1
+            Rescaling(head=HeadNoise(groups=groups)).head_tensors(architecture)
+    assert Rescaling(head=HeadNoise(groups=None)).head_tensors(architecture) == OUTPUTS + 2
+    assert Rescaling(head=HeadNoise(groups=2, weighted_outputs=True)).head_tensors(architecture) == 5
+    assert Rescaling().head_tensors(architecture) == 1
 
 
 def functional_head(n: Net, x: Tensor) -> Tensor:
@@ -163,9 +163,9 @@ def test_head_noise_is_refused_unless_the_output_is_the_last_layers(case: str) -
     model = Net(REFUSED[case], a=nn.Linear(6, 6), head=nn.Linear(6, 6))
     table = assert_exact(model, VECTOR)
     assert table.head is None
-    blueprint, _ = draw(model, VECTOR.double(), traced=True)
+    architecture, _ = draw(model, VECTOR.double(), traced=True)
     with pytest.raises(TraceError, match="Head noise cannot be used"):
-        Rescaling(head=HeadNoise()).head_tensors(blueprint)
+        Rescaling(head=HeadNoise()).head_tensors(architecture)
 
 
 def test_head_noise_is_refused_for_a_tied_last_layer() -> None:
@@ -201,13 +201,13 @@ def test_the_next_rounds_level_is_the_size_of_alpha() -> None:
     scramble(model)
     found = trial(model, VECTOR.double(), groups=2)
     assert_within(found, TOLERANCE)
-    blueprint, weights = draw(model, VECTOR.double(), traced=True)
+    architecture, weights = draw(model, VECTOR.double(), traced=True)
     for level in (0.5, 2.0):
         veil = Rescaling(head=HeadNoise()).veil(
-            blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=level
+            architecture, weights, stream=SeededSecrets(0).stream("veil"), head_level=level
         )
-        plain = Rescaling().veil(blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=None)
-        last = blueprint.parameters.split(veil.broadcast().parameters - plain.broadcast().parameters)["5.weight"]
+        plain = Rescaling().veil(architecture, weights, stream=SeededSecrets(0).stream("veil"), head_level=None)
+        last = architecture.parameters.split(veil.broadcast().parameters - plain.broadcast().parameters)["5.weight"]
         public = veil.broadcast().head
         assert public is not None
         gamma = last[:, 0] / public.vector
@@ -217,9 +217,9 @@ def test_the_next_rounds_level_is_the_size_of_alpha() -> None:
 
 def test_the_size_of_every_secret_is_its_own() -> None:
     model = network().double()
-    blueprint, weights = draw(model, VECTOR.double(), traced=True)
+    architecture, weights = draw(model, VECTOR.double(), traced=True)
     veil = Rescaling(head=HeadNoise(groups=None)).veil(
-        blueprint, weights, stream=SeededSecrets(0).stream("veil"), head_level=1.0
+        architecture, weights, stream=SeededSecrets(0).stream("veil"), head_level=1.0
     )
     assert veil._head is not None
     gamma = veil._head.gamma

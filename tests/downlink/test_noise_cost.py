@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import data
-from fedveil.downlink import Blueprint, Broadcast, Mean, Plain, Rescaling, Weights, assemble, draw
+from fedveil.downlink import Architecture, Broadcast, Mean, Plain, Rescaling, Weights, assemble, draw
 from fedveil.secrets import SeededSecrets
 from fedveil.work.gradients import prepare
 from fedveil.work.losses import make_loss
@@ -31,7 +31,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def network(steps: int) -> tuple[Blueprint, Weights]:
+def network(steps: int) -> tuple[Architecture, Weights]:
     """64-128-64-10 with ReLU, after `steps` full-batch steps of the square loss."""
     random = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)).double()
@@ -40,8 +40,8 @@ def network(steps: int) -> tuple[Blueprint, Weights]:
             nn.init.normal_(layer.weight, std=(2 / layer.in_features) ** 0.5, generator=random)
             nn.init.zeros_(layer.bias)
     x, y = digits()
-    blueprint, weights = draw(model, x[:2], traced=True)
-    trained, loss = assemble(blueprint, weights), make_loss("square")
+    architecture, weights = draw(model, x[:2], traced=True)
+    trained, loss = assemble(architecture, weights), make_loss("square")
     optimiser = torch.optim.SGD(trained.parameters(), lr=0.1)
     for _ in range(steps):
         optimiser.zero_grad()
@@ -49,29 +49,29 @@ def network(steps: int) -> tuple[Blueprint, Weights]:
         optimiser.step()
     parameters = torch.cat([one.detach().reshape(-1) for one in trained.parameters()])
     weights.parameters.copy_(parameters)
-    return blueprint, weights
+    return architecture, weights
 
 
-def median_norm(blueprint: Blueprint, broadcast: Broadcast, loss: str) -> float:
-    engine = PerSample(blueprint, make_loss(loss))
-    prepare(blueprint, engine.module, broadcast)
+def median_norm(architecture: Architecture, broadcast: Broadcast, loss: str) -> float:
+    engine = PerSample(architecture, make_loss(loss))
+    prepare(architecture, engine.module, broadcast)
     x, y = digits()
     return float(engine(x[:SAMPLES], y[:SAMPLES], clients=1, clip=1.0).norms.median())
 
 
 def cost(spread: float, *, steps: int, loss: str) -> float:
     """The mean over 20 draws of scales."""
-    blueprint, weights = network(steps)
+    architecture, weights = network(steps)
     source = SeededSecrets(1)
-    bare = Plain().veil(blueprint, weights, stream=source.stream("bare"), head_level=None)
-    plain = median_norm(blueprint, bare.broadcast(), loss)
+    bare = Plain().veil(architecture, weights, stream=source.stream("bare"), head_level=None)
+    plain = median_norm(architecture, bare.broadcast(), loss)
     found = []
     for number in range(DRAWS):
         stream = source.stream("veil", number)
-        veil = Rescaling(spread).veil(blueprint, weights, stream=stream, head_level=None)
-        ones, nothing = torch.ones(1, blueprint.size, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        veil = Rescaling(spread).veil(architecture, weights, stream=stream, head_level=None)
+        ones, nothing = torch.ones(1, architecture.size, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
         factors = veil.recover(Mean(ones, nothing, nothing)).gradient
-        found.append(median_norm(blueprint, veil.broadcast(), loss) / plain * float(factors.square().mean().sqrt()))
+        found.append(median_norm(architecture, veil.broadcast(), loss) / plain * float(factors.square().mean().sqrt()))
     return sum(found) / len(found)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import models
-from fedveil.downlink import Blueprint, HeadNoise, Rescaling, Weights, draw
+from fedveil.downlink import Architecture, HeadNoise, Rescaling, Weights, draw
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.errors import TraceError
 from fedveil.secrets import OsSecrets
@@ -28,7 +28,7 @@ class WithSigmoid(nn.Module):
         return self.last(self.relu(self.second(self.squash(self.first(x)))))  # type: ignore[no-any-return]
 
 
-def traced(net: nn.Module, *shape: int) -> tuple[Blueprint, Weights]:
+def traced(net: nn.Module, *shape: int) -> tuple[Architecture, Weights]:
     with torch.no_grad():
         for one in net.parameters():
             one.add_(0.1 * torch.randn_like(one))  # no zeros and ones: those say nothing
@@ -36,9 +36,9 @@ def traced(net: nn.Module, *shape: int) -> tuple[Blueprint, Weights]:
 
 
 def report(net: nn.Module, *shape: int, **how: Any) -> Coverage:
-    blueprint, _ = traced(net, *shape)
-    assert blueprint.table is not None
-    return coverage(blueprint.table, **{"head_noise": True, **how})
+    architecture, _ = traced(net, *shape)
+    assert architecture.table is not None
+    return coverage(architecture.table, **{"head_noise": True, **how})
 
 
 def mlp(**options: Any) -> nn.Module:
@@ -90,9 +90,9 @@ def test_too_little_cover_stops_and_names_parameters_and_operations() -> None:
 
 @pytest.mark.parametrize("norm", ["batch", "layer", "group"])
 def test_a_public_epsilon_lowers_the_cover(norm: str) -> None:
-    blueprint, _ = traced(mlp(norm=norm), 6)
-    assert blueprint.table is not None
-    secret, public = (coverage(blueprint.table, head_noise=True, secret_epsilon=one) for one in (True, False))
+    architecture, _ = traced(mlp(norm=norm), 6)
+    assert architecture.table is not None
+    secret, public = (coverage(architecture.table, head_noise=True, secret_epsilon=one) for one in (True, False))
     assert secret.fraction == 1.0
     assert public.fraction < 1.0
     assert "linear1.weight" in [one.name for one in public.visible]
@@ -111,12 +111,12 @@ NETWORKS = {
 @pytest.mark.parametrize(("build", "shape"), NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("noise", [True, False], ids=["head noise", "no head noise"])
 def test_exactly_what_is_reported_hidden_differs_in_a_real_broadcast(build: Any, shape: Any, noise: bool) -> None:
-    blueprint, weights = traced(build(), *shape)
-    assert blueprint.table is not None
+    architecture, weights = traced(build(), *shape)
+    assert architecture.table is not None
     downlink = Rescaling(4.0, HeadNoise(None) if noise else None)
-    sent = downlink.veil(blueprint, weights, stream=OsSecrets().stream("veil"), head_level=1.0).broadcast()
-    theirs, ours = (blueprint.parameters.split(one) for one in (sent.parameters, weights.parameters))
-    for one in coverage(blueprint.table, head_noise=noise).parameters:
+    sent = downlink.veil(architecture, weights, stream=OsSecrets().stream("veil"), head_level=1.0).broadcast()
+    theirs, ours = (architecture.parameters.split(one) for one in (sent.parameters, weights.parameters))
+    for one in coverage(architecture.table, head_noise=noise).parameters:
         changed = int(((theirs[one.name] - ours[one.name]).abs() > 1e-9 * ours[one.name].abs()).sum())
         assert changed == one.hidden, one.name
         assert (one.sides == "visible") == (changed == 0)

@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize(("spoil", "who", "why"), REFUSED.values(), ids=REFUSED)
 def test_a_refused_client_is_named_and_the_round_goes_on(spoil: Any, who: int, why: str) -> None:
     one = job(rounds=3)
-    state, boundaries = trained(one, role=Spoiling(ClientRole(one.scheme, one.blueprint), spoil))
+    state, boundaries = trained(one, role=Spoiling(ClientRole(one.scheme, one.architecture), spoil))
     assert [done.failed for done in boundaries] == ["", "", ""]
     assert [dict(done.gathered.refused) for done in (boundaries[0], boundaries[2])] == [{}, {}]
     assert list(boundaries[1].gathered.refused) == [who]
@@ -120,15 +120,15 @@ def test_a_refused_client_is_named_and_the_round_goes_on(spoil: Any, who: int, w
 
 def test_the_model_moves_as_if_the_refused_client_were_absent() -> None:
     absent, spoilt = (job(rounds=2) for _ in range(2))
-    ours, _ = trained(spoilt, role=Spoiling(ClientRole(spoilt.scheme, spoilt.blueprint), lambda r: [with_nan(r)]))
-    theirs, done = trained(absent, role=Spoiling(ClientRole(absent.scheme, absent.blueprint), lambda r: []))
+    ours, _ = trained(spoilt, role=Spoiling(ClientRole(spoilt.scheme, spoilt.architecture), lambda r: [with_nan(r)]))
+    theirs, done = trained(absent, role=Spoiling(ClientRole(absent.scheme, absent.architecture), lambda r: []))
     assert done[1].gathered.missing == (2,)
     assert equal(ours, theirs)
 
 
 def test_a_repeated_upload_counts_once_and_its_sender_is_named() -> None:
     one, honest = (job(rounds=2) for _ in range(2))
-    ours, boundaries = trained(one, role=Spoiling(ClientRole(one.scheme, one.blueprint), lambda r: [r, r, r]))
+    ours, boundaries = trained(one, role=Spoiling(ClientRole(one.scheme, one.architecture), lambda r: [r, r, r]))
     assert "a second one" in boundaries[1].gathered.refused[2].text
     assert 2 in boundaries[1].gathered.arrived
     assert equal(ours, trained(honest)[0])
@@ -136,7 +136,7 @@ def test_a_repeated_upload_counts_once_and_its_sender_is_named() -> None:
 
 def test_the_metrics_name_refused_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     one = job(rounds=3)
-    spoilt = Spoiling(ClientRole(one.scheme, one.blueprint), lambda r: [with_nan(r)])
+    spoilt = Spoiling(ClientRole(one.scheme, one.architecture), lambda r: [with_nan(r)])
     monkeypatch.setattr(training, "client_role", lambda job, state: spoilt)
     rows = train_job(one, state=fresh_state(one)).rows
     assert [row["clients"] for row in rows] == [5, 4, 5]
@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_encoded_messages() -> None:
                 messages.append(reply)
                 yield state, reply
 
-    _, (done,) = trained(one, role=Listening(one.scheme, one.blueprint))
+    _, (done,) = trained(one, role=Listening(one.scheme, one.architecture))
     request, *replies = messages
     assert len(replies) == 3
     assert done.gathered.bytes_down == 3 * len(encode(request))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fedveil.config import RunConfig
 from fedveil.downlink import Broadcast
 from fedveil.engine import ClientPool
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
@@ -38,12 +38,12 @@ from fedveil.protocol.parts import RoundContext, planned
 from fedveil.protocol.phases import Gathered, RoundBegins, RoundDone
 from fedveil.runs.job import Guard, Job, ModelFacts, assemble_job
 from fedveil.runs.loop import client_role
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
-from fedveil.work.messages import Bench, ClientData
+from fedveil.work.messages import ClientData, Workspace
 from uplink.masking import epoch_of, nonces_of
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
@@ -92,17 +92,17 @@ class Remembered:
         self.returns, self.unit, self.clip, self.largest = work.returns, work.unit, work.clip, work.largest
         self.sensitivity, self.layout = work.sensitivity, work.layout
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         key = (id(broadcast), id(data))  # both are kept, so that no other object takes their place
         if key not in self._done:
-            self._done[key] = (broadcast, data, self._work.run(bench, broadcast, data, round=round))
+            self._done[key] = (broadcast, data, self._work.run(workspace, broadcast, data, round=round))
         return self._done[key][2]
 
     def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor]]:
         for position, data in enumerate(clients):
-            yield position, self.run(bench, broadcast, data, round=round)
+            yield position, self.run(workspace, broadcast, data, round=round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ class Seen:
 
     residue: dict[int, Tensor]
     shift: Tensor
-    covering: Covering
+    noise_layout: NoiseLayout
     context: RoundContext
     states: Sequence[ClientState]
     step: float
@@ -130,7 +130,7 @@ class Table:
         self.role = client_role(replace(one, guard=Guard(policy=Policy())))
         self.honest, self.canary = worlds(len(one.pool))
         self.states = [ClientState(data.client) for data in self.honest]
-        self.bench = Bench(one.blueprint, one.scheme.layout(one.blueprint))
+        self.workspace = Workspace(one.architecture, one.scheme.layout(one.architecture))
         self.cohort = tuple(range(len(self.honest)))
         self.ratios: list[float] = []
         self.round = 0
@@ -158,7 +158,7 @@ class Table:
         """The model as clients see it; the server knows what it hid."""
         one = self.job
         stream = one.secrets.stream("veil", self.round)
-        return one.scheme.downlink.veil(one.blueprint, one.weights, stream=stream, head_level=None).broadcast()
+        return one.scheme.downlink.veil(one.architecture, one.weights, stream=stream, head_level=None).broadcast()
 
     def play(self, changed: bool) -> Seen:
         """One round in one of the two worlds."""
@@ -176,22 +176,22 @@ class Table:
             self.states[state.client] = state
             sent[state.client] = reply.payload
         work = one.scheme.work
-        bare = [work.run(self.bench, train.broadcast, own, round=number) for own in (*self.honest, self.canary)]
+        bare = [work.run(self.workspace, train.broadcast, own, round=number) for own in (*self.honest, self.canary)]
         shift = (bare[-1] - bare[0])[:-1]
         context = RoundContext(number, 0, self.cohort, self.directory, self.beacon)
         plan = one.scheme.uplink.plan
         assert plan is not None
-        covering = planned(plan, context, one.scheme.work)
-        self.ratios.append(float(shift.norm() / covering.sensitivity[0]))
-        codec = gridded(plan, context, one.scheme.terms(one.blueprint))
+        noise_layout = planned(plan, context, one.scheme.work)
+        self.ratios.append(float(shift.norm() / noise_layout.sensitivity[0]))
+        codec = gridded(plan, context, one.scheme.terms(one.architecture))
         residue = {k: sent[k].double()[:-1] * codec.step - bare[k][:-1] for k in sent}
-        return Seen(residue, shift, covering, context, tuple(self.states), codec.step)
+        return Seen(residue, shift, noise_layout, context, tuple(self.states), codec.step)
 
 
-def sigma_of(covering: Covering, left_out: set[frozenset[int]]) -> np.ndarray:
+def sigma_of(noise_layout: NoiseLayout, left_out: set[frozenset[int]]) -> np.ndarray:
     """Σ over all members, without the pairs whose noise is known."""
-    sigma = np.diag(covering.residual)
-    for i, j, pair in zip(covering.first.tolist(), covering.second.tolist(), covering.pairs, strict=True):
+    sigma = np.diag(noise_layout.residual)
+    for i, j, pair in zip(noise_layout.first.tolist(), noise_layout.second.tolist(), noise_layout.pairs, strict=True):
         if frozenset((i, j)) not in left_out:
             sigma[[i, j], [i, j]] += pair
             sigma[[i, j], [j, i]] -= pair
@@ -201,7 +201,7 @@ def sigma_of(covering: Covering, left_out: set[frozenset[int]]) -> np.ndarray:
 def shared_noise(seen: Seen, one: int, other: int, by: int) -> Tensor:
     """What `one` added for the sake of `other`, by the keys of `by`, who is one of them."""
     seed = pair_seed(seen.states[by], one if by == other else other, seen.context)
-    variance = dict(partners(seen.covering, one))[other]
+    variance = dict(partners(seen.noise_layout, one))[other]
     words = np.zeros(len(seen.shift), dtype=np.uint64)
     add_shared(words, seed, client=one, peer=other, variance=variance, step=seen.step)
     return torch.from_numpy(words.view(np.int64)).double() * seen.step
@@ -220,14 +220,14 @@ def server(seen: Seen, *, colluding: Sequence[int] = (), late: bool = False) -> 
             (other,) = pair - {one}
             by = other if other in informers else one
             view[one] -= shared_noise(seen, one, other, by)
-    inverse = np.linalg.inv(sigma_of(seen.covering, left_out)[np.ix_(honest, honest)])
+    inverse = np.linalg.inv(sigma_of(seen.noise_layout, left_out)[np.ix_(honest, honest)])
     score = sum(inverse[0, at] * float(view[k] @ seen.shift) for at, k in enumerate(honest))
     return score, float(inverse[0, 0]) * float(seen.shift @ seen.shift)
 
 
 def one_upload(seen: Seen) -> tuple[float, float]:
     """Looks at client 0's upload alone, and hopes that there is no pair noise on it."""
-    variance = float(seen.covering.residual[0])
+    variance = float(seen.noise_layout.residual[0])
     return float(seen.residue[0] @ seen.shift) / variance, float(seen.shift @ seen.shift) / variance
 
 
@@ -236,10 +236,10 @@ def another_client(seen: Seen, *, one: Job) -> tuple[float, float]:
     words = np.zeros(len(seen.shift), dtype=np.uint64)
     secrets, plan = one.secrets.branch("clients"), one.scheme.uplink.plan  # type: ignore[attr-defined]
     assert plan is not None
-    add_residual(words, 1, plan, seen.context, one.scheme.terms(one.blueprint), secrets=secrets)
+    add_residual(words, 1, plan, seen.context, one.scheme.terms(one.architecture), secrets=secrets)
     own = torch.from_numpy(words.view(np.int64)).double() * seen.step
     total = torch.stack(list(seen.residue.values())).sum(0) - own
-    variance = float(seen.covering.residual.sum() - seen.covering.residual[1])
+    variance = float(seen.noise_layout.residual.sum() - seen.noise_layout.residual[1])
     return float(total @ seen.shift) / variance, float(seen.shift @ seen.shift) / variance
 
 
@@ -271,15 +271,15 @@ def played(one: Job, view: View, *, games: int, rounds: int) -> Estimate:
 
 def ledger_mu(one: Job, adversary: str, *, rounds: int, late: bool = False) -> float:
     """What the ledger says after a run of `rounds`; with `late`, client 0 was repaired for in each."""
-    books = Books(one)
+    privacy_journal = PrivacyJournal(one)
     cohort = tuple(range(len(one.pool)))
     revealed = tuple((0, k) for k in cohort[1:]) if late else ()
     arrived = cohort[1:] if late else cohort
     for number in range(rounds):
-        books.begin(RoundBegins(number, 0, cohort))
+        privacy_journal.begin(RoundBegins(number, 0, cohort))
         gathered = Gathered(arrived, {}, (), 0, 0)
-        books.end(RoundDone(number, None, cohort, gathered, revealed=revealed))
-    mu = books.ledger().line(adversary).mu
+        privacy_journal.end(RoundDone(number, None, cohort, gathered, revealed=revealed))
+    mu = privacy_journal.ledger().line(adversary).mu
     assert mu is not None
     return mu
 
@@ -391,4 +391,4 @@ def test_the_canary_moves_its_clients_upload_by_the_whole_sensitivity_and_no_oth
     table = Table(job_of("veil-dp", 1, cover="noise", spread=4.0))
     bare = [table.play(changed=False) for _ in range(3)]
     assert min(table.ratios) >= 0.99
-    assert all(float(seen.covering.sensitivity[0]) == 2 * CLIP * (1 + ROUNDING) for seen in bare)
+    assert all(float(seen.noise_layout.sensitivity[0]) == 2 * CLIP * (1 + ROUNDING) for seen in bare)

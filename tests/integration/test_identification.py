@@ -77,7 +77,7 @@ def models() -> list[int]:
             for central in (one.scheme.central, None):
                 server = ServerRole(
                     replace(one.scheme, central=central),
-                    one.blueprint,
+                    one.architecture,
                     fresh_state(one),
                     secrets=one.secrets,
                     cohort=one.cohort,
@@ -111,13 +111,13 @@ def test_the_game_is_won_where_noise_is_made_in_floating_point(monkeypatch: pyte
     """The test would notice: with Box and Muller's numbers, as they were, every game is won."""
 
     def real(words: NDArray[np.uint64], client: int, plan: Any, context: Any, terms: Any, *, secrets: Any) -> None:
-        covering = planned(plan, context, terms.work)
+        noise_layout = planned(plan, context, terms.work)
         seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
         drawn = WordStream(seed).take((len(words) + 1) // 2)
         radius = np.sqrt(-2 * np.log(((drawn >> np.uint64(24)) + 0.5) / 2.0**40))
         angle = (drawn & np.uint64(2**24 - 1)) * (2 * np.pi / 2.0**24)
         noise = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[: len(words)]
-        noise *= float(covering.residual[covering.members.index(client)]) ** 0.5
+        noise *= float(noise_layout.residual[noise_layout.members.index(client)]) ** 0.5
         words += np.rint(noise / gridded(plan, context, terms).step).astype(np.int64).view(np.uint64)
 
     monkeypatch.setattr(noised, "add_residual", real)

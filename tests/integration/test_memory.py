@@ -27,7 +27,7 @@ job = job_from_config(config)
 before = peak()
 outcome = train_job(job, state=fresh_state(job))
 print(json.dumps({
-    "peak": peak(), "setup": before, "arrived": outcome.rows[0]["clients"], "parameters": job.blueprint.size,
+    "peak": peak(), "setup": before, "arrived": outcome.rows[0]["clients"], "parameters": job.architecture.size,
     "upload": outcome.rows[0]["bytes_up"],
 }))
 """

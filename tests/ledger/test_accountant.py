@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
-from fedveil.ledger.correlated import Covering, by_peer, central, charges, only, worst_collusion
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
+from fedveil.ledger.correlated import NoiseLayout, by_peer, central, charges, only, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of, mu_of
 
 few = settings(deadline=None, max_examples=50)
 
 
-def covering(
+def noise_layout(
     residual: list[float], *, pair: float = 0.0, reach: list[float] | None = None, summed: bool = False
-) -> Covering:
+) -> NoiseLayout:
     """Clients 0, 1, 2, …, every two of which share noise of variance `pair`."""
     size = len(residual)
     first, second = np.triu_indices(size, k=1)
@@ -27,13 +27,13 @@ def covering(
         first = second = np.empty(0, dtype=np.int64)
     sensitivity = np.ones(size) if reach is None else np.array(reach)
     pairs = np.full(len(first), pair)
-    return Covering(tuple(range(size)), sensitivity, np.array(residual), first, second, pairs, summed)
+    return NoiseLayout(tuple(range(size)), sensitivity, np.array(residual), first, second, pairs, summed)
 
 
-EVEN = covering([1.0] * 5, pair=4.0)
+EVEN = noise_layout([1.0] * 5, pair=4.0)
 
 
-def noise_left(found: Covering, arrived: set[int], knows: int, revealed: frozenset[frozenset[int]]) -> float:
+def noise_left(found: NoiseLayout, arrived: set[int], knows: int, revealed: frozenset[frozenset[int]]) -> float:
     """The variance in the sum of what arrived that member `knows` does not know, term by term."""
     noise = sum(found.residual[k] for k in arrived if k != knows)
     for i, j, pair in zip(found.first.tolist(), found.second.tolist(), found.pairs, strict=True):
@@ -52,7 +52,7 @@ def noise_left(found: Covering, arrived: set[int], knows: int, revealed: frozens
 def test_another_client_takes_what_it_knows_out_of_the_sum(
     residual: list[float], pair: float, data: st.DataObject
 ) -> None:
-    found = covering(residual, pair=pair, reach=[1.0 + k for k in range(len(residual))])
+    found = noise_layout(residual, pair=pair, reach=[1.0 + k for k in range(len(residual))])
     members = list(range(len(residual)))
     arrived = set(data.draw(st.lists(st.sampled_from(members), unique=True, min_size=1)))
     gone = [k for k in members if k not in arrived]
@@ -73,35 +73,35 @@ def test_another_client_takes_what_it_knows_out_of_the_sum(
 
 
 def test_the_server_sees_every_upload_also_one_that_did_not_arrive() -> None:
-    account = Account(5)
-    account.charge(EVEN, arrived=(0, 1, 2))
-    assert account.spent[SERVER] == pytest.approx(charges(EVEN))
+    accountant = Accountant(5)
+    accountant.charge(EVEN, arrived=(0, 1, 2))
+    assert accountant.spent[SERVER] == pytest.approx(charges(EVEN))
 
 
 def test_a_server_that_is_honest_about_arrivals_has_not_seen_the_missing() -> None:
-    account = Account(5, honest_arrivals=True)
-    account.charge(EVEN, arrived=(0, 1, 2))
-    assert account.spent[SERVER] == pytest.approx(charges(EVEN, arrived=(0, 1, 2)))
-    assert account.spent[SERVER][3:].tolist() == [0, 0]
+    accountant = Accountant(5, honest_arrivals=True)
+    accountant.charge(EVEN, arrived=(0, 1, 2))
+    assert accountant.spent[SERVER] == pytest.approx(charges(EVEN, arrived=(0, 1, 2)))
+    assert accountant.spent[SERVER][3:].tolist() == [0, 0]
 
 
 def test_revealed_pairs_leave_the_missing_their_residual_noise_alone() -> None:
     revealed = [(k, 4) for k in range(4)]
-    account = Account(5)
-    account.charge(EVEN, arrived=(0, 1, 2, 3), revealed=revealed)
-    assert account.spent[SERVER][4] == pytest.approx(1.0)
-    assert account.spent[SERVER][0] == pytest.approx(charges(covering([1.0] * 4, pair=4.0))[0])
+    accountant = Accountant(5)
+    accountant.charge(EVEN, arrived=(0, 1, 2, 3), revealed=revealed)
+    assert accountant.spent[SERVER][4] == pytest.approx(1.0)
+    assert accountant.spent[SERVER][0] == pytest.approx(charges(noise_layout([1.0] * 4, pair=4.0))[0])
 
 
 @pytest.mark.parametrize("honest", [False, True])
 def test_under_masks_the_sum_lacks_the_noise_of_whoever_is_missing(honest: bool) -> None:
     """Nothing but the sum is ever seen, so the missing pay nothing and the others more."""
-    masked = covering([1.0] * 6, summed=True)
-    account = Account(6, collusion=0.3, honest_arrivals=honest)
-    account.charge(masked, arrived=(0, 1, 2, 3))
-    assert account.spent[SERVER] == pytest.approx([1 / 4] * 4 + [0, 0])
-    assert account.spent[COLLUSION] == pytest.approx([1 / 2] * 4 + [0, 0])
-    assert account.spent[CLIENTS] == pytest.approx([1 / 2] * 4 + [0, 0])
+    masked = noise_layout([1.0] * 6, summed=True)
+    accountant = Accountant(6, collusion=0.3, honest_arrivals=honest)
+    accountant.charge(masked, arrived=(0, 1, 2, 3))
+    assert accountant.spent[SERVER] == pytest.approx([1 / 4] * 4 + [0, 0])
+    assert accountant.spent[COLLUSION] == pytest.approx([1 / 2] * 4 + [0, 0])
+    assert accountant.spent[CLIENTS] == pytest.approx([1 / 2] * 4 + [0, 0])
 
 
 @few
@@ -114,10 +114,10 @@ def test_under_masks_the_sum_lacks_the_noise_of_whoever_is_missing(honest: bool)
 def test_colluders_are_charged_for_at_least_as_much_as_any_of_their_sets_sees(
     residual: list[float], collusion: float, honest: bool, data: st.DataObject
 ) -> None:
-    found = covering(residual, pair=3.0)
+    found = noise_layout(residual, pair=3.0)
     arrived = data.draw(st.lists(st.sampled_from(found.members), unique=True, min_size=2))
-    account = Account(len(residual), collusion=collusion, honest_arrivals=honest)
-    price = account.prices(found, arrived=arrived)[COLLUSION]
+    accountant = Accountant(len(residual), collusion=collusion, honest_arrivals=honest)
+    price = accountant.prices(found, arrived=arrived)[COLLUSION]
     count = math.ceil(collusion * len(residual) - 1e-9)
     for colluding in combinations(found.members, min(count, len(residual) - 1)):
         seen = charges(found, arrived=arrived if honest else None, colluding=colluding)
@@ -133,85 +133,85 @@ def test_only_those_who_arrived_keep_their_pairs() -> None:
 
 
 def test_a_trusted_server_adds_all_of_the_noise_whoever_stays_away() -> None:
-    account = Account(4, trusted=True)
-    assert account.adversaries == (CLIENTS,)
-    account.charge(covering([1.0] * 4, summed=True), arrived=(0, 2))
-    assert account.spent[CLIENTS].tolist() == pytest.approx([0.25, 0, 0.25, 0])
+    accountant = Accountant(4, trusted=True)
+    assert accountant.adversaries == (CLIENTS,)
+    accountant.charge(noise_layout([1.0] * 4, summed=True), arrived=(0, 2))
+    assert accountant.spent[CLIENTS].tolist() == pytest.approx([0.25, 0, 0.25, 0])
 
 
 def test_clients_do_not_see_a_sum_that_was_not_published() -> None:
-    account = Account(5)
-    account.charge(EVEN, published=False)
-    assert account.spent[CLIENTS].max() == 0
-    assert account.spent[SERVER].min() > 0
-    trusted = Account(5, trusted=True)
-    trusted.charge(covering([1.0] * 5, summed=True), published=False)
+    accountant = Accountant(5)
+    accountant.charge(EVEN, published=False)
+    assert accountant.spent[CLIENTS].max() == 0
+    assert accountant.spent[SERVER].min() > 0
+    trusted = Accountant(5, trusted=True)
+    trusted.charge(noise_layout([1.0] * 5, summed=True), published=False)
     assert trusted.spent[CLIENTS].max() == 0
 
 
 def test_every_round_and_every_repetition_is_charged() -> None:
-    account = Account(5)
+    accountant = Accountant(5)
     for _ in range(3):
-        account.charge(EVEN)
-    assert account.rounds == 3
-    assert account.spent[SERVER] == pytest.approx(3 * charges(EVEN))
-    client, mu = account.worst(SERVER)
+        accountant.charge(EVEN)
+    assert accountant.rounds == 3
+    assert accountant.spent[SERVER] == pytest.approx(3 * charges(EVEN))
+    client, mu = accountant.worst(SERVER)
     assert mu == pytest.approx(math.sqrt(3 * charges(EVEN)[client]))
-    assert account.epsilon(SERVER, 1e-5) == epsilon_of(mu, 1e-5)
+    assert accountant.epsilon(SERVER, 1e-5) == epsilon_of(mu, 1e-5)
 
 
 def test_only_members_of_the_round_pay() -> None:
-    part = Covering((1, 3), np.ones(2), np.ones(2), np.array([0]), np.array([1]), np.ones(1))
-    account = Account(5)
-    account.charge(part)
-    assert (account.spent[SERVER] > 0).tolist() == [False, True, False, True, False]
+    part = NoiseLayout((1, 3), np.ones(2), np.ones(2), np.array([0]), np.array([1]), np.ones(1))
+    accountant = Accountant(5)
+    accountant.charge(part)
+    assert (accountant.spent[SERVER] > 0).tolist() == [False, True, False, True, False]
 
 
 def test_a_client_that_would_exceed_the_limit_is_named_and_nobody_is_charged_for_asking() -> None:
     price = float(charges(EVEN)[0])
-    account = Account(5, limit=2.5 * price)
-    account.spent[SERVER][3] = 2 * price
-    assert account.exceeded_by(EVEN) == {3}
-    assert account.spent[SERVER][0] == 0
-    assert Account(5).exceeded_by(EVEN) == set()
+    accountant = Accountant(5, limit=2.5 * price)
+    accountant.spent[SERVER][3] = 2 * price
+    assert accountant.exceeded_by(EVEN) == {3}
+    assert accountant.spent[SERVER][0] == 0
+    assert Accountant(5).exceeded_by(EVEN) == set()
 
 
 def test_the_limit_holds_against_every_adversary() -> None:
     """Strong pairs hide uploads from the server, but another client knows a fifth of the sum's noise."""
-    strong = covering([1.0] * 5, pair=1e6)
+    strong = noise_layout([1.0] * 5, pair=1e6)
     by_server, by_another = float(charges(strong)[0]), float(by_peer(strong)[0])
     assert by_server < by_another
-    account = Account(5, limit=(by_server + by_another) / 2)
-    assert account.exceeded_by(strong) == set(range(5))
+    accountant = Accountant(5, limit=(by_server + by_another) / 2)
+    assert accountant.exceeded_by(strong) == set(range(5))
 
 
 def test_a_limit_reached_exactly_is_not_exceeded() -> None:
-    account = Account(5, limit=4 * max(float(by_peer(EVEN).max()), float(charges(EVEN).max())))
+    accountant = Accountant(5, limit=4 * max(float(by_peer(EVEN).max()), float(charges(EVEN).max())))
     for _ in range(4):
-        assert account.exceeded_by(EVEN) == set()
-        account.charge(EVEN)
-    assert account.exceeded_by(EVEN) == set(range(5))
+        assert accountant.exceeded_by(EVEN) == set()
+        accountant.charge(EVEN)
+    assert accountant.exceeded_by(EVEN) == set(range(5))
 
 
 def test_an_estimate_is_not_called_a_proof() -> None:
     size = 40
     ring = np.arange(size)
-    sparse = Covering(tuple(range(size)), np.ones(size), np.ones(size), ring, (ring + 1) % size, np.full(size, 9.0))
-    account = Account(size, collusion=0.2)
-    account.charge(sparse)
-    assert not account.certified
-    assert "colluders may do better" in account.how
-    sure = Account(5, collusion=0.2)
+    sparse = NoiseLayout(tuple(range(size)), np.ones(size), np.ones(size), ring, (ring + 1) % size, np.full(size, 9.0))
+    accountant = Accountant(size, collusion=0.2)
+    accountant.charge(sparse)
+    assert not accountant.certified
+    assert "colluders may do better" in accountant.how
+    sure = Accountant(5, collusion=0.2)
     sure.charge(EVEN)
     assert sure.certified
     assert sure.spent[COLLUSION] == pytest.approx(worst_collusion(EVEN, 1).mu2)
 
 
 def test_what_nothing_covers_costs_infinitely_much() -> None:
-    bare = covering([0.0, 1.0])
-    account = Account(2, limit=mu_of(3.0, 1e-5) ** 2)
-    assert account.exceeded_by(bare) >= {0}
-    account.charge(bare)
-    assert account.worst(SERVER) == (0, math.inf)
-    assert account.epsilon(SERVER, 1e-5) == math.inf
+    bare = noise_layout([0.0, 1.0])
+    accountant = Accountant(2, limit=mu_of(3.0, 1e-5) ** 2)
+    assert accountant.exceeded_by(bare) >= {0}
+    accountant.charge(bare)
+    assert accountant.worst(SERVER) == (0, math.inf)
+    assert accountant.epsilon(SERVER, 1e-5) == math.inf
     assert central(bare)[0] == pytest.approx(1.0)

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError
 from fedveil.ledger import correlated
-from fedveil.ledger.correlated import Covering, _complete_bound, central, charges, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, _complete_bound, central, charges, worst_collusion
 
 few = settings(deadline=None, max_examples=60)
 
 
-def covering_of(weights: np.ndarray, residual: np.ndarray, sensitivity: np.ndarray | None = None) -> Covering:
+def covering_of(weights: np.ndarray, residual: np.ndarray, sensitivity: np.ndarray | None = None) -> NoiseLayout:
     """From a symmetric matrix of pair variances; the clients are numbered 10, 13, 16, …"""
     first, second = np.nonzero(np.triu(weights))
     members = tuple(range(10, 10 + 3 * len(residual), 3))
     sensitivity = np.ones(len(residual)) if sensitivity is None else sensitivity
-    return Covering(members, sensitivity, residual, first, second, weights[first, second])
+    return NoiseLayout(members, sensitivity, residual, first, second, weights[first, second])
 
 
-def complete(size: int, *, pair: float, residual: float = 1.0) -> Covering:
+def complete(size: int, *, pair: float, residual: float = 1.0) -> NoiseLayout:
     return covering_of(pair * (1 - np.eye(size)), np.full(size, residual))
 
 
@@ -44,12 +44,12 @@ def random_out(random: np.random.Generator, size: int, out: int) -> np.ndarray:
 def theta(edges: np.ndarray, ratio: float, colluding: tuple[int, ...] = ()) -> float:
     """The worst charge in units of the central limit."""
     size = len(edges)
-    covering = covering_of(edges * ratio / size, np.full(size, 1 / size))
-    return float(charges(covering, colluding=[covering.members[i] for i in colluding]).max())
+    noise_layout = covering_of(edges * ratio / size, np.full(size, 1 / size))
+    return float(charges(noise_layout, colluding=[noise_layout.members[i] for i in colluding]).max())
 
 
 @st.composite
-def coverings(draw: st.DrawFn) -> Covering:
+def coverings(draw: st.DrawFn) -> NoiseLayout:
     size = draw(st.integers(1, 8))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     scale = 10.0 ** random.uniform(-3, 3, (size, size))
@@ -58,22 +58,22 @@ def coverings(draw: st.DrawFn) -> Covering:
 
 
 def by_hand(
-    covering: Covering, arrived: set[int], revealed: set[tuple[int, int]], colluding: set[int]
+    noise_layout: NoiseLayout, arrived: set[int], revealed: set[tuple[int, int]], colluding: set[int]
 ) -> dict[int, float]:
     """Build Σ over the honest, delete absent rows and columns, invert."""
-    honest = [i for i, member in enumerate(covering.members) if member not in colluding]
-    sigma = np.diag(covering.residual)
-    for first, second, pair in zip(covering.first, covering.second, covering.pairs, strict=True):
-        ends = covering.members[first], covering.members[second]
+    honest = [i for i, member in enumerate(noise_layout.members) if member not in colluding]
+    sigma = np.diag(noise_layout.residual)
+    for first, second, pair in zip(noise_layout.first, noise_layout.second, noise_layout.pairs, strict=True):
+        ends = noise_layout.members[first], noise_layout.members[second]
         if colluding & set(ends) or ends in revealed or ends[::-1] in revealed:
             continue
         sigma[first, first] += pair
         sigma[second, second] += pair
         sigma[first, second] -= pair
         sigma[second, first] -= pair
-    seen = [i for i in honest if covering.members[i] in arrived]
+    seen = [i for i in honest if noise_layout.members[i] in arrived]
     inverse = np.linalg.inv(sigma[np.ix_(seen, seen)])
-    return {covering.members[i]: covering.sensitivity[i] ** 2 * inverse[at, at] for at, i in enumerate(seen)}
+    return {noise_layout.members[i]: noise_layout.sensitivity[i] ** 2 * inverse[at, at] for at, i in enumerate(seen)}
 
 
 def test_the_checked_numbers() -> None:
@@ -89,39 +89,43 @@ def test_the_checked_numbers() -> None:
     assert theta(another, 1000, colluding) == pytest.approx(1.55, abs=5e-3)
 
 
-@given(covering=coverings(), data=st.data())
+@given(noise_layout=coverings(), data=st.data())
 @few
-def test_charges_are_the_inverse_with_colluders_reveals_and_deletions(covering: Covering, data: st.DataObject) -> None:
-    members = st.sets(st.sampled_from(covering.members))
+def test_charges_are_the_inverse_with_colluders_reveals_and_deletions(
+    noise_layout: NoiseLayout, data: st.DataObject
+) -> None:
+    members = st.sets(st.sampled_from(noise_layout.members))
     arrived, colluding = data.draw(members), data.draw(members)
-    revealed = data.draw(st.sets(st.tuples(st.sampled_from(covering.members), st.sampled_from(covering.members))))
-    ours = charges(covering, arrived=arrived, revealed=revealed, colluding=colluding)
-    expected = by_hand(covering, arrived, revealed, colluding)
-    for member, value in zip(covering.members, ours, strict=True):
+    revealed = data.draw(
+        st.sets(st.tuples(st.sampled_from(noise_layout.members), st.sampled_from(noise_layout.members)))
+    )
+    ours = charges(noise_layout, arrived=arrived, revealed=revealed, colluding=colluding)
+    expected = by_hand(noise_layout, arrived, revealed, colluding)
+    for member, value in zip(noise_layout.members, ours, strict=True):
         assert value == pytest.approx(expected.get(member, 0.0), rel=1e-6)
 
 
-@given(covering=coverings(), data=st.data())
+@given(noise_layout=coverings(), data=st.data())
 @few
-def test_a_missing_upload_never_raises_a_charge(covering: Covering, data: st.DataObject) -> None:
-    arrived = data.draw(st.sets(st.sampled_from(covering.members)))
-    assert np.all(charges(covering, arrived=arrived) <= charges(covering) * (1 + 1e-6))
+def test_a_missing_upload_never_raises_a_charge(noise_layout: NoiseLayout, data: st.DataObject) -> None:
+    arrived = data.draw(st.sets(st.sampled_from(noise_layout.members)))
+    assert np.all(charges(noise_layout, arrived=arrived) <= charges(noise_layout) * (1 + 1e-6))
 
 
-@given(covering=coverings(), data=st.data())
+@given(noise_layout=coverings(), data=st.data())
 @few
-def test_a_revealed_seed_never_lowers_a_charge(covering: Covering, data: st.DataObject) -> None:
-    every = list(combinations(covering.members, 2)) or [(covering.members[0], covering.members[0])]
+def test_a_revealed_seed_never_lowers_a_charge(noise_layout: NoiseLayout, data: st.DataObject) -> None:
+    every = list(combinations(noise_layout.members, 2)) or [(noise_layout.members[0], noise_layout.members[0])]
     revealed = data.draw(st.sets(st.sampled_from(every)))
-    assert np.all(charges(covering, revealed=revealed) >= charges(covering) * (1 - 1e-6))
+    assert np.all(charges(noise_layout, revealed=revealed) >= charges(noise_layout) * (1 - 1e-6))
 
 
-@given(covering=coverings())
+@given(noise_layout=coverings())
 @few
-def test_charges_lie_between_the_sum_alone_and_no_pair_noise(covering: Covering) -> None:
-    ours = charges(covering)
-    assert np.all(ours >= central(covering) * (1 - 1e-6))
-    assert np.all(ours <= covering.sensitivity**2 / covering.residual * (1 + 1e-6))
+def test_charges_lie_between_the_sum_alone_and_no_pair_noise(noise_layout: NoiseLayout) -> None:
+    ours = charges(noise_layout)
+    assert np.all(ours >= central(noise_layout) * (1 - 1e-6))
+    assert np.all(ours <= noise_layout.sensitivity**2 / noise_layout.residual * (1 + 1e-6))
 
 
 @pytest.mark.parametrize("strength", [1.0, 1e6, 1e12, 1e18])
@@ -151,59 +155,63 @@ def test_badly_balanced_pairs_still_give_a_bound() -> None:
     weights[0, 1] = weights[1, 2] = weights[3, 4] = weights[4, 5] = 1e11
     weights[2, 3] = 1e-9
     # A bare inverse would need a margin of a few per cent.
-    covering = covering_of(weights + weights.T, np.ones(6))
-    assert charges(covering) == pytest.approx(np.full(6, 1 / 3), rel=2e-3)
-    assert np.all(charges(covering) >= 1 / 3 * (1 - 1e-8))  # less the thread's own part
+    noise_layout = covering_of(weights + weights.T, np.ones(6))
+    assert charges(noise_layout) == pytest.approx(np.full(6, 1 / 3), rel=2e-3)
+    assert np.all(charges(noise_layout) >= 1 / 3 * (1 - 1e-8))  # less the thread's own part
 
 
 def test_what_nothing_covers_is_charged_without_limit() -> None:
     weights = np.zeros((5, 5))
     weights[0, 1] = weights[1, 0] = weights[2, 3] = weights[3, 2] = 7.0
-    covering = covering_of(weights, np.array([0.0, 0.0, 0.0, 2.0, 0.0]))
+    noise_layout = covering_of(weights, np.array([0.0, 0.0, 0.0, 2.0, 0.0]))
     # 0 and 1 share noise that cancels; 2 is covered through 3; 4 stands bare.
-    assert charges(covering).tolist() == pytest.approx([math.inf, math.inf, 1 / 2 + 1 / 7, 1 / 2, math.inf])
+    assert charges(noise_layout).tolist() == pytest.approx([math.inf, math.inf, 1 / 2 + 1 / 7, 1 / 2, math.inf])
     # Without the upload of 1 nothing cancels the pair noise on 0.
-    assert charges(covering, arrived=[10, 16, 19])[0] == pytest.approx(1 / 7)
+    assert charges(noise_layout, arrived=[10, 16, 19])[0] == pytest.approx(1 / 7)
 
 
 def test_one_who_releases_nothing_sensitive_is_never_charged() -> None:
-    covering = covering_of(np.zeros((2, 2)), np.zeros(2), np.array([0.0, 1.0]))
-    assert charges(covering).tolist() == [0.0, math.inf]
-    assert central(covering).tolist() == [0.0, math.inf]
+    noise_layout = covering_of(np.zeros((2, 2)), np.zeros(2), np.array([0.0, 1.0]))
+    assert charges(noise_layout).tolist() == [0.0, math.inf]
+    assert central(noise_layout).tolist() == [0.0, math.inf]
 
 
 def test_a_repaired_client_whose_upload_is_late_stands_on_its_residual_noise() -> None:
-    covering = complete(4, pair=100.0, residual=0.5)
-    late = covering.members[2]
-    repaired = [(late, other) for other in covering.members if other != late]
-    charged = charges(covering, revealed=repaired)
+    noise_layout = complete(4, pair=100.0, residual=0.5)
+    late = noise_layout.members[2]
+    repaired = [(late, other) for other in noise_layout.members if other != late]
+    charged = charges(noise_layout, revealed=repaired)
     assert charged[2] == pytest.approx(2.0)
     assert np.all(charged[[0, 1, 3]] < 0.7)
 
 
 def test_large_and_small_graphs_are_charged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     edges = random_out(np.random.default_rng(1), 200, 4)
-    covering = covering_of(edges * 50, np.random.default_rng(2).uniform(0.5, 2, 200))
-    dense = charges(covering)
+    noise_layout = covering_of(edges * 50, np.random.default_rng(2).uniform(0.5, 2, 200))
+    dense = charges(noise_layout)
     monkeypatch.setattr(correlated, "DENSE_UP_TO", 10)
     monkeypatch.setattr(correlated, "DENSE_UP_TO_IF_FULL", 10)
-    large = charges(covering)
+    large = charges(noise_layout)
     assert np.all(large >= dense * (1 - 1e-9))
     assert np.all(large <= dense * (1 + 2e-3))
 
 
 def test_the_sum_alone_is_covered_by_all_residual_noise() -> None:
-    covering = covering_of(np.ones((4, 4)) - np.eye(4), np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 1.0, 2.0, 2.0]))
-    assert central(covering) == pytest.approx([0.1, 0.1, 0.4, 0.4])
-    assert central(covering, arrived=[10, 16, 19], known=[19]) == pytest.approx([1 / 4, 0, 1, 0])
+    noise_layout = covering_of(
+        np.ones((4, 4)) - np.eye(4), np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 1.0, 2.0, 2.0])
+    )
+    assert central(noise_layout) == pytest.approx([0.1, 0.1, 0.4, 0.4])
+    assert central(noise_layout, arrived=[10, 16, 19], known=[19]) == pytest.approx([1 / 4, 0, 1, 0])
 
 
 def test_masked_uploads_are_charged_as_their_sum() -> None:
     nobody = np.empty(0, dtype=np.int64)
-    covering = Covering((1, 2, 3), np.ones(3), np.array([1.0, 2.0, 3.0]), nobody, nobody, np.empty(0), summed=True)
-    assert charges(covering) == pytest.approx(np.full(3, 1 / 6))
-    assert charges(covering, colluding=[3]) == pytest.approx([1 / 3, 1 / 3, 0])
-    assert worst_collusion(covering, 1).mu2 == pytest.approx([1 / 3, 1 / 3, 1 / 4])
+    noise_layout = NoiseLayout(
+        (1, 2, 3), np.ones(3), np.array([1.0, 2.0, 3.0]), nobody, nobody, np.empty(0), summed=True
+    )
+    assert charges(noise_layout) == pytest.approx(np.full(3, 1 / 6))
+    assert charges(noise_layout, colluding=[3]) == pytest.approx([1 / 3, 1 / 3, 0])
+    assert worst_collusion(noise_layout, 1).mu2 == pytest.approx([1 / 3, 1 / 3, 1 / 4])
 
 
 @pytest.mark.parametrize("strength", [1.0, 1000.0])
@@ -214,14 +222,14 @@ def test_every_single_colluder_is_tried_at_once_on_a_sparse_graph(size: int, str
     first, second = np.concatenate([[0], ring, [1, 2]]), np.concatenate([[1], ring + 1, [size - 1, size - 2]])
     residual = np.linspace(1, 2, size) / size
     pairs = np.full(len(first), strength / size)
-    covering = Covering(tuple(range(size)), np.linspace(1, 3, size), residual, first, second, pairs)
-    found = worst_collusion(covering, 1)
-    one_by_one = np.maximum.reduce([charges(covering, colluding=(one,)) for one in range(size)])
+    noise_layout = NoiseLayout(tuple(range(size)), np.linspace(1, 3, size), residual, first, second, pairs)
+    found = worst_collusion(noise_layout, 1)
+    one_by_one = np.maximum.reduce([charges(noise_layout, colluding=(one,)) for one in range(size)])
     assert found.certified
     assert found.mu2 == pytest.approx(one_by_one, rel=1e-9)
     assert (found.mu2 >= one_by_one * (1 - 1e-13)).all()
     assert found.mu2[0] == pytest.approx(1 / residual[0])
-    larger = replace(covering, residual=residual * 7.3, pairs=pairs * 7.3)
+    larger = replace(noise_layout, residual=residual * 7.3, pairs=pairs * 7.3)
     assert 7.3 * worst_collusion(larger, 1).mu2 == pytest.approx(found.mu2, rel=2e-12)
 
 
@@ -233,22 +241,26 @@ def test_the_bound_for_complete_graphs_holds_for_every_set_of_colluders(
     colluders = data.draw(st.integers(0, size - 1))
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     weights = np.triu(strength * random.uniform(1, 3, (size, size)), 1)
-    covering = covering_of(weights + weights.T, random.uniform(0.2, 3, size))
-    bound = _complete_bound(covering.residual, float(covering.pairs.min()), size - colluders)
-    true = np.max([charges(covering, colluding=some) for some in combinations(covering.members, colluders)], axis=0)
+    noise_layout = covering_of(weights + weights.T, random.uniform(0.2, 3, size))
+    bound = _complete_bound(noise_layout.residual, float(noise_layout.pairs.min()), size - colluders)
+    true = np.max(
+        [charges(noise_layout, colluding=some) for some in combinations(noise_layout.members, colluders)], axis=0
+    )
     assert np.all(bound >= true * (1 - 1e-9))
     if strength == 1e5:
         assert bound == pytest.approx(true, rel=1e-4)
-    assert worst_collusion(covering, colluders).mu2 == pytest.approx(true)
+    assert worst_collusion(noise_layout, colluders).mu2 == pytest.approx(true)
 
 
 def test_the_bound_for_complete_graphs_is_exact_for_equal_pairs() -> None:
     random = np.random.default_rng(5)
-    covering = covering_of(2.0 * (1 - np.eye(6)), random.uniform(0.2, 3, 6))
-    true = np.max([charges(covering, colluding=some) for some in combinations(covering.members, 2)], axis=0)
-    assert _complete_bound(covering.residual, 2.0, 4) == pytest.approx(true, rel=1e-9)
-    sums = [min(sum(covering.residual[[i, *rest]]) for rest in combinations(set(range(6)) - {i}, 3)) for i in range(6)]
-    assert _complete_bound(covering.residual, math.inf, 4) == pytest.approx(1 / np.array(sums))
+    noise_layout = covering_of(2.0 * (1 - np.eye(6)), random.uniform(0.2, 3, 6))
+    true = np.max([charges(noise_layout, colluding=some) for some in combinations(noise_layout.members, 2)], axis=0)
+    assert _complete_bound(noise_layout.residual, 2.0, 4) == pytest.approx(true, rel=1e-9)
+    sums = [
+        min(sum(noise_layout.residual[[i, *rest]]) for rest in combinations(set(range(6)) - {i}, 3)) for i in range(6)
+    ]
+    assert _complete_bound(noise_layout.residual, math.inf, 4) == pytest.approx(1 / np.array(sums))
 
 
 def test_many_colluders_on_a_complete_graph_are_bounded_for_every_set() -> None:
@@ -261,13 +273,13 @@ def test_many_colluders_on_a_complete_graph_are_bounded_for_every_set() -> None:
 
 def test_colluders_on_a_sparse_graph_are_an_estimate_and_say_so() -> None:
     edges = random_out(np.random.default_rng(0), 60, 5)
-    covering = covering_of(1000 * edges, np.ones(60))
-    result = worst_collusion(covering, 18, draws=4)
+    noise_layout = covering_of(1000 * edges, np.ones(60))
+    result = worst_collusion(noise_layout, 18, draws=4)
     assert not result.certified
     assert "4 random draws" in result.how
-    assert np.all(result.mu2 > charges(covering))
-    assert worst_collusion(covering, 18, draws=4).mu2.tolist() == result.mu2.tolist()
-    assert np.all(worst_collusion(covering, 18, draws=8).mu2 >= result.mu2)
+    assert np.all(result.mu2 > charges(noise_layout))
+    assert worst_collusion(noise_layout, 18, draws=4).mu2.tolist() == result.mu2.tolist()
+    assert np.all(worst_collusion(noise_layout, 18, draws=8).mu2 >= result.mu2)
 
 
 def test_nobody_honest_is_refused() -> None:
@@ -298,15 +310,15 @@ def test_a_covering_that_makes_no_sense_is_refused(changes: dict[str, object], t
         "second": np.array([1]),
         "pairs": np.ones(1),
     }
-    Covering(**sound)  # type: ignore[arg-type]
+    NoiseLayout(**sound)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=text):
-        Covering(**{**sound, **changes})  # type: ignore[arg-type]
+        NoiseLayout(**{**sound, **changes})  # type: ignore[arg-type]
 
 
 def test_strangers_are_refused_except_among_colluders() -> None:
-    covering = complete(3, pair=1.0)
+    noise_layout = complete(3, pair=1.0)
     with pytest.raises(ConfigError, match="not members"):
-        charges(covering, arrived=[10, 99])
+        charges(noise_layout, arrived=[10, 99])
     with pytest.raises(ConfigError, match="not members"):
-        charges(covering, revealed=[(10, 99)])
-    assert charges(covering, colluding=[99]).tolist() == charges(covering).tolist()
+        charges(noise_layout, revealed=[(10, 99)])
+    assert charges(noise_layout, colluding=[99]).tolist() == charges(noise_layout).tolist()

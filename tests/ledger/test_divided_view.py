@@ -132,8 +132,8 @@ def test_a_hidden_sum_carries_one_clients_data_into_others_uploads_within_their_
     ours, theirs = (recorded(one) for one in jobs)
     plan, work = jobs[0].scheme.plan, jobs[0].scheme.work
     assert plan is not None
-    covering = plan.covering(range(4), [EACH] * 4, [work.sensitivity(EACH)] * 4, seed=b"")  # type: ignore[attr-defined]
-    step = grid_of(covering, length=jobs[0].scheme.layout(jobs[0].blueprint).length, largest=1.0).step
+    noise_layout = plan.noise_layout(range(4), [EACH] * 4, [work.sensitivity(EACH)] * 4, seed=b"")  # type: ignore[attr-defined]
+    step = grid_of(noise_layout, length=jobs[0].scheme.layout(jobs[0].architecture).length, largest=1.0).step
     moved = {
         (one.client, one.round): (float((one.rest - other.rest).double().norm()) * step, 2 * 0.01 * EACH)
         for one, other in zip(uploads(ours), uploads(theirs), strict=True)
@@ -147,7 +147,7 @@ def test_a_hidden_sum_carries_one_clients_data_into_others_uploads_within_their_
 
 def test_a_run_ends_with_the_ledger_that_was_planned() -> None:
     one = labelled(((0, 1),) * 4, cipher="pads", vote="histogram", epsilon=2.0)
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     sizes = tuple(len(client) for client in one.pool.clients)
     options: dict[str, float | str] = {"epsilon": 2.0, "cipher": "pads", "vote": "histogram"}
     asked = plan_run(Question(scheme="paraaegis", samples=sizes, rounds=2, options=options)).ledger

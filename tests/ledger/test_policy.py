@@ -16,7 +16,7 @@ from driving import drive
 from federation import job, server_of
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
@@ -174,8 +174,8 @@ def test_a_round_with_too_few_clients_is_refused(scheme: str, file: File) -> Non
 
 def test_a_server_that_does_not_name_the_cohort_is_refused() -> None:
     one = of("cdp", rounds=1)
-    role = ClientRole(one.scheme, one.blueprint, policy=Policy(min_cohort=2))
-    veil = one.scheme.downlink.veil(one.blueprint, one.weights, stream=one.secrets.stream("veil"), head_level=None)
+    role = ClientRole(one.scheme, one.architecture, policy=Policy(min_cohort=2))
+    veil = one.scheme.downlink.veil(one.architecture, one.weights, stream=one.secrets.stream("veil"), head_level=None)
     with pytest.raises(ProtocolError, match="takes part in no round of 0 clients"):
         role.handle(ClientState(0), Train(0, 0, veil.broadcast(), None), one.pool.clients[0])
 
@@ -188,10 +188,10 @@ def driven(one: Job, role: ClientRole, **how: Any) -> tuple[list[RoundDone], dic
     return boundaries, engine._states
 
 
-def affordable(one: Job, covering: Covering, policy: Policy) -> list[int]:
+def affordable(one: Job, noise_layout: NoiseLayout, policy: Policy) -> list[int]:
     """How many rounds of this noise each client can pay for."""
     assert policy.max_epsilon is not None
-    prices = own_charges(covering)
+    prices = own_charges(noise_layout)
     return [
         max(
             n
@@ -217,15 +217,15 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
     tolerant = {} if settings["scheme"] == "ldp" or settings.get("cover") == "masks" else {"dropouts": "tolerate"}
     one = job(loss="square", rounds=8, epsilon=6.0, how="size", ratio=3.0, **tolerant, **settings)
     policy = Policy(max_epsilon=2.5)
-    role = ClientRole(one.scheme, one.blueprint, secrets=one.secrets, policy=policy)
+    role = ClientRole(one.scheme, one.architecture, secrets=one.secrets, policy=policy)
     boundaries, states = driven(one, role)
     context_cohort = boundaries[0].cohort
     plan = one.scheme.plan
     assert plan is not None
     samples = [len(data) for data in one.pool.clients]
     reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
-    covering = plan.covering(context_cohort, samples, reach, seed=bytes(32))
-    able = affordable(one, covering, policy)
+    noise_layout = plan.noise_layout(context_cohort, samples, reach, seed=bytes(32))
+    able = affordable(one, noise_layout, policy)
     assert 0 < min(able) < 8
     for client, rounds in enumerate(able):
         took_part = [done.round for done in boundaries if client in done.gathered.arrived]
@@ -235,7 +235,7 @@ def test_a_client_refuses_the_round_that_would_exceed_its_epsilon(settings: dict
         for done in refused:
             assert f"client {client} takes no further part" in done.gathered.refused[client].text
             assert "its policy allows 2.5" in done.gathered.refused[client].text
-        assert states[client].spent == pytest.approx(rounds * own_charges(covering)[client], rel=1e-9)
+        assert states[client].spent == pytest.approx(rounds * own_charges(noise_layout)[client], rel=1e-9)
         assert epsilon_of(math.sqrt(states[client].spent), 1e-5) <= 2.5
 
 
@@ -280,7 +280,7 @@ class Sleepy(ClientRole):
 
 def test_what_was_spent_survives_sealing() -> None:
     one = job(scheme="nadp", loss=None, rounds=6, dropouts="tolerate")
-    awake, asleep = (kind(one.scheme, one.blueprint, policy=Policy(1.5)) for kind in (ClientRole, Sleepy))
+    awake, asleep = (kind(one.scheme, one.architecture, policy=Policy(1.5)) for kind in (ClientRole, Sleepy))
     ours, theirs = (driven(one, role) for role in (awake, asleep))
     for (_, states), (boundaries, _) in ((ours, theirs), (theirs, ours)):
         assert [sorted(done.gathered.arrived) for done in boundaries] == [[0, 1, 2, 3, 4]] + [[]] * 5
@@ -302,10 +302,10 @@ def test_neither_a_new_attempt_nor_a_new_run_resets_what_was_spent() -> None:
 # --- noise that is given away counts --------------------------------------------------------------------------------
 
 
-def own_charges(covering: Covering, revealed: Any = ()) -> np.ndarray:
+def own_charges(noise_layout: NoiseLayout, revealed: Any = ()) -> np.ndarray:
     """What a client counts: against the server with one client on its side, or against that one if that is worse."""
-    told = worst_collusion(without(covering, revealed), 1).mu2
-    return np.maximum.reduce([charges(covering, revealed=revealed), told, by_peer(covering)])
+    told = worst_collusion(without(noise_layout, revealed), 1).mu2
+    return np.maximum.reduce([charges(noise_layout, revealed=revealed), told, by_peer(noise_layout)])
 
 
 def one_is_missing(request: Any, client: int) -> bool:
@@ -318,15 +318,15 @@ def surcharge(one: Job, missing: set[int]) -> tuple[np.ndarray, np.ndarray]:
     assert plan is not None
     samples = [len(data) for data in one.pool.clients]
     reach = [one.scheme.work.sensitivity(count) for count in samples]  # type: ignore[attr-defined]
-    covering = plan.covering(range(len(samples)), samples, reach, seed=bytes(32))
+    noise_layout = plan.noise_layout(range(len(samples)), samples, reach, seed=bytes(32))
     pairs = [(a, b) for a in range(len(samples)) for b in missing if a not in missing]
-    return own_charges(covering), own_charges(covering, revealed=pairs)
+    return own_charges(noise_layout), own_charges(noise_layout, revealed=pairs)
 
 
 def test_a_client_that_repairs_pays_for_the_noise_it_gives_away() -> None:
     """The upload of whoever is said to be missing may have been seen: the noise shared with it is no cover."""
     one = job(scheme="nadp", loss=None, rounds=1, honest_arrivals=True)
-    role = ClientRole(one.scheme, one.blueprint, policy=Policy())
+    role = ClientRole(one.scheme, one.architecture, policy=Policy())
     boundaries, states = driven(one, role, absent=one_is_missing)
     assert boundaries[0].failed == ""
     before, after = surcharge(one, {4})
@@ -341,7 +341,7 @@ def test_a_client_does_not_give_away_noise_beyond_its_policy() -> None:
     one = job(scheme="nadp", loss=None, rounds=1, dropouts="repair", honest_arrivals=True)
     before, after = surcharge(one, {4})
     between = (epsilon_of(math.sqrt(before[:4].max()), 1e-5) + epsilon_of(math.sqrt(after[:4].min()), 1e-5)) / 2
-    role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_epsilon=between))
+    role = ClientRole(one.scheme, one.architecture, policy=Policy(max_epsilon=between))
     boundaries, states = driven(one, role, absent=one_is_missing)
     (done,) = boundaries
     assert sorted(done.gathered.arrived) == [0, 1, 2, 3]
@@ -366,12 +366,12 @@ def test_a_limit_cannot_be_kept_where_others_give_its_noise_away_on_the_servers_
 
 
 def _assumptions(one: Job) -> tuple[str, ...]:
-    return train_job(one, state=fresh_state(one)).books.ledger().line("server").assumptions
+    return train_job(one, state=fresh_state(one)).privacy_journal.ledger().line("server").assumptions
 
 
 def test_without_a_policy_a_client_holds_the_run_to_its_target() -> None:
     one = job(scheme="nadp", loss=None, rounds=3, epsilon=1.0)
-    role = ClientRole(one.scheme, one.blueprint)
+    role = ClientRole(one.scheme, one.architecture)
     boundaries, _ = driven(one, role)
     assert all(done.failed == "" for done in boundaries)
     again = replace(one, config=one.config.with_changes(rounds=4))
@@ -381,6 +381,6 @@ def test_without_a_policy_a_client_holds_the_run_to_its_target() -> None:
 
 def test_a_client_counts_colluders_and_other_clients_too() -> None:
     one = job(scheme="nadp", loss=None, rounds=2, epsilon=2.0, clients=10, collusion=0.3)
-    _, states = driven(one, ClientRole(one.scheme, one.blueprint))
+    _, states = driven(one, ClientRole(one.scheme, one.architecture))
     worst = max(epsilon_of(math.sqrt(state.spent), 1e-5) for state in states.values())
     assert worst == pytest.approx(2.0, rel=1e-6)

@@ -9,16 +9,16 @@ import pytest
 
 from federation import job
 from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import Covering, central, charges, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, central, charges, worst_collusion
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.uplink.unmasking import Quorum
 
 NOBODY = np.empty(0, dtype=np.int64)
 
 
-def summed(residual: list[float], removable: int) -> Covering:
+def summed(residual: list[float], removable: int) -> NoiseLayout:
     count = len(residual)
-    return Covering(
+    return NoiseLayout(
         tuple(range(count)), np.ones(count), np.array(residual), NOBODY, NOBODY, np.empty(0), True, removable
     )
 
@@ -37,16 +37,16 @@ def test_a_client_is_charged_for_the_least_noise_any_sum_with_it_holds(removable
 
 
 def test_colluders_take_their_noise_away_on_top() -> None:
-    covering = summed([1.0] * 30, 10)
-    assert worst_collusion(covering, 5).mu2 == pytest.approx(np.full(30, 1 / 15))
-    assert np.isinf(worst_collusion(covering, 20).mu2).all()
-    assert charges(covering, colluding=range(5))[10] == pytest.approx(1 / 15)
+    noise_layout = summed([1.0] * 30, 10)
+    assert worst_collusion(noise_layout, 5).mu2 == pytest.approx(np.full(30, 1 / 15))
+    assert np.isinf(worst_collusion(noise_layout, 20).mu2).all()
+    assert charges(noise_layout, colluding=range(5))[10] == pytest.approx(1 / 15)
 
 
 def test_whoever_is_said_to_be_missing_is_charged_all_the_same() -> None:
-    covering = summed([1.0] * 6, 2)
-    assert charges(covering, arrived=[0, 1, 2, 3]) == pytest.approx(np.full(6, 1 / 4))
-    assert central(covering, arrived=[0, 1, 2, 3])[5] == 0
+    noise_layout = summed([1.0] * 6, 2)
+    assert charges(noise_layout, arrived=[0, 1, 2, 3]) == pytest.approx(np.full(6, 1 / 4))
+    assert central(noise_layout, arrived=[0, 1, 2, 3])[5] == 0
 
 
 @pytest.mark.parametrize("clients", [5, 12, 40])
@@ -56,14 +56,14 @@ def test_a_run_under_masks_meets_its_target_for_that_sum(clients: int) -> None:
     assert plan is not None
     holders = clients - 1 if clients <= 32 else 22
     assert clients - plan.removable(clients) == Quorum().of(holders) + 1
-    books = train_job(one, state=fresh_state(one)).books
-    line = books.ledger().line("server and colluding clients")
+    privacy_journal = train_job(one, state=fresh_state(one)).privacy_journal
+    line = privacy_journal.ledger().line("server and colluding clients")
     assert line.epsilon == pytest.approx(2.0, rel=1e-6)
     assert line.epsilon <= 2.0
-    assert "smallest sum" in books.ledger().line("server").why
-    assert books.first is not None
-    whole = float(central(books.first)[0])
-    assert charges(books.first)[0] > 1.2 * whole
+    assert "smallest sum" in privacy_journal.ledger().line("server").why
+    assert privacy_journal.first is not None
+    whole = float(central(privacy_journal.first)[0])
+    assert charges(privacy_journal.first)[0] > 1.2 * whole
 
 
 def test_more_colluders_than_a_sum_has_clients_are_refused() -> None:

@@ -59,8 +59,8 @@ def run(neighbours: int | None = None) -> Heard:
 
 def shared(heard: Heard, colluder: int, victim: int) -> Tensor | None:
     """What a colluder can compute: from its own key ring and the round's public facts."""
-    covering, context = heard.covering(0), heard.context(0)
-    variance = dict(partners(covering, covering.members.index(colluder))).get(victim)
+    noise_layout, context = heard.noise_layout(0), heard.context(0)
+    variance = dict(partners(noise_layout, noise_layout.members.index(colluder))).get(victim)
     if variance is None:
         return None
     seed, length = pair_seed(heard.states[colluder], victim, context), len(heard.uploads[0][victim])
@@ -84,27 +84,27 @@ def variance_left(heard: Heard, found: Tensor) -> tuple[float, float]:
 def test_what_remains_has_the_variance_of_the_ledger(colluders: tuple[int, ...], neighbours: int | None) -> None:
     heard = run(neighbours)
     measured, allowed = variance_left(heard, stripped(heard, VICTIM, colluders))
-    assert abs(measured / remaining_variance(heard.covering(0), VICTIM, colluders=colluders) - 1.0) < allowed
+    assert abs(measured / remaining_variance(heard.noise_layout(0), VICTIM, colluders=colluders) - 1.0) < allowed
 
 
 def test_with_everybody_else_colluding_only_the_residual_noise_is_left() -> None:
-    covering = run().covering(0)
+    noise_layout = run().noise_layout(0)
     others = tuple(one for one in range(CLIENTS) if one != VICTIM)
-    left = remaining_variance(covering, VICTIM, colluders=others)
-    assert left == pytest.approx(covering.residual[covering.members.index(VICTIM)])
-    assert left < 0.1 * remaining_variance(covering, VICTIM)
+    left = remaining_variance(noise_layout, VICTIM, colluders=others)
+    assert left == pytest.approx(noise_layout.residual[noise_layout.members.index(VICTIM)])
+    assert left < 0.1 * remaining_variance(noise_layout, VICTIM)
 
 
 @pytest.mark.parametrize("neighbours", [None, 2])
 def test_the_sharpest_variance_is_what_the_ledger_charges_for(neighbours: int | None) -> None:
-    covering = run(neighbours).covering(0)
-    place = covering.members.index(VICTIM)
+    noise_layout = run(neighbours).noise_layout(0)
+    place = noise_layout.members.index(VICTIM)
     others = [one for one in range(CLIENTS) if one != VICTIM]
     for size in range(len(others) + 1):
         for colluders in itertools.combinations(others, size):
-            mu2 = charges(covering, colluding=colluders)[place]
-            ours = sharpest_variance(covering, VICTIM, colluders=colluders)
-            assert covering.sensitivity[place] ** 2 / ours == pytest.approx(mu2, rel=1e-9)
+            mu2 = charges(noise_layout, colluding=colluders)[place]
+            ours = sharpest_variance(noise_layout, VICTIM, colluders=colluders)
+            assert noise_layout.sensitivity[place] ** 2 / ours == pytest.approx(mu2, rel=1e-9)
 
 
 @pytest.mark.parametrize("colluders", [(), (0,), (0, 5)])
@@ -112,28 +112,28 @@ def test_who_knows_the_others_gradients_gets_as_near_as_the_ledger_says_and_no_n
     colluders: tuple[int, ...],
 ) -> None:
     heard = run()
-    covering = heard.covering(0)
+    noise_layout = heard.noise_layout(0)
     honest = [one for one in range(CLIENTS) if one not in colluders]
     uploads = {one: stripped(heard, one, colluders) for one in honest}
     known = {one: heard.bare(0, one) for one in honest if one != VICTIM}
-    found = sharpest_estimate(uploads, known, covering, VICTIM, colluders=colluders)
+    found = sharpest_estimate(uploads, known, noise_layout, VICTIM, colluders=colluders)
     measured, allowed = variance_left(heard, found)
-    expected = sharpest_variance(covering, VICTIM, colluders=colluders)
+    expected = sharpest_variance(noise_layout, VICTIM, colluders=colluders)
     assert abs(measured / expected - 1.0) < allowed
-    assert expected < 0.2 * remaining_variance(covering, VICTIM, colluders=colluders)
+    assert expected < 0.2 * remaining_variance(noise_layout, VICTIM, colluders=colluders)
 
 
 def test_seeds_of_another_round_take_nothing_off() -> None:
     """Control: subtracting noise that is not in the upload adds it."""
     heard = run()
-    covering, length = heard.covering(0), len(heard.uploads[0][VICTIM])
-    variance = dict(partners(covering, covering.members.index(0)))[VICTIM]
+    noise_layout, length = heard.noise_layout(0), len(heard.uploads[0][VICTIM])
+    variance = dict(partners(noise_layout, noise_layout.members.index(0)))[VICTIM]
     purpose = pair_purpose(heard.context(0).graph_seed().hex())
     seed = heard.states[0].ring().pair(VICTIM).seed(round=1, attempt=0, purpose=purpose)
     part = pair_noise(seed, colluder=0, victim=VICTIM, variance=variance, step=heard.step(0), length=length)
     found = without_shared(heard.uploads[0][VICTIM], [part]).double() * heard.step(0)
     measured, allowed = variance_left(heard, found)
-    before = remaining_variance(covering, VICTIM)
+    before = remaining_variance(noise_layout, VICTIM)
     assert abs(measured / (before + variance) - 1.0) < allowed
 
 
@@ -152,8 +152,8 @@ def test_pairs_cancel_between_the_two_ends() -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    covering = run().covering(0)
+    noise_layout = run().noise_layout(0)
     with pytest.raises(ConfigError, match="at once"):
-        remaining_variance(covering, VICTIM, colluders=(VICTIM,))
+        remaining_variance(noise_layout, VICTIM, colluders=(VICTIM,))
     with pytest.raises(ConfigError, match="not of this round"):
-        sharpest_variance(covering, 99)
+        sharpest_variance(noise_layout, 99)

@@ -78,7 +78,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 def test_noise_left_after_collusion_is_the_ledgers_and_the_papers_formula(seen: Seen) -> None:
     """Var = σ_up²/k·(1 + λ²·h) for h honest others, and 1/(Σ⁻¹)_vv = σ_up²/k·(1 + λ²·m)/(1 + λ²) for m = h + 1."""
-    k, size = len(seen.order), seen.subject.job.blueprint.size
+    k, size = len(seen.order), seen.subject.job.architecture.size
     for victim in seen.victims:
         alone = seen.left(victim, colluders=k - 1)
         assert alone is not None
@@ -95,7 +95,7 @@ def test_noise_left_after_collusion_is_the_ledgers_and_the_papers_formula(seen: 
 
 
 def test_who_knows_what_honest_others_computed_sees_no_less_noise_than_the_ledger_says(seen: Seen) -> None:
-    size = seen.subject.job.blueprint.size
+    size = seen.subject.job.architecture.size
     for victim in seen.victims:
         left = seen.left(victim, colluders=12)
         assert left is not None

@@ -84,7 +84,7 @@ class Village:
             shown = [Nonce(k, directory.present, from_bytes(self._nonce(k, directory))) for k in self.states]
             state, _ = self.role.handle(state, nonces_of(directory, shown), self.job.pool.clients[client])
         broadcast = self.job.scheme.downlink.veil(
-            self.job.blueprint, self.job.weights, stream=SeededSecrets(3).stream("veil"), head_level=None
+            self.job.architecture, self.job.weights, stream=SeededSecrets(3).stream("veil"), head_level=None
         ).broadcast()
         request = Train(0, 0, broadcast, directory.clients)
         return self.role.handle(state, request, self.job.pool.clients[client])[1]
@@ -96,14 +96,14 @@ def reply_has_nonce(directory: Directory) -> bool:
 
 def village(scheme: str = "nadp", *, pinned: bool = False, clients: int = 5, run: str = "spring") -> Village:
     one = job(scheme=scheme, clients=clients, loss="square")
-    bare = ClientRole(one.scheme, one.blueprint, secrets=SeededSecrets(5))
+    bare = ClientRole(one.scheme, one.architecture, secrets=SeededSecrets(5))
     states, announced = {}, {}
     for data in one.pool.clients:
         states[data.client], reply = bare.handle(ClientState(data.client), Hello(run, epoch_of(clients)), data)
         assert isinstance(reply, Announce)
         announced[data.client] = reply
     roster = Roster({k: to_bytes(reply.identity) for k, reply in announced.items()}) if pinned else None
-    role = ClientRole(one.scheme, one.blueprint, secrets=SeededSecrets(5), roster=roster)
+    role = ClientRole(one.scheme, one.architecture, secrets=SeededSecrets(5), roster=roster)
     return Village(one, role, states, announced)
 
 
@@ -298,7 +298,7 @@ def test_a_directory_before_any_hello_and_a_round_before_any_directory_are_refus
     with pytest.raises(ProtocolError, match="client 0 was asked to work before keys were agreed on"):
         there.role.handle(ClientState(0), there.directory(), data)
     veil = there.job.scheme.downlink.veil(
-        there.job.blueprint, there.job.weights, stream=there.job.secrets.stream("veil"), head_level=None
+        there.job.architecture, there.job.weights, stream=there.job.secrets.stream("veil"), head_level=None
     )
     fresh = Train(0, 0, veil.broadcast(), torch.arange(5))
     with pytest.raises(ProtocolError, match=r"have not introduced themselves|before it knew who takes part"):
@@ -307,7 +307,7 @@ def test_a_directory_before_any_hello_and_a_round_before_any_directory_are_refus
 
 def test_a_scheme_without_introductions_refuses_to_introduce_itself() -> None:
     one = job()
-    role = ClientRole(one.scheme, one.blueprint)
+    role = ClientRole(one.scheme, one.architecture)
     with pytest.raises(ProtocolError, match="client 0 was asked to introduce itself"):
         role.handle(ClientState(0), Hello("spring", epoch_of(5)), one.pool.clients[0])
 
@@ -581,7 +581,7 @@ def test_one_client_has_nobody_to_share_noise_with_and_two_have() -> None:
     one = job(scheme="nadp", clients=2, rounds=2, loss=None)
     outcome = train_job(one, state=fresh_state(one))
     assert [row["clients"] for row in outcome.rows] == [2, 2]
-    epsilon = outcome.books.ledger().line("server").epsilon
+    epsilon = outcome.privacy_journal.ledger().line("server").epsilon
     assert epsilon is not None
     assert epsilon <= 3.0 * (1 + 1e-6)
 

@@ -102,7 +102,7 @@ def fields_sent(message: Any, prefix: str) -> Iterator[str]:
 
 
 def declared(one: Job) -> set[str]:
-    return {release.field for release in one.scheme.releases(one.blueprint)}
+    return {release.field for release in one.scheme.releases(one.architecture)}
 
 
 class Listening(ClientRole):
@@ -145,8 +145,8 @@ def test_every_field_of_every_message_class_that_a_scheme_sends_is_declared(name
     kinds = SPEAKS[name]
     possible = {field for kind in kinds for field in fields_by_class(kind, PREFIXES[kind])}
     possible.discard("upload.payload")  # its sections are what leaves
-    possible |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
-    if one.scheme.downlink.head_tensors(one.blueprint) == 1:
+    possible |= {f"upload.{section}" for section in one.scheme.layout(one.architecture).names}
+    if one.scheme.downlink.head_tensors(one.architecture) == 1:
         possible = {field for field in possible if not field.startswith("train.head.")}
     if Hello not in kinds:
         possible.discard("train.cohort")
@@ -163,7 +163,7 @@ def test_every_field_that_was_really_sent_is_declared(name: str) -> None:
     seen.remove("upload.payload")
     for message in sent:
         if isinstance(message, Upload):
-            seen |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).split(message.payload)}
+            seen |= {f"upload.{section}" for section in one.scheme.layout(one.architecture).split(message.payload)}
     assert {"train.parameters", "train.epsilon", "upload.gradients", "upload.statistics", "upload.weight"} <= seen
     assert seen - declared(one) == set()
 
@@ -171,7 +171,7 @@ def test_every_field_that_was_really_sent_is_declared(name: str) -> None:
 @pytest.mark.parametrize("name", SPEAKS)
 def test_nothing_is_declared_twice_or_without_words_or_by_the_wrong_party(name: str) -> None:
     one = of(name)
-    releases = one.scheme.releases(one.blueprint)
+    releases = one.scheme.releases(one.architecture)
     names = [release.field for release in releases]
     assert sorted(set(names)) == sorted(names)
     senders = (
@@ -190,14 +190,14 @@ def test_nothing_is_declared_that_no_message_of_the_scheme_could_carry(name: str
     """A declaration without a message would let a later field slip through under its name."""
     one = of(name)
     possible = {field for kind in SPEAKS[name] for field in fields_by_class(kind, PREFIXES[kind])}
-    possible |= {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
+    possible |= {f"upload.{section}" for section in one.scheme.layout(one.architecture).names}
     assert declared(one) - possible == set()
 
 
 def uploads(name: str) -> dict[str, Any]:
     one = of(name)
-    sections = {f"upload.{section}" for section in one.scheme.layout(one.blueprint).names}
-    return {release.field: release for release in one.scheme.releases(one.blueprint) if release.field in sections}
+    sections = {f"upload.{section}" for section in one.scheme.layout(one.architecture).names}
+    return {release.field: release for release in one.scheme.releases(one.architecture) if release.field in sections}
 
 
 def test_exactly_the_schemes_with_noise_of_their_own_claim_it_on_what_depends_on_data() -> None:
@@ -231,7 +231,7 @@ def test_noise_of_an_assumed_size_is_named_but_not_claimed() -> None:
 @pytest.mark.parametrize("scheme", ["nadp", "mpdp"])
 def test_noise_left_out_to_save_time_is_declared_as_left_out(scheme: str) -> None:
     one = job(scheme=scheme, skip_cancelling=True, loss="square")
-    found = {release.field: release for release in one.scheme.releases(one.blueprint)}
+    found = {release.field: release for release in one.scheme.releases(one.architecture)}
     assert "LEFT OUT" in found["upload.gradients"].noise
     assert found["upload.gradients"].protection == "open"
 
@@ -247,7 +247,7 @@ def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_
     plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant", "dp-fedavg"}
     for name in SPEAKS:
         one = of(name)
-        by_field = {release.field: release for release in one.scheme.releases(one.blueprint)}
+        by_field = {release.field: release for release in one.scheme.releases(one.architecture)}
         assert (by_field["train.parameters"].hiding != "none") is (name not in plain)
 
 
@@ -260,8 +260,8 @@ class Chatty:
     def __init__(self, work: Any) -> None:
         self._work = work
 
-    def layout(self, blueprint: Any, *, tensors: int) -> Layout:
-        return Layout((*self._work.layout(blueprint, tensors=tensors).sections, ("diary", (3,))))
+    def layout(self, architecture: Any, *, tensors: int) -> Layout:
+        return Layout((*self._work.layout(architecture, tensors=tensors).sections, ("diary", (3,))))
 
     def sensitivity(self, samples: int) -> float:
         return float(self._work.sensitivity(samples))
@@ -282,10 +282,10 @@ def test_an_undeclared_section_stops_the_server_before_anything_is_sent(name: st
 def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str) -> None:
     """Also in phases that come late, and in what is sent to one client alone."""
     one = of("veil-secagg", rounds=2)
-    known = one.scheme.releases(one.blueprint)
+    known = one.scheme.releases(one.architecture)
 
     class Forgetful(type(one.scheme)):  # type: ignore[misc]
-        def releases(self, blueprint: Any) -> Any:
+        def releases(self, architecture: Any) -> Any:
             return tuple(release for release in known if release.field != forgotten)
 
     object.__setattr__(one.scheme, "__class__", Forgetful)
@@ -296,11 +296,11 @@ def test_a_request_with_an_undeclared_field_is_never_sent(forgotten: str) -> Non
 @pytest.mark.parametrize("forgotten", ["announce.samples", "nonce.nonce", "upload.holders", "revealed.keys"])
 def test_nobody_is_asked_for_a_reply_with_an_undeclared_field(forgotten: str) -> None:
     one = of("veil-secagg", rounds=2)
-    known = one.scheme.releases(one.blueprint)
+    known = one.scheme.releases(one.architecture)
     heard: list[Any] = []
 
     class Forgetful(type(one.scheme)):  # type: ignore[misc]
-        def releases(self, blueprint: Any) -> Any:
+        def releases(self, architecture: Any) -> Any:
             return tuple(release for release in known if release.field != forgotten)
 
     class Listener(Listening):

@@ -18,8 +18,8 @@ from driving import drive
 from federation import job, relay_of, same_bits, server_of, trained
 from fedveil.engine import ClientPool, LocalEngine
 from fedveil.errors import Code, ConfigError, ProtocolError
-from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
@@ -74,31 +74,31 @@ def one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoundContext, "graph_seed", lambda context: bytes(32))
 
 
-def covariance(covering: Covering, honest: list[int]) -> np.ndarray:
+def covariance(noise_layout: NoiseLayout, honest: list[int]) -> np.ndarray:
     """Σ of the honest members' uploads, dense, once everybody else's noise is known or missing."""
-    sigma = np.diag(covering.residual)
-    for i, j, pair in zip(covering.first, covering.second, covering.pairs, strict=True):
+    sigma = np.diag(noise_layout.residual)
+    for i, j, pair in zip(noise_layout.first, noise_layout.second, noise_layout.pairs, strict=True):
         if i in honest and j in honest:
             sigma[[i, j], [i, j]] += pair
             sigma[[i, j], [j, i]] -= pair
     return sigma[np.ix_(honest, honest)]
 
 
-def seen(covering: Covering, dishonest: tuple[int, ...], *, uploads: bool = True) -> np.ndarray:
+def seen(noise_layout: NoiseLayout, dishonest: tuple[int, ...], *, uploads: bool = True) -> np.ndarray:
     """μ² of every honest member (0 for the others) against whoever knows the noise of `dishonest` positions.
 
     They see the uploads, or the sum alone; under masks, the smallest sum that can be opened.
     """
-    honest = [place for place in range(len(covering.members)) if place not in dishonest]
-    result = np.zeros(len(covering.members))
-    if uploads and not covering.summed:
-        result[honest] = np.diag(np.linalg.inv(covariance(covering, honest)))
+    honest = [place for place in range(len(noise_layout.members)) if place not in dishonest]
+    result = np.zeros(len(noise_layout.members))
+    if uploads and not noise_layout.summed:
+        result[honest] = np.diag(np.linalg.inv(covariance(noise_layout, honest)))
     else:
         for place in honest:
-            others = sorted(covering.residual[one] for one in honest if one != place)
-            left = others[: len(others) - (covering.removable if uploads else 0)]
-            result[place] = 1 / (covering.residual[place] + sum(left))
-    return result * covering.sensitivity**2
+            others = sorted(noise_layout.residual[one] for one in honest if one != place)
+            left = others[: len(others) - (noise_layout.removable if uploads else 0)]
+            result[place] = 1 / (noise_layout.residual[place] + sum(left))
+    return result * noise_layout.sensitivity**2
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -112,16 +112,16 @@ def test_who_claims_a_million_samples_and_adds_no_noise_gains_what_the_ledger_sa
     one = boasted(job(**given, **SHARED[name]), boasters)
     state = fresh_state(one)
     engine = LocalEngine(client_role(one), one.pool)
-    books = train_job(one, state=state).books
-    assert books.first is not None
-    left = epsilon_of(math.sqrt(float(seen(books.first, boasters).max())), DELTA)
-    assert left <= books.ledger().line(COLLUSION).epsilon * (1 + 1e-9)  # type: ignore[operator]
-    assert books.ledger().line(COLLUSION).epsilon == pytest.approx(3.0, rel=1e-2)
+    privacy_journal = train_job(one, state=state).privacy_journal
+    assert privacy_journal.first is not None
+    left = epsilon_of(math.sqrt(float(seen(privacy_journal.first, boasters).max())), DELTA)
+    assert left <= privacy_journal.ledger().line(COLLUSION).epsilon * (1 + 1e-9)  # type: ignore[operator]
+    assert privacy_journal.ledger().line(COLLUSION).epsilon == pytest.approx(3.0, rel=1e-2)
     # What each client counts for itself covers it too.
     drive(engine, server_of(one).run(), on_round=lambda done: None)
     for data in one.pool.clients:
         if data.client not in boasters:
-            mine = seen(books.first, boasters)[data.client]
+            mine = seen(privacy_journal.first, boasters)[data.client]
             assert engine.state_of(data.client).spent >= mine * (1 - 1e-9)
 
 
@@ -129,7 +129,9 @@ def test_who_claims_a_million_samples_and_adds_no_noise_gains_what_the_ledger_sa
 def test_no_claim_makes_the_noise_of_others_smaller(name: str, one_graph: None) -> None:
     """The noise of clients that are all honest, and that of the same clients beside one that claims a million."""
     one = job(clients=10, rounds=1, loss=None, max_size_ratio=1e9, **SHARED[name])
-    modest, bold = (train_job(each, state=fresh_state(each)).books.first for each in (one, boasted(one, (3,))))
+    modest, bold = (
+        train_job(each, state=fresh_state(each)).privacy_journal.first for each in (one, boasted(one, (3,)))
+    )
     assert modest is not None
     assert bold is not None
     assert (bold.residual >= modest.residual * (1 - 1e-9)).all()
@@ -138,7 +140,7 @@ def test_no_claim_makes_the_noise_of_others_smaller(name: str, one_graph: None) 
 
 def test_the_papers_shares_go_by_claims_and_the_ledger_says_so() -> None:
     one = boasted(job(scheme="nadp", clients=10, rounds=2, loss=None, accounting="paper", max_size_ratio=1e9), (3,))
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     assert any("claims much and adds none" in text for text in ledger.line(SERVER).assumptions)
     assert ledger.line(COLLUSION).epsilon > 100 * ledger.line(SERVER).epsilon  # type: ignore[operator]
 
@@ -147,7 +149,7 @@ def test_one_dishonest_client_costs_hardly_any_noise_that_another_clients_view_w
     """What the sum must keep against one curious client nearly is what uploads need against one that tells."""
     target = Target(3.0, DELTA, 10, 10)
     for clients in (3, 10, 100):
-        found = NoisePlan(target, "pairs").covering(range(clients), [600] * clients, [2.0] * clients, seed=b"")
+        found = NoisePlan(target, "pairs").noise_layout(range(clients), [600] * clients, [2.0] * clients, seed=b"")
         curious = clients / (clients - 1) * 4.0 / target.per_round()
         assert 1 <= float(found.residual.sum()) / curious < 1.012
 
@@ -179,17 +181,17 @@ def test_no_set_of_dishonest_clients_sees_more_than_was_charged(
     far = {"record": lambda n: 2.0, "batch": lambda n: 2.0 * n / min(n, 16), "client": lambda n: 2.0 * n}[reach]
     count = len(sizes)
     try:
-        covering = plan.covering(range(count), sizes, [far(one) for one in sizes], seed=bytes(32))
+        noise_layout = plan.noise_layout(range(count), sizes, [far(one) for one in sizes], seed=bytes(32))
     except ConfigError:  # so many colluders that a sum of one honest client could be opened
         assert layout in ("masks", "sparse")
         return
-    account = Account(count, collusion=collusion, least=plan.least_dishonest)
-    prices = account.prices(covering)
+    accountant = Accountant(count, collusion=collusion, least=plan.least_dishonest)
+    prices = accountant.prices(noise_layout)
     dishonest = plan.colluders(count)
-    assert dishonest == account.dishonest(count) >= 1
-    own = [Policy().charged(covering, client=one, spent=0.0, colluders=dishonest) for one in range(count)]
+    assert dishonest == accountant.dishonest(count) >= 1
+    own = [Policy().charged(noise_layout, client=one, spent=0.0, colluders=dishonest) for one in range(count)]
     for chosen in combinations(range(count), dishonest):
-        by_server, by_clients = seen(covering, chosen), seen(covering, chosen, uploads=False)
+        by_server, by_clients = seen(noise_layout, chosen), seen(noise_layout, chosen, uploads=False)
         assert (by_server <= prices[COLLUSION] * (1 + 1e-6)).all()
         assert (by_clients <= prices[CLIENTS] * (1 + 1e-9)).all()
         assert (np.maximum(by_server, by_clients) <= np.array(own) * (1 + 1e-6)).all()
@@ -202,15 +204,15 @@ def test_a_policy_counts_dishonest_clients_that_the_run_does_not(neighbours: int
     """Its limit holds although three of ten cheat; the run, which counts one, would have let them."""
     given = {"scheme": "nadp", "clients": 10, "rounds": 1, "loss": None, "epsilon": 2.0, "honest_arrivals": True}
     one = job(**given, neighbours=neighbours)
-    covering = train_job(one, state=fresh_state(one)).books.first
-    assert covering is not None
-    worst = max(float(seen(covering, three)[0]) for three in combinations(range(1, 10), 3))
+    noise_layout = train_job(one, state=fresh_state(one)).privacy_journal.first
+    assert noise_layout is not None
+    worst = max(float(seen(noise_layout, three)[0]) for three in combinations(range(1, 10), 3))
     for share in (0.0, 0.3):
         for limit in (None, 2.0):
             policy = Policy(max_epsilon=limit, collusion=share)
             # The same keys, and with them the same graph, every time.
             secrets = one.secrets.branch("clients")  # type: ignore[attr-defined]
-            role = ClientRole(one.scheme, one.blueprint, policy=policy, secrets=secrets)
+            role = ClientRole(one.scheme, one.architecture, policy=policy, secrets=secrets)
             engine = LocalEngine(role, one.pool)
             boundaries: list[Any] = []
             drive(engine, server_of(one).run(), on_round=boundaries.append)
@@ -255,7 +257,7 @@ def test_a_client_refuses_a_round_with_a_claim_that_its_policy_finds_too_large(s
     """The server allows what the client does not: no message widens a policy."""
     one = boasted(job(scheme=scheme, clients=5, rounds=1, loss=None, max_size_ratio=1e9), (3,), claimed=700)
     for ratio, refuses in ((10.0, True), (12.0, False)):
-        role = ClientRole(one.scheme, one.blueprint, policy=Policy(max_size_ratio=ratio))
+        role = ClientRole(one.scheme, one.architecture, policy=Policy(max_size_ratio=ratio))
         boundaries: list[Any] = []
         drive(LocalEngine(role, one.pool), server_of(one).run(), on_round=boundaries.append)
         refused = boundaries[0].gathered.refused
@@ -268,7 +270,7 @@ def test_a_client_refuses_a_round_with_a_claim_that_its_policy_finds_too_large(s
 def test_a_policy_on_sizes_needs_clients_that_know_of_each_other() -> None:
     one = job(scheme="fedavg", rounds=1, loss=None)
     with pytest.raises(ConfigError, match="drop max_size_ratio from the policy"):
-        ClientRole(one.scheme, one.blueprint, policy=Policy(max_size_ratio=10.0))
+        ClientRole(one.scheme, one.architecture, policy=Policy(max_size_ratio=10.0))
 
 
 @pytest.mark.parametrize("ratio", [0.5, math.nan, -1.0])
@@ -300,7 +302,7 @@ def test_a_weight_other_than_the_announced_size_changes_nothing(name: str) -> No
     one = job(clients=5, rounds=2, loss=loss, **given)
     secrets = one.secrets.branch("clients")  # type: ignore[attr-defined]
     honest, _ = trained(one)
-    tampered, boundaries = trained(one, role=Weighty(one.scheme, one.blueprint, secrets=secrets))
+    tampered, boundaries = trained(one, role=Weighty(one.scheme, one.architecture, secrets=secrets))
     assert all(not done.failed for done in boundaries)
     assert same_bits(tampered.weights.parameters, honest.weights.parameters)
 
@@ -318,7 +320,9 @@ def test_a_trusted_server_takes_no_upload_that_is_longer_than_clipping_leaves_an
     """A sum is a float64 before it is whole steps: beside 2³⁵ the others' part of it was rounded to 2⁻¹⁸."""
     one = job(scheme="cdp", clients=5, rounds=1, loss=None)
     boundaries: list[Any] = []
-    drive(LocalEngine(Inflating(one.scheme, one.blueprint), one.pool), server_of(one).run(), on_round=boundaries.append)
+    drive(
+        LocalEngine(Inflating(one.scheme, one.architecture), one.pool), server_of(one).run(), on_round=boundaries.append
+    )
     assert sorted(boundaries[0].gathered.arrived) == [0, 1, 2, 4]
     assert not boundaries[0].failed
 

@@ -31,7 +31,7 @@ def crafted(one: Job) -> Tensor:
 
     The head is sure of class 0, so that its own gradient is far below the bound and nothing else is clipped.
     """
-    named = one.blueprint.parameters.split(one.weights.parameters)
+    named = one.architecture.parameters.split(one.weights.parameters)
     parts = {name: torch.zeros_like(value) for name, value in named.items()}
     parts["linear1.bias"].fill_(1e18)
     parts["linear2.bias"].fill_(1e-3)
@@ -65,7 +65,7 @@ def uploads(one: Job, parameters: Tensor) -> tuple[dict[int, Tensor], float]:
 
     Equal secrets, and so equal noise, each time.
     """
-    role = Overhearing(one.scheme, one.blueprint, secrets=SeededSecrets(5), policy=Policy(max_clip=CLIP))
+    role = Overhearing(one.scheme, one.architecture, secrets=SeededSecrets(5), policy=Policy(max_clip=CLIP))
     state = fresh_state(one)
     state.weights.parameters.copy_(parameters)
     drive(LocalEngine(role, one.pool), server_of(one, state).run(), on_round=lambda done: None)

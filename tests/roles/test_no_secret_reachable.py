@@ -71,20 +71,20 @@ def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings:
     one = job(rounds=3, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, **settings})
     if not fresh:
         # As after some training: a batch norm's weights are no longer the ones everybody starts with.
-        one.weights.parameters.mul_(1.0 + 0.1 * torch.rand(one.blueprint.size, dtype=torch.float64))
+        one.weights.parameters.mul_(1.0 + 0.1 * torch.rand(one.architecture.size, dtype=torch.float64))
     secrets, veils, truths = Secrets(), [], []
     original = type(one.scheme.downlink).veil
     assert one.coverage is not None
     hidden = [cover.name for cover in one.coverage.parameters if cover not in one.coverage.visible]
 
     def add_parameters(parameters: torch.Tensor) -> None:
-        parts = one.blueprint.parameters.split(parameters)
+        parts = one.architecture.parameters.split(parameters)
         for part in (parts[name] for name in hidden):
             secrets.add("a true parameter", part)
             secrets.add("a true parameter (32 bits)", part.float())
 
-    def spying(self: Any, blueprint: Any, weights: Any, **named: Any) -> Any:
-        made = original(self, blueprint, weights, **named)
+    def spying(self: Any, architecture: Any, weights: Any, **named: Any) -> Any:
+        made = original(self, architecture, weights, **named)
         veils.append(made)
         truths.append(weights.parameters.clone())
         add_parameters(weights.parameters)
@@ -134,7 +134,7 @@ def test_no_secret_can_be_reached_from_a_client(
     assert seen.leaks() == []
     printed = "".join(capfd.readouterr()) + caplog.text
     assert leaks_in_text(printed, seen.secrets) == []
-    assert seen.secrets.numbers["a true parameter"].size > 3 * seen.job.blueprint.size
+    assert seen.secrets.numbers["a true parameter"].size > 3 * seen.job.architecture.size
     assert seen.secrets.numbers["a scale"].size >= 3 * 24
     assert ("γ" in seen.secrets.numbers) is (scheme != "veil-dp")
     if scheme != "veil-dp":
@@ -224,7 +224,7 @@ def test_a_printed_secret_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_client_is_only_shown_an_empty_architecture() -> None:
     one = job(options=BATCH_NORM)
-    tensors = [*one.blueprint.skeleton.parameters(), *one.blueprint.skeleton.buffers()]
+    tensors = [*one.architecture.skeleton.parameters(), *one.architecture.skeleton.buffers()]
     assert all(not tensor.any() for tensor in tensors)
 
 
@@ -330,7 +330,7 @@ def overhear(monkeypatch: pytest.MonkeyPatch, *, absent: Absent | None = None, *
         monkeypatch.setattr(module, "add_residual", note_residual)
     monkeypatch.setattr(grid, "ROUNDING", 2.0**-36)  # so fine that no two whole numbers are equal by chance
     monkeypatch.setattr(type(one.scheme.uplink), "protect", note_vector)
-    role = ClientRole(one.scheme, one.blueprint, secrets=TappedSecrets(99, secrets))
+    role = ClientRole(one.scheme, one.architecture, secrets=TappedSecrets(99, secrets))
     recording, server = Recording(role), server_of(one)
     engine = Watching(recording, one.pool, absent=absent)  # type: ignore[arg-type]
     boundaries: list[object] = []

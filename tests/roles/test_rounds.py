@@ -18,7 +18,7 @@ from fedveil.runs.job import Job
 
 
 def answers(one: Job, ask: Ask) -> list[Upload]:
-    role = ClientRole(one.scheme, one.blueprint)
+    role = ClientRole(one.scheme, one.architecture)
     replies = [role.handle(ClientState(k), ask.common, one.pool.clients[k])[1] for k in ask.to]
     assert all(isinstance(reply, Upload) for reply in replies)
     return replies  # type: ignore[return-value]
@@ -58,9 +58,9 @@ def test_a_client_alone_answers_as_it_does_among_many() -> None:
     states = [ClientState(k) for k in ask.to]
     together = {
         reply.client: (state, reply)
-        for state, reply in ClientRole(one.scheme, one.blueprint).handle_many(states, ask.common, one.pool.clients)
+        for state, reply in ClientRole(one.scheme, one.architecture).handle_many(states, ask.common, one.pool.clients)
     }
-    role = ClientRole(one.scheme, one.blueprint)
+    role = ClientRole(one.scheme, one.architecture)
     for k in ask.to:
         state, reply = role.handle(ClientState(k), ask.common, one.pool.clients[k])
         assert state == together[k][0]
@@ -72,7 +72,7 @@ def test_a_client_is_a_reducer_that_leaves_the_old_state_as_it_was() -> None:
     one = job(rounds=1)
     ask = next_ask(server_of(one).run())
     before = ClientState(2)
-    after, _ = ClientRole(one.scheme, one.blueprint).handle(before, ask.common, one.pool.clients[2])
+    after, _ = ClientRole(one.scheme, one.architecture).handle(before, ask.common, one.pool.clients[2])
     assert before == ClientState(2)
     assert after == ClientState(2, answered=(0, 0))
 
@@ -80,7 +80,7 @@ def test_a_client_is_a_reducer_that_leaves_the_old_state_as_it_was() -> None:
 def test_a_client_answers_a_round_and_attempt_only_once() -> None:
     one = job(rounds=1)
     ask = next_ask(server_of(one).run())
-    role, data = ClientRole(one.scheme, one.blueprint), one.pool.clients[2]
+    role, data = ClientRole(one.scheme, one.architecture), one.pool.clients[2]
     state, _ = role.handle(ClientState(2), ask.common, data)
     with pytest.raises(ProtocolError, match="client 2 was asked for round 1, attempt 0"):
         role.handle(state, ask.common, data)
@@ -100,7 +100,7 @@ def test_a_client_refuses_a_request_its_scheme_does_not_have() -> None:
         pass
 
     one = job()
-    role, data = ClientRole(one.scheme, one.blueprint), one.pool.clients[0]
+    role, data = ClientRole(one.scheme, one.architecture), one.pool.clients[0]
     with pytest.raises(ProtocolError, match="Confess"):
         role.handle(ClientState(0), Confess(), data)
     ((state, reason),) = role.handle_many([ClientState(0)], Confess(), [data])
@@ -173,7 +173,7 @@ def test_a_round_goes_on_with_those_who_were_not_refused() -> None:
     done = steps.send(gathered(ask, kept))
     assert isinstance(done, RoundDone)
     assert not done.failed
-    sums = one.scheme.layout(one.blueprint).split(torch.stack([reply.payload for reply in kept]).sum(0))
+    sums = one.scheme.layout(one.architecture).split(torch.stack([reply.payload for reply in kept]).sum(0))
     assert float(sums["weight"]) == sum(len(one.pool.clients[reply.client]) for reply in kept)
     without = job(scheme="fedavg", rounds=1, how="size", ratio=3.0)
     plain = server_of(without)

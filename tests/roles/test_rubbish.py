@@ -130,8 +130,8 @@ def test_a_declined_round_is_charged_if_anybody_is_missing(tmp_path: Path, monke
         monkeypatch.setattr(training, "_simulated_dropout", lambda one: absent)
         one = job(scheme="serial", **SMALL, clients=5, rounds=6, epsilon=3.0, policy=str(policy))
         outcome = train_job(one, state=fresh_state(one))
-        assert outcome.books.account is not None
-        return outcome.state.round, outcome.books.account.rounds
+        assert outcome.privacy_journal.accountant is not None
+        return outcome.state.round, outcome.privacy_journal.accountant.rounds
 
     ended, charged = spent(None)
     assert 0 < charged == ended < 6

@@ -23,7 +23,7 @@ from fedveil.roles.server import ServerRole, ServerState
 from fedveil.runs import loop as training
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
-from fedveil.runs.privacy_journal import account_for
+from fedveil.runs.privacy_journal import accountant_for
 from fedveil.uplink.noised import NoisedSum
 from fedveil.uplink.unmasking import Unmask
 from fedveil.work import ClientData
@@ -396,20 +396,20 @@ def test_an_upload_that_comes_after_the_round_was_closed_is_refused(name: str) -
 def test_when_the_target_is_spent_the_run_stops_and_says_so() -> None:
     """Six rounds' worth of privacy, four of which an earlier attempt has used."""
     one = job(scheme="nadp", rounds=6, loss=None)
-    account = account_for(one.scheme, 5)
-    assert account is not None
-    assert account.limit is not None
-    for name in account.adversaries:
-        account.spent[name] += account.limit * 4 / 6
+    accountant = accountant_for(one.scheme, 5)
+    assert accountant is not None
+    assert accountant.limit is not None
+    for name in accountant.adversaries:
+        accountant.spent[name] += accountant.limit * 4 / 6
     server = server_of(one)
-    server._account = account
+    server._accountant = accountant
     boundaries: list[RoundDone] = []
     stops: list[str] = []
 
     def book(done: RoundDone) -> None:
         boundaries.append(done)
-        for name in account.adversaries:
-            account.spent[name] += account.limit / 6  # type: ignore[operator]
+        for name in accountant.adversaries:
+            accountant.spent[name] += accountant.limit / 6  # type: ignore[operator]
 
     drive(LocalEngine(client_role(one), one.pool), server.run(), on_round=book, on_stop=stops.append)
     assert len(boundaries) == 2
@@ -419,13 +419,13 @@ def test_when_the_target_is_spent_the_run_stops_and_says_so() -> None:
 
 def test_a_client_whose_privacy_is_spent_is_left_out_while_the_others_go_on() -> None:
     one = job(scheme="ldp", rounds=4, loss=None)
-    account = account_for(one.scheme, 5)
-    assert account is not None
-    assert account.limit is not None
-    for name in account.adversaries:
-        account.spent[name][3] = account.limit
+    accountant = accountant_for(one.scheme, 5)
+    assert accountant is not None
+    assert accountant.limit is not None
+    for name in accountant.adversaries:
+        accountant.spent[name][3] = accountant.limit
     server = server_of(one)
-    server._account = account
+    server._accountant = accountant
     boundaries: list[RoundDone] = []
     drive(LocalEngine(client_role(one), one.pool), server.run(), on_round=boundaries.append)
     assert [done.cohort for done in boundaries] == [(0, 1, 2, 4)] * 4

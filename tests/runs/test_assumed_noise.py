@@ -21,22 +21,22 @@ def test_the_papers_figure_is_composed_over_rounds(scheme: str) -> None:
 
 def test_other_schemes_have_nothing_assumed() -> None:
     one = job(scheme="nadp", loss=None)
-    assert notes_on(one.scheme, one.blueprint, clients=5, rounds=9, delta=1e-5, stream=one.secrets.stream("x")) == ()
+    assert notes_on(one.scheme, one.architecture, clients=5, rounds=9, delta=1e-5, stream=one.secrets.stream("x")) == ()
 
 
 def test_a_change_where_the_scale_is_smallest_is_seen_more_often_than_one_spread_evenly() -> None:
     one = job(scheme="mpdp")
     few, many = (
-        floors(one.scheme, one.blueprint, clients=clients, stream=one.secrets.stream("x")) for clients in (2, 50)
+        floors(one.scheme, one.architecture, clients=clients, stream=one.secrets.stream("x")) for clients in (2, 50)
     )
     assert few is not None
     assert many is not None
     assert few.sharpest > few.even > 0
     assert few.sharpest > 1e-3
     assert many.sharpest < few.sharpest
-    assert few.coordinates < one.blueprint.size  # the output bias has Gaussian noise
+    assert few.coordinates < one.architecture.size  # the output bias has Gaussian noise
 
 
 def test_only_bounded_noise_has_a_floor() -> None:
     one = job(scheme="mpdp-naive")
-    assert floors(one.scheme, one.blueprint, clients=5, stream=one.secrets.stream("x")) is None
+    assert floors(one.scheme, one.architecture, clients=5, stream=one.secrets.stream("x")) is None

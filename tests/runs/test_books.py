@@ -11,7 +11,7 @@ from federation import job
 from fedveil.protocol.phases import RoundBegins
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 
 
 @pytest.fixture
@@ -20,16 +20,16 @@ def run() -> Job:
 
 
 def spent(one: Job, journal: Path) -> float:
-    account = Books(one, journal).account
-    assert account is not None
-    return account.worst("server")[1] ** 2
+    accountant = PrivacyJournal(one, journal).accountant
+    assert accountant is not None
+    return accountant.worst("server")[1] ** 2
 
 
 def test_a_journal_read_again_says_what_was_spent(run: Job, tmp_path: Path) -> None:
     journal = tmp_path / "privacy.jsonl"
     outcome = train_job(run, state=fresh_state(run), journal=journal)
-    assert outcome.books.account is not None
-    assert spent(run, journal) == pytest.approx(outcome.books.account.worst("server")[1] ** 2, rel=1e-12)
+    assert outcome.privacy_journal.accountant is not None
+    assert spent(run, journal) == pytest.approx(outcome.privacy_journal.accountant.worst("server")[1] ** 2, rel=1e-12)
     assert spent(run, tmp_path / "absent.jsonl") == 0.0
 
 
@@ -41,8 +41,8 @@ def test_what_is_written_after_a_torn_line_counts(run: Job, tmp_path: Path, torn
     whole = spent(run, journal)
     with journal.open("a") as file:
         file.write(torn)
-    books = Books(run, journal)  # the second attempt begins a round, and is killed in it
-    books.begin(RoundBegins(2, 1, (0, 1, 2, 3, 4), bytes(32)))
+    privacy_journal = PrivacyJournal(run, journal)  # the second attempt begins a round, and is killed in it
+    privacy_journal.begin(RoundBegins(2, 1, (0, 1, 2, 3, 4), bytes(32)))
     assert spent(run, journal) == pytest.approx(whole * 4 / 3, rel=1e-9)
 
 

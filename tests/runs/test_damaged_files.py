@@ -25,7 +25,7 @@ from fedveil.runs import checkpoint, model_file
 from fedveil.runs.folder import RunFolder, digest_of, read_ledger
 from fedveil.runs.job import job_from_config
 from fedveil.runs.model_file import export_run, predict_dataset
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.session import run as train
 from shell import fedveil
 
@@ -161,7 +161,7 @@ def record_read(place: Path) -> None:
     record = Record(place / "run" / "record")
     for entry in record.entries:
         record.read(entry)
-    record.facts.blueprint()
+    record.facts.architecture()
 
 
 def summary_read(place: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_damaged_journal_is_read_or_refused_by_us(whole: Path, tmp_path: Path)
     raw = file.read_bytes()
     for time in range(TIMES):
         file.write_bytes(lines_mutated(raw, rng) if time % 3 else torn(raw, rng))
-        only_our_errors(lambda: Books(job, file))
+        only_our_errors(lambda: PrivacyJournal(job, file))
 
 
 @pytest.mark.parametrize("name", ["run/model.safetensors", "usable.safetensors"])

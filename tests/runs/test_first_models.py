@@ -35,9 +35,9 @@ def built(seed: int | SecretStream) -> nn.Module:
 
 def veiled(model: nn.Module) -> Tensor:
     """The first layer as a veiled broadcast shows it: every row times a secret scale."""
-    blueprint, weights = draw(model, torch.zeros(2, *SHAPE), traced=True)
+    architecture, weights = draw(model, torch.zeros(2, *SHAPE), traced=True)
     stream = SeededSecrets(9).stream("veil")
-    sent = Rescaling().veil(blueprint, weights, stream=stream, head_level=None).broadcast().parameters
+    sent = Rescaling().veil(architecture, weights, stream=stream, head_level=None).broadcast().parameters
     return sent[: 48 * 64].reshape(48, 64).double()
 
 

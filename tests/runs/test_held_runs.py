@@ -230,12 +230,12 @@ def test_the_run_books_whoever_was_asked_and_a_client_what_it_has_sent(monkeypat
         return isinstance(request, Divide) and client == 3 and request.round < 2
 
     monkeypatch.setattr(training, "_simulated_dropout", lambda job: absent)
-    account = train_job(one, state=fresh_state(one)).books.account
-    assert account is not None
+    accountant = train_job(one, state=fresh_state(one)).privacy_journal.accountant
+    assert accountant is not None
     whole = mu_of(2.0, 1e-5) ** 2
     run = held_run(one, absent=absent)
     for client in range(5):
-        assert math.isclose(float(account.spent[SERVER][client]), whole, rel_tol=1e-9)
+        assert math.isclose(float(accountant.spent[SERVER][client]), whole, rel_tol=1e-9)
         own = run.engine.state_of(client).spent
         assert math.isclose(own, whole / 2 if client == 3 else whole, rel_tol=1e-9)
 

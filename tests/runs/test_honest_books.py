@@ -13,7 +13,7 @@ from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.runs import session
 from fedveil.runs.folder import read_ledger
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 
 
 def small(**settings: object) -> RunConfig:
@@ -92,8 +92,8 @@ def test_with_a_roster_the_ledger_says_so(tmp_path: Path) -> None:
     roster = create_identities(tmp_path / "keys", clients=4)
     session.run(small(roster=str(roster)), tmp_path / "run", quiet=True)
     assumed = read_ledger(tmp_path / "run").line("server").assumptions
-    assert remarks.ROSTER in assumed
-    assert remarks.KEYS not in assumed
+    assert caveats.ROSTER in assumed
+    assert caveats.KEYS not in assumed
 
 
 def test_secret_sampling_is_not_resumed_with_another_number_of_rounds(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_secret_sampling_does_not_go_with_dropout() -> None:
     from fedveil.work.clipping import ClippedSamples
 
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-    blueprint, _ = draw(model, torch.randn(2, 4), traced=False)
+    architecture, _ = draw(model, torch.randn(2, 4), traced=False)
     work = ClippedSamples(make_loss("cross-entropy"), Batches(0, 1), 1.0, sampling=0.5)
     with pytest.raises(ConfigError, match="does not go with dropout"):
-        work.layout(blueprint, tensors=1)
+        work.layout(architecture, tensors=1)

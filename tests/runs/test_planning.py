@@ -144,11 +144,11 @@ def test_the_first_round_is_charged_by_the_covering_it_shows() -> None:
 
     plan = NoisePlan(Target(1.0, 1e-5, 1, 1), "pairs")
     members = Cohort(9, 9, 0).draw(0)
-    covering = plan.covering(members, sizes, [2.0] * 9, seed=b"any: the graph is complete")
-    mu = math.sqrt(float(charges(covering).max()))
+    noise_layout = plan.noise_layout(members, sizes, [2.0] * 9, seed=b"any: the graph is complete")
+    mu = math.sqrt(float(charges(noise_layout).max()))
     assert answer.ledger.line(SERVER).epsilon == pytest.approx(epsilon_of(mu, 1e-5), rel=1e-9)
     assert answer.exact is not None
-    assert answer.exact.own[1] == pytest.approx(float(np.sqrt(covering.residual.max())), rel=1e-9)
+    assert answer.exact.own[1] == pytest.approx(float(np.sqrt(noise_layout.residual.max())), rel=1e-9)
 
 
 def test_sizes_run_evenly_from_least_to_most() -> None:

@@ -25,7 +25,7 @@ from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
 from fedveil.runs.loop import client_role, fresh_state, train_job
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 
 Small = Callable[..., RunConfig]
 Interrupted = Callable[..., Path]
@@ -81,12 +81,12 @@ def one_round_of(folder: Path, adversary: str = SERVER) -> float:
     """μ² of one round by the stored settings."""
     config = RunConfig.from_mapping(RunFolder(folder).stored_settings())
     one = job_from_config(config)
-    books = Books(one)
+    privacy_journal = PrivacyJournal(one)
     cohort = tuple(range(len(one.pool)))
-    books.begin(RoundBegins(0, 0, cohort))
-    books.end(RoundDone(0, None, cohort, Gathered(cohort, {}, (), 0, 0)))
-    assert books.account is not None
-    return float(books.account.spent[adversary].max())
+    privacy_journal.begin(RoundBegins(0, 0, cohort))
+    privacy_journal.end(RoundDone(0, None, cohort, Gathered(cohort, {}, (), 0, 0)))
+    assert privacy_journal.accountant is not None
+    return float(privacy_journal.accountant.spent[adversary].max())
 
 
 def test_a_whole_run_spends_its_target_and_not_more(small: Small, tmp_path: Path) -> None:
@@ -192,17 +192,17 @@ def test_a_torn_line_hides_nothing_that_comes_after_it(
 def test_a_kill_while_noise_is_being_revealed_is_charged_with_what_was_asked_for(tmp_path: Path) -> None:
     one = job(scheme="nadp", rounds=40, loss=None, clients=6, epsilon=20.0)
     journal = tmp_path / "privacy.jsonl"
-    books = Books(one, journal)
+    privacy_journal = PrivacyJournal(one, journal)
     cohort = tuple(range(6))
-    books.begin(RoundBegins(0, 0, cohort, b"graph"))
+    privacy_journal.begin(RoundBegins(0, 0, cohort, b"graph"))
     revealed = tuple((k, 5) for k in range(5))
-    books.begin(RoundBegins(0, 0, cohort, b"graph", cohort[:5], revealed))
-    again = Books(one, journal)
-    assert again.account is not None
+    privacy_journal.begin(RoundBegins(0, 0, cohort, b"graph", cohort[:5], revealed))
+    again = PrivacyJournal(one, journal)
+    assert again.accountant is not None
     assert again.first is not None
-    assert again.account.rounds == 1
-    assert again.account.spent[SERVER] == pytest.approx(charges(again.first, revealed=revealed))
-    assert again.account.spent[SERVER][5] == pytest.approx(4 * 6 / again.first.residual.sum(), rel=1e-5)
+    assert again.accountant.rounds == 1
+    assert again.accountant.spent[SERVER] == pytest.approx(charges(again.first, revealed=revealed))
+    assert again.accountant.spent[SERVER][5] == pytest.approx(4 * 6 / again.first.residual.sum(), rel=1e-5)
 
 
 def test_the_server_tells_what_it_will_reveal_before_it_asks(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_server_tells_what_it_will_reveal_before_it_asks(tmp_path: Path) -> 
             order.append(type(request).__name__)
         return isinstance(request, Train) and client == 5
 
-    books = Books(one)
+    privacy_journal = PrivacyJournal(one)
     engine = LocalEngine(client_role(one), one.pool, absent=absent)
     done: list[RoundDone] = []
 
@@ -226,77 +226,83 @@ def test_the_server_tells_what_it_will_reveal_before_it_asks(tmp_path: Path) -> 
         raise Killed
 
     with pytest.raises(Killed):
-        drive(engine, server(one, books).run(), on_round=boundary, on_begin=begin)
+        drive(engine, server(one, privacy_journal).run(), on_round=boundary, on_begin=begin)
     assert order == ["Hello", "Directory", "Nonces", "begins, 0 revealed", "Train", "begins, 5 revealed", "Repair"]
     assert len(done[0].revealed) == 5
 
 
-def server(one: Job, books: Books) -> ServerRole:
+def server(one: Job, privacy_journal: PrivacyJournal) -> ServerRole:
     return ServerRole(
         one.scheme,
-        one.blueprint,
+        one.architecture,
         fresh_state(one),
         secrets=one.secrets,
         cohort=one.cohort,
         optimiser=one.optimiser,
         rounds=one.config.rounds,
-        account=books.account,
+        accountant=privacy_journal.accountant,
     )
 
 
 def test_a_client_that_would_go_over_the_target_leaves_the_cohort_and_the_others_go_on() -> None:
     """Repaired for in the first round, client 2 has paid for about six; it stays until its target is reached."""
     one = job(scheme="nadp", rounds=12, loss=None, clients=6)
-    books = Books(one)
+    privacy_journal = PrivacyJournal(one)
     cohorts: list[tuple[int, ...]] = []
     stops: list[str] = []
 
     def boundary(done: RoundDone) -> None:
         cohorts.append(done.cohort)
         assert not done.failed
-        books.end(done)
+        privacy_journal.end(done)
 
     engine = LocalEngine(
         client_role(one),
         one.pool,
         absent=lambda request, client: isinstance(request, Train) and (request.round, client) == (0, 2),
     )
-    drive(engine, server(one, books).run(), on_round=boundary, on_begin=books.begin, on_stop=stops.append)
+    drive(
+        engine,
+        server(one, privacy_journal).run(),
+        on_round=boundary,
+        on_begin=privacy_journal.begin,
+        on_stop=stops.append,
+    )
     assert cohorts[0] == tuple(range(6))
     assert (0, 1, 3, 4, 5) in cohorts
     first_without = cohorts.index((0, 1, 3, 4, 5))
     assert 4 < first_without < 11
     assert set(cohorts[first_without:]) == {(0, 1, 3, 4, 5)}
-    assert books.account is not None
+    assert privacy_journal.accountant is not None
     limit = mu_of(3.0, 1e-5) ** 2
-    assert all(float(spent.max()) <= limit * (1 + 1e-9) for spent in books.account.spent.values())
-    assert float(books.account.spent[COLLUSION][2]) > 0.9 * limit
+    assert all(float(spent.max()) <= limit * (1 + 1e-9) for spent in privacy_journal.accountant.spent.values())
+    assert float(privacy_journal.accountant.spent[COLLUSION][2]) > 0.9 * limit
 
 
 def test_failed_rounds_cost_what_the_server_saw_and_nothing_towards_clients(tmp_path: Path) -> None:
     one = job(scheme="nadp", rounds=4, loss=None)
     journal = tmp_path / "privacy.jsonl"
-    books = Books(one, journal)
+    privacy_journal = PrivacyJournal(one, journal)
     cohort = tuple(range(5))
-    books.begin(RoundBegins(0, 0, cohort, b"graph"))
-    books.end(RoundDone(0, None, cohort, Gathered(cohort[:4], {}, (4,), 0, 0), failed="no"))
-    assert books.account is not None
-    for account in (books.account, Books(one, journal).account):
-        assert account is not None
-        assert account.spent[CLIENTS].max() == 0
-        assert account.spent[SERVER].min() > 0
+    privacy_journal.begin(RoundBegins(0, 0, cohort, b"graph"))
+    privacy_journal.end(RoundDone(0, None, cohort, Gathered(cohort[:4], {}, (4,), 0, 0), failed="no"))
+    assert privacy_journal.accountant is not None
+    for accountant in (privacy_journal.accountant, PrivacyJournal(one, journal).accountant):
+        assert accountant is not None
+        assert accountant.spent[CLIENTS].max() == 0
+        assert accountant.spent[SERVER].min() > 0
 
 
 def test_a_replayed_journal_gives_the_same_account(tmp_path: Path) -> None:
     one = job(scheme="nadp", rounds=5, loss=None, clients=8, cohort=5, collusion=0.2, neighbours=3, how="size")
     journal = tmp_path / "privacy.jsonl"
     outcome = train_job(one, state=fresh_state(one), journal=journal)
-    replayed = Books(one, journal)
-    assert outcome.books.account is not None
-    assert replayed.account is not None
-    assert replayed.account.rounds == 5
-    for name, spent in outcome.books.account.spent.items():
-        assert replayed.account.spent[name].tolist() == spent.tolist()
+    replayed = PrivacyJournal(one, journal)
+    assert outcome.privacy_journal.accountant is not None
+    assert replayed.accountant is not None
+    assert replayed.accountant.rounds == 5
+    for name, spent in outcome.privacy_journal.accountant.spent.items():
+        assert replayed.accountant.spent[name].tolist() == spent.tolist()
         assert spent.max() > 0
 
 
@@ -330,7 +336,7 @@ LINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_what_each_scheme_claims_against_whom(name: str) -> None:
     settings, expected = LINES[name]
     one = job(**{"scheme": name.split(",")[0], "rounds": 2, "loss": None, **settings})
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     short = {"differential privacy": "dp"}
     assert {one.adversary: short.get(one.verdict, one.verdict) for one in ledger.lines} == expected
     claims = [one for one in ledger.lines if one.verdict == "differential privacy"]
@@ -343,7 +349,7 @@ def test_what_each_scheme_claims_against_whom(name: str) -> None:
 
 def test_mpdp_says_why_nothing_is_claimed() -> None:
     one = job(scheme="mpdp", rounds=2, neighbours=2)
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     assert "upload.gradients" in ledger.line("server").why
     assert any("Ψ and Φ travel bare" in text for text in ledger.unprotected)
     assert any("bounded" in text for text in ledger.unprotected)
@@ -385,11 +391,11 @@ def test_secrets_from_the_operating_system_are_no_simulation(small: Small, tmp_p
 def test_the_papers_noise_is_in_the_units_of_what_was_used(scheme: str) -> None:
     """With the paper's accounting, what was used is what the paper says: the saving is nothing."""
     one = job(scheme=scheme, rounds=3, loss=None, accounting="paper", how="size")
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     assert ledger.paper is not None
     assert ledger.paper.saving == pytest.approx(0.0, abs=1e-12)
     exact = job(scheme=scheme, rounds=3, loss=None, how="size")
-    figure = train_job(exact, state=fresh_state(exact)).books.ledger().paper
+    figure = train_job(exact, state=fresh_state(exact)).privacy_journal.ledger().paper
     assert figure is not None
     assert figure.saving is not None
     assert 0.1 < figure.saving < 0.45
@@ -397,9 +403,9 @@ def test_the_papers_noise_is_in_the_units_of_what_was_used(scheme: str) -> None:
 
 def test_a_client_sampled_less_often_spends_less(tmp_path: Path) -> None:
     one = job(scheme="ldp", rounds=10, loss=None, clients=6, cohort=2)
-    books = train_job(one, state=fresh_state(one)).books
-    assert books.account is not None
-    spent = books.account.spent[SERVER]
+    privacy_journal = train_job(one, state=fresh_state(one)).privacy_journal
+    assert privacy_journal.accountant is not None
+    spent = privacy_journal.accountant.spent[SERVER]
     took_part = [0] * 6
     for number in range(10):
         for client in one.cohort.draw(number):

@@ -15,7 +15,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.secrets import SeededSecrets
 from fedveil.work.clipping import ClippedSamples
-from fedveil.work.messages import Bench
+from fedveil.work.messages import Workspace
 
 TARGET = 0.5
 """Small: the more noise, the quicker it is accounted for."""
@@ -28,12 +28,16 @@ def sampled(**settings: object) -> Job:
 
 def test_the_target_is_met_by_less_noise_than_without_sampling() -> None:
     one, whole = sampled(), sampled(secret_sampling=None)
-    found = [train_job(each, state=fresh_state(each)).books for each in (one, whole)]
-    ledgers = [books.ledger().line("server") for books in found]
+    found = [train_job(each, state=fresh_state(each)).privacy_journal for each in (one, whole)]
+    ledgers = [privacy_journal.ledger().line("server") for privacy_journal in found]
     assert all(line.epsilon is not None and line.epsilon <= TARGET for line in ledgers)
     assert ledgers[0].epsilon == pytest.approx(TARGET, rel=0.02)
     # In units of the largest change of the whole sum: sampled sums are divided by their expected size.
-    noises = [float(books.first.residual[0]) ** 0.5 for books in found if books.first is not None]
+    noises = [
+        float(privacy_journal.first.residual[0]) ** 0.5
+        for privacy_journal in found
+        if privacy_journal.first is not None
+    ]
     assert noises[0] < 0.7 * noises[1] / 0.2
 
 
@@ -41,10 +45,10 @@ def test_epsilon_is_that_of_the_rounds_a_client_took_part_in() -> None:
     one = sampled()
     plan = one.scheme.plan
     assert plan is not None
-    books = train_job(one, state=fresh_state(one)).books
+    privacy_journal = train_job(one, state=fresh_state(one)).privacy_journal
     expected = sampled_epsilon(noise_multiplier=plan.noise_multiplier(), sampling_rate=0.2, rounds=4, delta=1e-5)
-    assert books.ledger().line("server").epsilon == expected
-    assert any("batch" in one for one in books.ledger().line("server").assumptions)
+    assert privacy_journal.ledger().line("server").epsilon == expected
+    assert any("batch" in one for one in privacy_journal.ledger().line("server").assumptions)
 
 
 def test_a_client_answers_no_more_rounds_than_its_noise_is_made_for() -> None:
@@ -62,8 +66,10 @@ def test_batches_follow_from_the_clients_secrets_and_not_from_the_runs_seed() ->
     work = one.scheme.work
     assert isinstance(work, ClippedSamples)
     data = one.pool.clients[0]
-    benches = [Bench(one.blueprint, one.scheme.layout(one.blueprint), SeededSecrets(seed)) for seed in (1, 1, 2)]
-    drawn = [work._chosen(bench, data, 0) for bench in benches]
+    benches = [
+        Workspace(one.architecture, one.scheme.layout(one.architecture), SeededSecrets(seed)) for seed in (1, 1, 2)
+    ]
+    drawn = [work._chosen(workspace, data, 0) for workspace in benches]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     sizes = [len(work._chosen(benches[0], data, round)) for round in range(400)]
@@ -75,16 +81,16 @@ def test_batches_follow_from_the_clients_secrets_and_not_from_the_runs_seed() ->
 def test_the_sum_is_divided_by_its_expected_size_and_an_empty_batch_gives_zero() -> None:
     one = sampled(secret_sampling=1.0)
     whole = sampled(secret_sampling=None)
-    veil = one.scheme.downlink.veil(one.blueprint, one.weights, stream=one.secrets.stream("x"), head_level=None)
+    veil = one.scheme.downlink.veil(one.architecture, one.weights, stream=one.secrets.stream("x"), head_level=None)
     data = one.pool.clients[0]
     results = []
     for each in (one, whole):
-        bench = Bench(each.blueprint, each.scheme.layout(each.blueprint), SeededSecrets(1))
-        results.append(each.scheme.work.run(bench, veil.broadcast(), data, round=0))
+        workspace = Workspace(each.architecture, each.scheme.layout(each.architecture), SeededSecrets(1))
+        results.append(each.scheme.work.run(workspace, veil.broadcast(), data, round=0))
     torch.testing.assert_close(results[0], results[1])
     rare = sampled(secret_sampling=1e-9, epsilon=1.0, rounds=1)
-    bench = Bench(rare.blueprint, rare.scheme.layout(rare.blueprint), SeededSecrets(1))
-    nothing = rare.scheme.work.run(bench, veil.broadcast(), data, round=0)
+    workspace = Workspace(rare.architecture, rare.scheme.layout(rare.architecture), SeededSecrets(1))
+    nothing = rare.scheme.work.run(workspace, veil.broadcast(), data, round=0)
     assert float(nothing[:-1].abs().max()) == 0.0
     assert float(nothing[-1]) == len(data)
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, beacon, from_bytes
 from fedveil.protocol.key_agreement import introduce
@@ -55,7 +55,7 @@ class Federation:
         self.uplink = Masked() if uplink is None else uplink
         self.secrets = SeededSecrets(seed) if secrets is None else secrets
         layout = Layout((("gradients", (1, length - 1)), ("weight", ())))
-        self.terms = Terms(cast(Blueprint, None), layout, cast(LocalWork, None))
+        self.terms = Terms(cast(Architecture, None), layout, cast(LocalWork, None))
         self.members = tuple(range(clients))
         self.states = {client: ClientState(client) for client in self.members}
         self.enter(epoch_of(clients))

@@ -25,14 +25,14 @@ from fedveil.runs.loop import client_role, fresh_state, train_job
 from fedveil.uplink.assumed import AssumedNoise
 from fedveil.uplink.central import AssumedCentral
 from fedveil.uplink.noised import Repair
-from fedveil.work.messages import Bench
+from fedveil.work.messages import Workspace
 
 
 def first_round(one: Job) -> tuple[Ask, dict[int, Tensor], dict[int, Tensor], dict[int, ClientState]]:
     """The first round's ask, what clients computed, what they sent, and their states."""
     server = ServerRole(
         one.scheme,
-        one.blueprint,
+        one.architecture,
         fresh_state(one),
         secrets=one.secrets,
         cohort=one.cohort,
@@ -56,16 +56,16 @@ def first_round(one: Job) -> tuple[Ask, dict[int, Tensor], dict[int, Tensor], di
             step = steps.send(Gathered(step.to, {}, (), 0, 0))
         else:
             step = steps.send(None)
-    layout = one.scheme.layout(one.blueprint)
-    bench = Bench(one.blueprint, layout)
+    layout = one.scheme.layout(one.architecture)
+    workspace = Workspace(one.architecture, layout)
     bare = {
-        k: one.scheme.work.run(bench, step.common.broadcast, one.pool.clients[k], round=0).double() for k in step.to
+        k: one.scheme.work.run(workspace, step.common.broadcast, one.pool.clients[k], round=0).double() for k in step.to
     }
     return step, bare, {one.client: one.payload for one in replies if isinstance(one, Upload)}, states
 
 
 def split(one: Job, vector: Tensor) -> dict[str, Tensor]:
-    return one.scheme.layout(one.blueprint).split(vector)
+    return one.scheme.layout(one.architecture).split(vector)
 
 
 def noise_of(one: Job, bare: dict[int, Tensor], sent: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -122,7 +122,7 @@ def test_for_the_server_decomposed_noise_is_bounded() -> None:
     """Given the scales, what the paper calls Gaussian has a largest value, which tells neighbours apart for certain."""
     one = job(scheme="mpdp", rounds=1, clients=4, neighbours=2, skip_cancelling=True)
     _, bare, sent, _ = first_round(one)
-    kinds = noise_kinds(one.blueprint)
+    kinds = noise_kinds(one.architecture)
     mean_size = sum(len(c) for c in one.pool.clients) / 4
     limit = math.sqrt(2.0) * paper_sigma(3.0, 1e-5) / 2 * mean_size
     for noise in noise_of(one, bare, sent).values():
@@ -136,9 +136,9 @@ def test_nothing_is_claimed_for_it(scheme: str) -> None:
     settings = {} if scheme == "mp-cdp" else {"neighbours": 2}
     one = job(scheme=scheme, rounds=1, clients=4, **settings)
     assert one.scheme.plan is None
-    books = train_job(one, state=fresh_state(one)).books
-    assert books.account is None
-    ledger = books.ledger()
+    privacy_journal = train_job(one, state=fresh_state(one)).privacy_journal
+    assert privacy_journal.accountant is None
+    ledger = privacy_journal.ledger()
     assert {line.verdict for line in ledger.lines} == {"none"}
     assert "upload.gradients" in ledger.line("server").why
 

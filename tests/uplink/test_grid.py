@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import Covering, charges
+from fedveil.ledger.correlated import NoiseLayout, charges
 from fedveil.ledger.gaussian import delta_of
 from fedveil.uplink.grid import FINEST, ROUNDING, add_noise, check_pairs, grid_of
 
@@ -20,13 +20,13 @@ NOBODY = np.empty(0, dtype=np.int64)
 SEED = bytes(range(32))
 
 
-def covering(
+def noise_layout(
     residual: Sequence[float], reach: Sequence[float], pairs: Sequence[tuple[int, int, float]] = ()
-) -> Covering:
+) -> NoiseLayout:
     ends = np.array([(i, j) for i, j, _ in pairs], dtype=np.int64).reshape(-1, 2)
     shared = np.array([pair for _, _, pair in pairs], dtype=np.float64)
     own = np.asarray(residual, dtype=np.float64)
-    return Covering(tuple(range(len(own))), np.asarray(reach, dtype=np.float64), own, ends[:, 0], ends[:, 1], shared)
+    return NoiseLayout(tuple(range(len(own))), np.asarray(reach, dtype=np.float64), own, ends[:, 0], ends[:, 1], shared)
 
 
 def integer_gaussian(sigma: float, *, side: int) -> NDArray[np.float64]:
@@ -75,7 +75,7 @@ def test_two_clients_with_integer_pair_noise_are_as_private_as_the_accountant_sa
     joint = (first * pair) @ second.T
     other = np.roll(joint, moved, axis=0)
     mu2, least = (
-        charges(covering([own + more] * 2, [float(moved)] * 2, [(0, 1, shared + more)]))[0] for more in (0.0, 4.0)
+        charges(noise_layout([own + more] * 2, [float(moved)] * 2, [(0, 1, shared + more)]))[0] for more in (0.0, 4.0)
     )
     for epsilon in (0.1, 0.5, 1.0, 2.0):
         allowed = delta_of(math.sqrt(mu2), epsilon)
@@ -96,7 +96,7 @@ def test_rounding_lengthens_no_change_beyond_what_the_plan_counts_on(
     seed: int, length: int, reach: float, noise: float, clients: int
 ) -> None:
     random = np.random.default_rng(seed)
-    covered = covering([(noise * reach) ** 2] * clients, [reach * (1 + ROUNDING)] * clients)
+    covered = noise_layout([(noise * reach) ** 2] * clients, [reach * (1 + ROUNDING)] * clients)
     codec = grid_of(covered, length=length, largest=10 * reach)
     change = random.standard_normal(length)
     change *= reach / np.linalg.norm(change)
@@ -127,12 +127,12 @@ def test_noise_on_the_grid_has_the_planned_variance_and_the_same_numbers_at_both
 )
 def test_what_does_not_fit_64_bits_is_refused(residual: list[float], largest: float) -> None:
     with pytest.raises(ConfigError, match="do not fit 64 bits for 2 clients"):
-        grid_of(covering(residual, [1.0, 1.0]), length=100, largest=largest)
+        grid_of(noise_layout(residual, [1.0, 1.0]), length=100, largest=largest)
 
 
 def test_more_pairs_than_the_proof_is_for_are_refused() -> None:
     many = (1 << 16) + 2
-    star = Covering(
+    star = NoiseLayout(
         tuple(range(many)),
         np.ones(many),
         np.ones(many),

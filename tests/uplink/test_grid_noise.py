@@ -61,7 +61,7 @@ def test_every_claim_rests_on_whole_numbers() -> None:
 def test_a_trusted_server_uses_no_sum_but_a_rounded_one_under_integer_noise() -> None:
     one = Federation(job(scheme="cdp", **SMALL))
     ask = one.until(Train)
-    central, terms, context = one.job.scheme.central, one.job.scheme.terms(one.job.blueprint), one.context(ask)
+    central, terms, context = one.job.scheme.central, one.job.scheme.terms(one.job.architecture), one.context(ask)
     assert isinstance(central, PlannedCentral)
     step = gridded(central.plan, context, terms).step
     total = torch.stack([one.bare(ask, client) for client in ask.to]).sum(0)

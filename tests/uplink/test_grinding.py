@@ -81,7 +81,7 @@ class Grinder:
     def __init__(self, **changes: Any) -> None:
         small = {"clients": CLIENTS, "rounds": 3, "options": {"depth": 2, "width": 4}, "batch_size": 4, **changes}
         self.job: Job = job(scheme="veil-secagg", **small)
-        self.role = ClientRole(self.job.scheme, self.job.blueprint, secrets=SeededSecrets(11))
+        self.role = ClientRole(self.job.scheme, self.job.architecture, secrets=SeededSecrets(11))
         uplink = self.job.scheme.uplink
         assert isinstance(uplink, Masked)
         self.uplink = uplink
@@ -113,7 +113,7 @@ class Grinder:
 
     def train(self, context: RoundContext) -> Train:
         veil = self.job.scheme.downlink.veil(
-            self.job.blueprint, self.job.weights, stream=self.job.secrets.stream("veil", 0), head_level=None
+            self.job.architecture, self.job.weights, stream=self.job.secrets.stream("veil", 0), head_level=None
         )
         return Train(context.round, context.attempt, veil.broadcast(), torch.tensor(context.cohort))
 
@@ -489,7 +489,7 @@ class Seed(Grinder):
 
     def __init__(self, secrets: SecretSource) -> None:
         super().__init__(rounds=60, cohort=SEATS)
-        self.role = ClientRole(self.job.scheme, self.job.blueprint, secrets=secrets)
+        self.role = ClientRole(self.job.scheme, self.job.architecture, secrets=secrets)
         self.seed, self.number = isolating(self.victim, rounds=60)
 
     def sampled(self, *, shuffled: bool, number: int = 0) -> Epoch:

@@ -105,7 +105,9 @@ def run_with(one: Job, absent: Callable[[Request, int], bool]) -> tuple[ServerSt
         rounds.append(done)
         models.append(server.state.weights.parameters.clone())
 
-    drive(LocalEngine(ClientRole(one.scheme, one.blueprint), one.pool, absent=absent), server.run(), on_round=boundary)
+    drive(
+        LocalEngine(ClientRole(one.scheme, one.architecture), one.pool, absent=absent), server.run(), on_round=boundary
+    )
     return server.state, rounds, models
 
 
@@ -171,7 +173,7 @@ def phases(one: Job, absent: Callable[[Request, int], bool] = lambda request, cl
                 found.append([])
             answer = yield step
 
-    engine = LocalEngine(ClientRole(one.scheme, one.blueprint), one.pool, absent=absent)
+    engine = LocalEngine(ClientRole(one.scheme, one.architecture), one.pool, absent=absent)
     drive(engine, watched(), on_round=lambda done: None)  # type: ignore[arg-type]
     return [[name for name in names if name in ("Train", "Unmask")] for names in found[:-1]]
 
@@ -369,7 +371,7 @@ def test_clients_who_cannot_agree_on_keys_stop_the_run_with_a_reason() -> None:
     one = job(scheme="veil-secagg", clients=4, rounds=2, head_groups=1)
     stops: list[str] = []
     engine = LocalEngine(
-        ClientRole(one.scheme, one.blueprint),
+        ClientRole(one.scheme, one.architecture),
         one.pool,
         absent=lambda request, client: type(request).__name__ == "Hello" and client > 1,
     )
@@ -397,7 +399,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], why: 
 
 def test_the_ledger_states_how_much_collusion_a_threshold_bears() -> None:
     def assumed(**settings: Any) -> str:
-        return " ".join(job(scheme="veil-secagg", **settings).scheme.remarks.assumptions)
+        return " ".join(job(scheme="veil-secagg", **settings).scheme.caveats.assumptions)
 
     assert "at most a third of each client's neighbours" in assumed()
     assert "at most 0.6 of each client's neighbours" in assumed(threshold=0.8)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering, by_peer, central, charges
+from fedveil.ledger.correlated import NoiseLayout, by_peer, central, charges
 from fedveil.ledger.gaussian import epsilon_of, mu_of
 from fedveil.uplink.noise_plan import COMPLETE_STRENGTH, SPARSE_STRENGTH, NoisePlan, Target
 
@@ -24,23 +24,25 @@ def target(epsilon: float = 1.0, *, rounds: int = 200, rate: float = 1.0) -> Tar
     return Target(epsilon, 1e-5, rounds, round(rate * rounds), rate)
 
 
-def covering(plan: NoisePlan, sizes: list[int], reach: list[float] | None = None, *, seed: bytes = SEED) -> Covering:
+def noise_layout(
+    plan: NoisePlan, sizes: list[int], reach: list[float] | None = None, *, seed: bytes = SEED
+) -> NoiseLayout:
     """Clients 10, 13, 16, …; clipped full batches (C = 1) unless a reach is given."""
     members = tuple(range(10, 10 + 3 * len(sizes), 3))
-    return plan.covering(members, sizes, [2.0] * len(sizes) if reach is None else reach, seed=seed)
+    return plan.noise_layout(members, sizes, [2.0] * len(sizes) if reach is None else reach, seed=seed)
 
 
-def noise_in_the_sum(found: Covering) -> float:
+def noise_in_the_sum(found: NoiseLayout) -> float:
     return math.sqrt(float(found.residual.sum()))
 
 
-def theta(found: Covering, colluding: tuple[int, ...] = ()) -> float:
+def theta(found: NoiseLayout, colluding: tuple[int, ...] = ()) -> float:
     """The worst charge in units of what noise of the sum's size, added once, would give."""
     worst = float(charges(found, colluding=[found.members[i] for i in colluding]).max())
     return worst * float(found.residual.sum()) / float(found.sensitivity.max()) ** 2
 
 
-def worst_mu2(found: Covering, colluders: int = 0) -> float:
+def worst_mu2(found: NoiseLayout, colluders: int = 0) -> float:
     """μ² by brute force over every set of colluders and every curious client."""
     sets = list(combinations(found.members, colluders))
     by_server = max(float(charges(found, colluding=one).max()) for one in sets)
@@ -68,7 +70,7 @@ def test_exact_noise_meets_the_target_and_not_a_millionth_more(
     aim = target(epsilon, rounds=rounds)
     reach = [2.0 * size / (min(batch, size) or size) for size in sizes]
     plan = NoisePlan(aim, "pairs", strength=strength)
-    mu = math.sqrt(rounds * worst_mu2(covering(plan, sizes, reach), plan.colluders(len(sizes))))
+    mu = math.sqrt(rounds * worst_mu2(noise_layout(plan, sizes, reach), plan.colluders(len(sizes))))
     assert mu <= aim.mu
     assert mu == pytest.approx(aim.mu, rel=1e-6)
     assert epsilon_of(mu, 1e-5) <= epsilon
@@ -79,7 +81,7 @@ def test_exact_noise_meets_the_target_and_not_a_millionth_more(
 def test_local_and_summed_noise_meet_the_target_too(sizes: list[int], layout: Any, trusted: bool) -> None:
     aim = target(2.0, rounds=7)
     trusted = trusted and layout == "sum"
-    found = covering(NoisePlan(aim, layout, trusted=trusted), sizes)
+    found = noise_layout(NoisePlan(aim, layout, trusted=trusted), sizes)
     mu2 = float(charges(found).max()) if trusted or layout == "local" else worst_mu2(found, min(1, len(sizes) - 1))
     assert math.sqrt(7 * mu2) <= aim.mu
     assert math.sqrt(7 * mu2) == pytest.approx(aim.mu, rel=1e-6)
@@ -88,7 +90,7 @@ def test_local_and_summed_noise_meet_the_target_too(sizes: list[int], layout: An
 def test_a_sum_over_thousands_of_rounds_does_not_end_above_the_target() -> None:
     aim = target(1.0, rounds=5000)
     spent = 0.0
-    price = float(charges(covering(NoisePlan(aim, "local"), [600, 700])).max())
+    price = float(charges(noise_layout(NoisePlan(aim, "local"), [600, 700])).max())
     for _ in range(5000):
         spent += price
     assert math.sqrt(spent) <= aim.mu
@@ -106,7 +108,7 @@ def test_exact_noise_holds_the_target_against_every_set_of_colluders(
     aim = target(1.0, rounds=50)
     plan = NoisePlan(aim, "pairs", collusion=collusion, neighbours=neighbours)
     try:
-        found = covering(plan, sizes)
+        found = noise_layout(plan, sizes)
     except ConfigError:
         assert neighbours is not None  # the graph was not connected
         return
@@ -118,7 +120,7 @@ def test_exact_noise_holds_the_target_against_every_set_of_colluders(
 def test_the_largest_client_is_covered_against_the_second_largest_too() -> None:
     """Fixed batches reach further in large clients; of the noise in the sum, the other knows its part."""
     aim = target(1.0, rounds=10)
-    found = covering(NoisePlan(aim, "pairs"), [600, 300], [2 * 600 / 64, 2 * 300 / 64])
+    found = noise_layout(NoisePlan(aim, "pairs"), [600, 300], [2 * 600 / 64, 2 * 300 / 64])
     against_the_smaller = found.sensitivity[0] ** 2 / found.residual[0]
     assert by_peer(found)[0] == pytest.approx(against_the_smaller, rel=1e-9)
     assert 10 * against_the_smaller <= aim.mu**2
@@ -128,25 +130,25 @@ def test_the_largest_client_is_covered_against_the_second_largest_too() -> None:
 def test_less_noise_than_the_papers_formula(strength: float | None, least: float, most: float) -> None:
     """ε = 1, δ = 10⁻⁵, T = 200, k = 100 equal clients: 22.3 % less at λ = 1, 44.5 % at λ = 10."""
     plan = NoisePlan(target(), "pairs", strength=strength)
-    saving = 1 - noise_in_the_sum(covering(plan, [600] * 100)) / plan.paper_scale(2.0)
+    saving = 1 - noise_in_the_sum(noise_layout(plan, [600] * 100)) / plan.paper_scale(2.0)
     assert least < saving < most
 
 
 @pytest.mark.parametrize("clients", [2, 3, 10, 100])
 def test_the_papers_pair_noise_gives_almost_the_two_it_allows(clients: int) -> None:
-    found = covering(NoisePlan(target(), "pairs", "paper"), [600] * clients)
+    found = noise_layout(NoisePlan(target(), "pairs", "paper"), [600] * clients)
     assert theta(found) == pytest.approx(2 * clients / (clients + 1), rel=1e-9)
 
 
 def test_strong_pair_noise_gives_almost_central_privacy() -> None:
-    assert theta(covering(NoisePlan(target(), "pairs"), [600] * 100)) == pytest.approx(1.01, abs=0.001)
+    assert theta(noise_layout(NoisePlan(target(), "pairs"), [600] * 100)) == pytest.approx(1.01, abs=0.001)
 
 
 @pytest.mark.parametrize(("collusion", "given_away"), [(0.1, 2.09), (0.3, 2.40), (0.5, 2.96)])
 def test_the_papers_strength_against_colluders_leaves_more_than_it_allows(collusion: float, given_away: float) -> None:
     """It scales pair noise up, but the honest residual noise shrinks and is not made up for."""
     plan = NoisePlan(target(), "pairs", "paper", collusion=collusion)
-    found = covering(plan, [600] * 100)
+    found = noise_layout(plan, [600] * 100)
     assert theta(found, tuple(range(plan.colluders(100)))) == pytest.approx(given_away, abs=0.005)
     assert given_away > 2
 
@@ -158,13 +160,13 @@ def test_the_papers_deviations_in_units_of_the_mean_gradient() -> None:
     aim = Target(epsilon, delta, rounds, 160, rate)
     log = math.log(1 / delta)
     reach = [2 * clip] * 3
-    pairs = covering(NoisePlan(aim, "pairs", "paper"), sizes, reach)
+    pairs = noise_layout(NoisePlan(aim, "pairs", "paper"), sizes, reach)
     assert noise_in_the_sum(pairs) / 1800 == pytest.approx(4 * clip * math.sqrt(rounds * log) / (epsilon * 1800))
-    local = covering(NoisePlan(aim, "local", "paper"), sizes, reach)
+    local = noise_layout(NoisePlan(aim, "local", "paper"), sizes, reach)
     for size, variance in zip(sizes, local.residual, strict=True):
         theirs = 2 * clip * math.sqrt(2 * rate * rounds * log) / (epsilon * size)
         assert math.sqrt(variance) / size == pytest.approx(theirs)
-    once = covering(NoisePlan(aim, "sum", "paper", trusted=True), sizes, reach)
+    once = noise_layout(NoisePlan(aim, "sum", "paper", trusted=True), sizes, reach)
     assert noise_in_the_sum(once) / 1800 == pytest.approx(2 * clip * math.sqrt(2 * rounds * log) / (epsilon * 1800))
 
 
@@ -172,7 +174,7 @@ def test_the_papers_upload_noise_is_its_formula_for_the_smallest_client() -> Non
     """Σ_ii = σ_up²·|D_i|² for all but the second largest, who gets more: σ_up = 4C√(T·ln(1/δ))/(ε|D_min|)."""
     sizes = [400, 500, 600, 800]
     plan = NoisePlan(target(), "pairs", "paper")
-    found = covering(plan, sizes)
+    found = noise_layout(plan, sizes)
     diagonal = found.residual.copy()
     np.add.at(diagonal, found.first, found.pairs)
     np.add.at(diagonal, found.second, found.pairs)
@@ -187,38 +189,40 @@ def test_noise_meant_for_full_batches_covers_a_small_batch_poorly() -> None:
     aim = target()
     for accounting, before, after in (("exact", 1.0, 13.29), ("paper", 0.755, 9.65)):
         plan = NoisePlan(aim, "pairs", accounting)  # type: ignore[arg-type]
-        meant = covering(plan, [600] * 100, full)
+        meant = noise_layout(plan, [600] * 100, full)
         told = meant.members[:1] if accounting == "exact" else ()
         spent = 200 * float(charges(meant, colluding=told).max())
         assert epsilon_of(math.sqrt(spent), 1e-5) == pytest.approx(before, abs=0.002)
-        used = Covering(
+        used = NoiseLayout(
             meant.members, np.array(small), meant.residual, meant.first, meant.second, meant.pairs, meant.summed
         )
         spent = 200 * float(charges(used, colluding=told).max())
         assert epsilon_of(math.sqrt(spent), 1e-5) == pytest.approx(after, abs=0.02)
-        enough = covering(plan, [600] * 100, small)
+        enough = noise_layout(plan, [600] * 100, small)
         assert noise_in_the_sum(enough) == pytest.approx(noise_in_the_sum(meant) * 600 / 64)
     assert epsilon_of(mu_of(1.0, 1e-5) * 600 / 64, 1e-5) == pytest.approx(13.29, abs=0.01)
 
 
 def test_one_client_alone_is_plain_local_privacy() -> None:
-    alone = covering(NoisePlan(target(), "pairs"), [600])
-    local = covering(NoisePlan(target(), "local"), [600])
+    alone = noise_layout(NoisePlan(target(), "pairs"), [600])
+    local = noise_layout(NoisePlan(target(), "local"), [600])
     assert len(alone.pairs) == 0
     assert alone.residual == pytest.approx(local.residual, rel=1e-12)
-    paper = covering(NoisePlan(target(), "pairs", "paper"), [600])
+    paper = noise_layout(NoisePlan(target(), "pairs", "paper"), [600])
     assert len(paper.pairs) == 0
     assert noise_in_the_sum(paper) == pytest.approx(NoisePlan(target(), "pairs").paper_scale(2.0))
 
 
 def test_two_clients_share_one_pair() -> None:
-    found = covering(NoisePlan(target(), "pairs"), [600, 800])
+    found = noise_layout(NoisePlan(target(), "pairs"), [600, 800])
     assert (found.first.tolist(), found.second.tolist()) == ([0], [1])
     assert found.pairs[0] > 0
 
 
 def test_the_papers_residual_noise_is_shared_by_size_and_pair_noise_scales_with_the_square_of_its_strength() -> None:
-    one, ten = (covering(NoisePlan(target(), "pairs", "paper", strength), [400, 500, 900]) for strength in (1.0, 10.0))
+    one, ten = (
+        noise_layout(NoisePlan(target(), "pairs", "paper", strength), [400, 500, 900]) for strength in (1.0, 10.0)
+    )
     assert one.residual / one.residual.sum() == pytest.approx([400 / 1800, 500 / 1800, 0.5])
     assert ten.residual == pytest.approx(one.residual)
     assert ten.pairs == pytest.approx(100 * one.pairs)
@@ -227,7 +231,7 @@ def test_the_papers_residual_noise_is_shared_by_size_and_pair_noise_scales_with_
 @pytest.mark.parametrize("tolerant", [False, True])
 def test_exact_noise_is_shared_equally_whatever_sizes_are_claimed(tolerant: bool) -> None:
     plan = NoisePlan(target(), "pairs", tolerant=tolerant, collusion=0.3)
-    modest, bold = (covering(plan, [400, 500, 900, size]) for size in (700, 10**6))
+    modest, bold = (noise_layout(plan, [400, 500, 900, size]) for size in (700, 10**6))
     for found in (modest, bold):
         assert found.residual == pytest.approx(found.residual[0])
         assert found.pairs == pytest.approx(found.pairs[0])
@@ -249,7 +253,7 @@ def test_the_default_strength_is_strong_unless_dropouts_leave_it_behind() -> Non
 def test_a_sparse_graph_meets_the_target_with_its_own_pairs() -> None:
     aim = target(1.0, rounds=20)
     plan = NoisePlan(aim, "pairs", neighbours=3)
-    found = covering(plan, [600] * 30)
+    found = noise_layout(plan, [600] * 30)
     degrees = np.bincount(np.concatenate([found.first, found.second]), minlength=30)
     assert degrees.min() >= 3
     assert len(found.pairs) < 30 * 29 / 2
@@ -257,25 +261,25 @@ def test_a_sparse_graph_meets_the_target_with_its_own_pairs() -> None:
     mu = math.sqrt(20 * worst_mu2(found, 1))
     assert mu <= aim.mu
     assert mu == pytest.approx(aim.mu, rel=1e-6)
-    other = covering(plan, [600] * 30, seed=b"another round's graph")
+    other = noise_layout(plan, [600] * 30, seed=b"another round's graph")
     assert (other.first.tolist(), other.second.tolist()) != (found.first.tolist(), found.second.tolist())
 
 
 def test_a_graph_that_falls_apart_is_refused() -> None:
     plan = NoisePlan(target(), "pairs", neighbours=1)
     with pytest.raises(ConfigError, match=r"40 clients with 1 neighbours each is not connected.*Raise neighbours"):
-        covering(plan, [600] * 40)
+        noise_layout(plan, [600] * 40)
 
 
 def test_fewer_clients_than_neighbours_are_all_neighbours() -> None:
-    assert len(covering(NoisePlan(target(), "pairs", neighbours=5), [600] * 4).pairs) == 6
+    assert len(noise_layout(NoisePlan(target(), "pairs", neighbours=5), [600] * 4).pairs) == 6
 
 
 @pytest.mark.parametrize("members", [(3, 1, 2), (1, 1, 2)])
 def test_a_round_lists_each_client_once_in_ascending_order(members: tuple[int, ...]) -> None:
     """Clients compute shares by position: another order would deal the pairs other variances."""
     with pytest.raises(ProtocolError, match="once, in ascending order"):
-        NoisePlan(target(), "pairs").covering(members, [100, 200, 900], [2.0] * 3, seed=SEED)
+        NoisePlan(target(), "pairs").noise_layout(members, [100, 200, 900], [2.0] * 3, seed=SEED)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
@@ -315,13 +319,13 @@ def test_impossible_settings_are_refused(settings_: dict[str, Any], why: str) ->
 
 def test_colluders_who_leave_no_honest_client_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one honest member"):
-        covering(NoisePlan(target(), "pairs", collusion=0.9), [600] * 4)
+        noise_layout(NoisePlan(target(), "pairs", collusion=0.9), [600] * 4)
 
 
 def test_where_no_noise_is_enough_the_plan_says_so() -> None:
     """Local work without a bound, for one."""
     with pytest.raises(ConfigError, match="No amount of this noise meets the target"):
-        NoisePlan(target(), "pairs").covering((0, 1), [600, 600], [math.inf, 2.0], seed=SEED)
+        NoisePlan(target(), "pairs").noise_layout((0, 1), [600, 600], [math.inf, 2.0], seed=SEED)
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(1e-300, 1e-5), (1.0, 1e-300), (1e-10, 1e-101)])
@@ -330,4 +334,4 @@ def test_a_target_beyond_all_reason_is_refused_and_the_smallest_has_its_noise(ep
         Target(epsilon, delta, 1, 1)
     for accounting in ("exact", "paper"):
         plan = NoisePlan(Target(1e-9, 1e-100, 1, 1), "pairs", accounting)  # type: ignore[arg-type]
-        assert np.isfinite(plan.covering((0, 1, 2), (10, 10, 10), (2.0, 2.0, 2.0), seed=bytes(32)).residual).all()
+        assert np.isfinite(plan.noise_layout((0, 1, 2), (10, 10, 10), (2.0, 2.0, 2.0), seed=bytes(32)).residual).all()

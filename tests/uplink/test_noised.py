@@ -20,7 +20,7 @@ from federation import distance, job, same_bits
 from fedveil.config import RunConfig
 from fedveil.engine import LocalEngine
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Reply, Request, Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
@@ -29,13 +29,13 @@ from fedveil.roles.server import ServerRole
 from fedveil.runs import session
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, train_job
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
 from fedveil.uplink.noised import Noised, Repair
-from fedveil.work.messages import Bench
+from fedveil.work.messages import Workspace
 
 UNEVEN: dict[str, Any] = {"loss": None, "how": "size", "ratio": 2.0}
 
@@ -45,16 +45,16 @@ class Federation:
 
     def __init__(self, one: Job) -> None:
         self.job = one
-        self.books = Books(one)
+        self.privacy_journal = PrivacyJournal(one)
         self.server = ServerRole(
             one.scheme,
-            one.blueprint,
+            one.architecture,
             fresh_state(one),
             secrets=one.secrets,
             cohort=one.cohort,
             optimiser=one.optimiser,
             rounds=one.config.rounds,
-            account=self.books.account,
+            accountant=self.privacy_journal.accountant,
         )
         self.role = client_role(one)
         self.states = {data.client: ClientState(data.client) for data in one.pool.clients}
@@ -93,22 +93,22 @@ class Federation:
         assert keys is not None
         return RoundContext(train.round, train.attempt, ask.to, keys.directory, keys.beacon)
 
-    def covering(self, ask: Ask) -> Covering:
+    def noise_layout(self, ask: Ask) -> NoiseLayout:
         plan = self.job.scheme.uplink.plan
         assert plan is not None
         return planned(plan, self.context(ask), self.job.scheme.work)
 
     def bare(self, ask: Ask, client: int) -> Tensor:
         """A client's contribution before noise."""
-        scheme, blueprint = self.job.scheme, self.job.blueprint
-        bench = Bench(blueprint, scheme.layout(blueprint))
+        scheme, architecture = self.job.scheme, self.job.architecture
+        workspace = Workspace(architecture, scheme.layout(architecture))
         assert isinstance(ask.common, Train)
         data = self.job.pool.clients[client]
-        return scheme.work.run(bench, ask.common.broadcast, data, round=ask.common.round).double()
+        return scheme.work.run(workspace, ask.common.broadcast, data, round=ask.common.round).double()
 
     def codec(self, ask: Ask) -> FixedPoint:
         """The round's grid."""
-        plan, terms = self.job.scheme.uplink.plan, self.job.scheme.terms(self.job.blueprint)
+        plan, terms = self.job.scheme.uplink.plan, self.job.scheme.terms(self.job.architecture)
         assert plan is not None
         return gridded(plan, self.context(ask), terms)
 
@@ -119,17 +119,17 @@ class Federation:
     def residual(self, ask: Ask, client: int) -> Tensor:
         """A client's residual noise in steps, which simulated secrets let us draw again."""
         plan, context = self.job.scheme.uplink.plan, self.context(ask)
-        words = np.zeros(self.job.blueprint.size, dtype=np.uint64)
-        terms, secrets = self.job.scheme.terms(self.job.blueprint), self.job.secrets.branch("clients")  # type: ignore[attr-defined]
+        words = np.zeros(self.job.architecture.size, dtype=np.uint64)
+        terms, secrets = self.job.scheme.terms(self.job.architecture), self.job.secrets.branch("clients")  # type: ignore[attr-defined]
         assert plan is not None
         add_residual(words, client, plan, context, terms, secrets=secrets)
         return torch.from_numpy(words.view(np.int64))
 
     def between(self, ask: Ask, one: int, other: int) -> Tensor:
         """What `one` adds for the sake of `other`, in steps."""
-        covering, seed = self.covering(ask), pair_seed(self.states[one], other, self.context(ask))
-        variance = dict(partners(covering, covering.members.index(one)))[other]
-        words = np.zeros(self.job.blueprint.size, dtype=np.uint64)
+        noise_layout, seed = self.noise_layout(ask), pair_seed(self.states[one], other, self.context(ask))
+        variance = dict(partners(noise_layout, noise_layout.members.index(one)))[other]
+        words = np.zeros(self.job.architecture.size, dtype=np.uint64)
         add_shared(words, seed, client=one, peer=other, variance=variance, step=self.codec(ask).step)
         return torch.from_numpy(words.view(np.int64))
 
@@ -170,7 +170,7 @@ def test_uploads_carry_the_noise_that_the_plan_promises() -> None:
     noise = []
     for _ in range(20):
         ask = one.until(Train)
-        covering = one.covering(ask)
+        noise_layout = one.noise_layout(ask)
         bare = {k: one.rounded(ask, k) for k in ask.to}
         step = one.codec(ask).step
         sent = payloads(one.gather(ask))
@@ -179,8 +179,8 @@ def test_uploads_carry_the_noise_that_the_plan_promises() -> None:
         if one.server.state.round < 20:
             one.step = one.steps.send(None)
     drawn = torch.cat(noise, 1).numpy()
-    sigma = np.diag(covering.residual)
-    for first, second, pair in zip(covering.first, covering.second, covering.pairs, strict=True):
+    sigma = np.diag(noise_layout.residual)
+    for first, second, pair in zip(noise_layout.first, noise_layout.second, noise_layout.pairs, strict=True):
         for i, j, sign in ((first, first, 1), (second, second, 1), (first, second, -1), (second, first, -1)):
             sigma[i, j] += sign * pair
     white = np.linalg.solve(np.linalg.cholesky(sigma), drawn)
@@ -202,18 +202,20 @@ def test_leaving_out_what_cancels_trains_the_same_model_but_claims_nothing(schem
     trained = [one.state.weights.parameters for one in states]
     assert same_bits(*trained) if scheme == "nadp" else distance(trained[1], trained[0]) < 1e-9
     assert not same_bits(states[0].state.weights.parameters, full.weights.parameters)
-    released = {one.field: one for one in quick.scheme.releases(quick.blueprint)}
+    released = {one.field: one for one in quick.scheme.releases(quick.architecture)}
     assert "LEFT OUT" in released["upload.gradients"].noise
     assert released["upload.gradients"].protection == "open"
-    ledger = states[1].books.ledger()
+    ledger = states[1].privacy_journal.ledger()
     assert ledger.line("server").verdict == "none"
     assert ledger.line("outsider").verdict == "none"
-    assert states[0].books.ledger().line("server").verdict == ("none" if scheme == "mpdp" else "differential privacy")
+    assert states[0].privacy_journal.ledger().line("server").verdict == (
+        "none" if scheme == "mpdp" else "differential privacy"
+    )
 
 
 def test_without_cancelling_noise_colluders_do_not_help_the_claim() -> None:
     one = job(scheme="nadp", rounds=1, loss=None, skip_cancelling=True, collusion=0.3)
-    ledger = train_job(one, state=fresh_state(one)).books.ledger()
+    ledger = train_job(one, state=fresh_state(one)).privacy_journal.ledger()
     assert [ledger.line(name).verdict for name in ("server", "server and colluding clients")] == ["none", "none"]
     assert ledger.line("clients").verdict == "differential privacy"
 
@@ -264,10 +266,10 @@ def test_repair_takes_off_exactly_the_noise_shared_with_the_missing(settings: di
     assert float((with_noise - stays).abs().max()) > 3 * float(stays.abs().max())
     assert torch.equal(total_of(repair)[:-1], stays)
     assert {frozenset(pair) & gone for pair in done.revealed} == {frozenset({1}), frozenset({4})}
-    covering = one.covering(train)
+    noise_layout = one.noise_layout(train)
     shared = {
-        frozenset((covering.members[i], covering.members[j]))
-        for i, j in zip(covering.first, covering.second, strict=True)
+        frozenset((noise_layout.members[i], noise_layout.members[j]))
+        for i, j in zip(noise_layout.first, noise_layout.second, strict=True)
     }
     expected = {pair for pair in shared if len(pair & gone) == 1}
     assert {frozenset(pair) for pair in done.revealed} == expected
@@ -354,26 +356,26 @@ def test_a_bad_repair_is_refused_and_leaves_the_sum_as_it_was(why: str) -> None:
 
 
 def spent(one: Federation) -> dict[str, np.ndarray]:
-    assert one.books.account is not None
-    return one.books.account.spent
+    assert one.privacy_journal.accountant is not None
+    return one.privacy_journal.accountant.spent
 
 
 @pytest.mark.parametrize("honest", [False, True])
 def test_a_repaired_client_pays_for_an_upload_under_residual_noise_alone(honest: bool) -> None:
     """The server may hold the late upload: S²/x_i; unless it is taken at its word, and then nothing."""
     one, train, repair = repaired({2}, honest_arrivals=honest, collusion=0.2)
-    covering = one.covering(train)
-    one.books.begin(next_begin(one, train))
+    noise_layout = one.noise_layout(train)
+    one.privacy_journal.begin(next_begin(one, train))
     one.gather(repair)
     assert isinstance(one.step, RoundDone)
-    one.books.end(one.step)
-    alone = covering.sensitivity[2] ** 2 / covering.residual[2]
+    one.privacy_journal.end(one.step)
+    alone = noise_layout.sensitivity[2] ** 2 / noise_layout.residual[2]
     for adversary in ("server", "server and colluding clients"):
         assert spent(one)[adversary][2] == pytest.approx(0.0 if honest else alone, rel=1e-9)
         assert 0 < spent(one)[adversary][0] < 0.5 * alone
-    said = one.books.ledger().line("server").assumptions
+    said = one.privacy_journal.ledger().line("server").assumptions
     assert any("honest about whose upload" in text for text in said) == honest
-    said = one.books.ledger().line("server and colluding clients").assumptions
+    said = one.privacy_journal.ledger().line("server and colluding clients").assumptions
     assert any("honest about whose upload" in text for text in said) == honest
 
 
@@ -444,7 +446,7 @@ def test_a_cohort_that_is_not_the_schedules_is_refused(cohort: list[int]) -> Non
 def test_local_noise_needs_no_keys_and_repairs_nothing() -> None:
     one = Federation(job(scheme="ldp", rounds=1, loss=None))
     assert one.job.scheme.uplink.introduction == "sizes"
-    fields = {release.field for release in one.job.scheme.releases(one.job.blueprint)}
+    fields = {release.field for release in one.job.scheme.releases(one.job.architecture)}
     assert not any(name.startswith("repair") for name in fields)
     ask = one.until(Train)
     request = Repair(0, 0, torch.tensor([1]))
@@ -543,20 +545,20 @@ def test_a_simulated_client_and_one_alone_add_the_same_noise() -> None:
 def test_a_run_with_dropouts_ends_with_the_books_in_order() -> None:
     """Through the engine: whoever is absent for Train is repaired for, and the account says so."""
     one = job(scheme="nadp", rounds=8, epsilon=30.0, loss=None, clients=6)
-    books = Books(one)
+    privacy_journal = PrivacyJournal(one)
     server = Federation(one).server
     boundaries: list[RoundDone] = []
 
     def boundary(done: RoundDone) -> None:
         boundaries.append(done)
-        books.end(done)
+        privacy_journal.end(done)
 
     engine = LocalEngine(
         client_role(one),
         one.pool,
         absent=lambda request, client: isinstance(request, Train) and client == request.round,
     )
-    drive(engine, server.run(), on_round=boundary, on_begin=books.begin)
+    drive(engine, server.run(), on_round=boundary, on_begin=privacy_journal.begin)
     assert [done.gathered.missing for done in boundaries] == [(0,), (1,), (2,), (3,), (4,), (5,), (), ()]
-    assert books.account is not None
-    assert books.account.rounds == 8
+    assert privacy_journal.accountant is not None
+    assert privacy_journal.accountant.rounds == 8

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.accountant import COLLUSION, Account
+from fedveil.ledger.accountant import COLLUSION, Accountant
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.directory import Directory, beacon, draws_of
 from fedveil.protocol.parts import RoundContext
@@ -96,9 +96,9 @@ def test_shared_noise_counts_allies_of_all_that_are_asked_too(layout: Any) -> No
     target's."""
     target = Target(epsilon=4.0, delta=1e-5, rounds=50, participations=50)
     plan = NoisePlan(target, layout, collusion=0.1, asked=100)
-    covering = plan.covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
-    assert worst_of(covering, 10).max() <= target.per_round()
-    careless = replace(plan, asked=None).covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    noise_layout = plan.noise_layout(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    assert worst_of(noise_layout, 10).max() <= target.per_round()
+    careless = replace(plan, asked=None).noise_layout(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
     assert worst_of(careless, 10).max() > 5 * target.per_round()
 
 
@@ -107,14 +107,14 @@ def test_ledger_and_policy_count_allies_of_all_that_are_asked_too(layout: Any) -
     """What is charged for such a round is what ten colluders of the eleven really get, by noise made for fewer too."""
     target = Target(epsilon=4.0, delta=1e-5, rounds=50, participations=50)
     plan = NoisePlan(target, layout, collusion=0.1)
-    covering = plan.covering(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
-    real = worst_of(covering, 10).max()
-    account = Account(100, collusion=0.1, least=1, asked=100)
-    account.charge(covering)
-    assert account.spent[COLLUSION].max() >= real * (1 - 1e-9)
+    noise_layout = plan.noise_layout(range(11), (50,) * 11, (1.0,) * 11, seed=b"")
+    real = worst_of(noise_layout, 10).max()
+    accountant = Accountant(100, collusion=0.1, least=1, asked=100)
+    accountant.charge(noise_layout)
+    assert accountant.spent[COLLUSION].max() >= real * (1 - 1e-9)
     cautious = Policy(collusion=0.1)
-    charged = max(cautious.charged(covering, client=k, spent=0.0, asked=100) for k in range(11))
+    charged = max(cautious.charged(noise_layout, client=k, spent=0.0, asked=100) for k in range(11))
     assert charged >= real * (1 - 1e-9)
-    careless = Account(100, collusion=0.1, least=1)
-    careless.charge(covering)
+    careless = Accountant(100, collusion=0.1, least=1)
+    careless.charge(noise_layout)
     assert careless.spent[COLLUSION].max() < 0.9 * real  # so that the lines above can fail

@@ -17,7 +17,7 @@ from fedveil import models
 from fedveil.downlink import Broadcast, Plain, draw
 from fedveil.errors import ConfigError
 from fedveil.secrets import SecretStream, SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss
+from fedveil.work import Batches, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss, Workspace
 from fedveil.work.clipping import SMALLEST_CLIP, ClippedSamples, ClippedUpdate
 from fedveil.work.per_sample import (
     Dense,
@@ -199,9 +199,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def opened(model: nn.Module, x: Tensor) -> tuple[Any, Broadcast]:
-    blueprint, weights = draw(model.train(), x[:2], traced=False)
-    veil = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
-    return blueprint, veil.broadcast()
+    architecture, weights = draw(model.train(), x[:2], traced=False)
+    veil = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    return architecture, veil.broadcast()
 
 
 def scene(name: str, dtype: torch.dtype, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -232,19 +232,19 @@ def test_no_crafted_network_makes_a_sample_exceed_its_bound(
 ) -> None:
     """Layers of any magnitude; each sample is a client of its own, so that its contribution is seen alone."""
     model, x, y = scene(name, dtype, 3)
-    blueprint, sent = opened(model, x)
-    for part, power in zip(blueprint.parameters.split(sent.parameters).values(), powers, strict=False):
+    architecture, sent = opened(model, x)
+    for part, power in zip(architecture.parameters.split(sent.parameters).values(), powers, strict=False):
         part.mul_(10.0 ** (power / 2)).mul_(10.0 ** (power / 2))
     if not finite(sent.parameters):
         return
     work = ClippedSamples(loss, Batches(0, 0), clip)
-    bench = Bench(blueprint, work.layout(blueprint, tensors=1))
+    workspace = Workspace(architecture, work.layout(architecture, tensors=1))
     clients = [ClientData(k, x[k : k + 1], y[k : k + 1]) for k in range(3)]
-    for _, found in work.run_many(bench, sent, clients, round=0):
+    for _, found in work.run_many(workspace, sent, clients, round=0):
         assert isinstance(found, Tensor)
         assert finite(found)
         assert square(exact(found[:-1])) <= Fraction(clip) ** 2
-    together = work.run(bench, sent, ClientData(0, x, y), round=0)
+    together = work.run(workspace, sent, ClientData(0, x, y), round=0)
     assert finite(together)
     assert square(exact(together[:-1])) <= (3 * Fraction(clip)) ** 2
 
@@ -265,13 +265,13 @@ def test_rounding_does_not_carry_one_record_past_the_sensitivity(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, 6, generator=generator) * 10.0**power
     y = torch.randint(0, 3, (samples,), generator=generator)
-    blueprint, sent = opened(nn.Linear(6, 3), torch.zeros(2, 6))
+    architecture, sent = opened(nn.Linear(6, 3), torch.zeros(2, 6))
     work = ClippedSamples(CrossEntropy(), Batches(0, 0), clip, sampling=sampling)
-    bench = Bench(blueprint, work.layout(blueprint, tensors=1), SeededSecrets(seed))
-    before = work.run(bench, sent, ClientData(0, x, y), round=0)
+    workspace = Workspace(architecture, work.layout(architecture, tensors=1), SeededSecrets(seed))
+    before = work.run(workspace, sent, ClientData(0, x, y), round=0)
     other = x.clone()
     other[seed % samples] = replaced
-    after = work.run(bench, sent, ClientData(0, other, y), round=0)
+    after = work.run(workspace, sent, ClientData(0, other, y), round=0)
     assert before.dtype == torch.float32
     moved = square([a - b for a, b in zip(exact(after), exact(before), strict=True)])
     assert moved <= Fraction(work.sensitivity(samples)) ** 2
@@ -312,15 +312,15 @@ def test_a_record_more_in_a_secret_batch_does_not_move_what_the_others_contribut
     x = (torch.rand(64, generator=generator) + 0.5).repeat(40, 1)
     x[39] = 0.0
     model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 10, bias=False))
-    blueprint, sent = opened(model, x)
-    first = next(iter(blueprint.parameters.split(sent.parameters).values()))
+    architecture, sent = opened(model, x)
+    first = next(iter(architecture.parameters.split(sent.parameters).values()))
     rows, along = torch.randn(128, 64, dtype=torch.float64, generator=generator), x[0].double()
     first.copy_(((rows - torch.outer(rows @ along, along) / (along @ along)) * 1e8).reshape(first.shape))
     work = ClippedSamples(CrossEntropy(), Batches(0, 0), 1.0, sampling=0.5)
 
     def contribution(which: list[int]) -> list[Fraction]:
-        bench = Bench(blueprint, work.layout(blueprint, tensors=1), Drawing(which))
-        return exact(work.run(bench, sent, ClientData(0, x, torch.zeros(40, dtype=torch.int64)), round=0)[:-1])
+        workspace = Workspace(architecture, work.layout(architecture, tensors=1), Drawing(which))
+        return exact(work.run(workspace, sent, ClientData(0, x, torch.zeros(40, dtype=torch.int64)), round=0)[:-1])
 
     some = list(range(others))
     before, after = contribution(some), contribution([*some, 39])
@@ -351,13 +351,13 @@ def test_no_crafted_network_makes_an_update_exceed_its_bound(
     dtype: torch.dtype, powers: list[int], clip: float
 ) -> None:
     model, x, y = scene("mlp", dtype, 7)
-    blueprint, sent = opened(model, x)
-    for part, power in zip(blueprint.parameters.split(sent.parameters).values(), powers, strict=True):
+    architecture, sent = opened(model, x)
+    for part, power in zip(architecture.parameters.split(sent.parameters).values(), powers, strict=True):
         part.mul_(10.0 ** (power / 2)).mul_(10.0 ** (power / 2))
     if not finite(sent.parameters):
         return
     work = ClippedUpdate(LocalSteps(CrossEntropy(), Batches(3, 0), Schedule(0.1), steps=2), clip)
-    found = work.run(Bench(blueprint, work.layout(blueprint, tensors=1)), sent, ClientData(0, x, y), round=0)
+    found = work.run(Workspace(architecture, work.layout(architecture, tensors=1)), sent, ClientData(0, x, y), round=0)
     assert finite(found)
     assert square(exact(found[:-1])) <= (7 * Fraction(clip)) ** 2
 

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedveil import models
-from fedveil.downlink import Blueprint, Broadcast, HeadNoise, Plain, Rescaling, draw
+from fedveil.downlink import Architecture, Broadcast, HeadNoise, Plain, Rescaling, draw
 from fedveil.downlink.decomposed import transitional
 from fedveil.errors import ConfigError
 from fedveil.secrets import SeededSecrets
 from fedveil.work import (
     Batches,
-    Bench,
     ClientData,
     CrossEntropy,
     Gradients,
@@ -29,6 +28,7 @@ from fedveil.work import (
     Loss,
     Schedule,
     SquareLoss,
+    Workspace,
 )
 from fedveil.work import clipping as clipped_module
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate, refuse_batch_norm
@@ -169,11 +169,11 @@ def clients(
     return made
 
 
-def opened(model: nn.Module, example: Tensor) -> tuple[Blueprint, Broadcast]:
+def opened(model: nn.Module, example: Tensor) -> tuple[Architecture, Broadcast]:
     with torch.random.fork_rng():
-        blueprint, weights = draw(model.double().train(), example[:2], traced=False)
-    veil = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
-    return blueprint, veil.broadcast()
+        architecture, weights = draw(model.double().train(), example[:2], traced=False)
+    veil = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    return architecture, veil.broadcast()
 
 
 def made(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -182,8 +182,8 @@ def made(factory: Callable[[], nn.Module]) -> nn.Module:
         return factory()
 
 
-def workbench(work: LocalWork, blueprint: Blueprint) -> Bench:
-    return Bench(blueprint, work.layout(blueprint, tensors=1))
+def workbench(work: LocalWork, architecture: Architecture) -> Workspace:
+    return Workspace(architecture, work.layout(architecture, tensors=1))
 
 
 def by_hand(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, clip: float) -> Tensor:
@@ -215,17 +215,17 @@ def typical(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> float:
 def test_a_contribution_is_the_mean_of_clipped_per_sample_gradients(name: str, loss: Loss) -> None:
     factory, shape = NETS[name]
     model, data = made(factory).double(), clients(name, shape)[0]
-    blueprint, sent = opened(model, data.x)
+    architecture, sent = opened(model, data.x)
     clip = typical(model, loss, data.x, data.y)
     truth = by_hand(model, loss, data.x, data.y, clip)
     for vectorise in (None, False):
         work = ClippedSamples(loss, Batches(0, 0), clip, vectorise)
-        bench = workbench(work, blueprint)
-        parts = bench.layout.split(work.run(bench, sent, data, round=0))
+        workspace = workbench(work, architecture)
+        parts = workspace.layout.split(work.run(workspace, sent, data, round=0))
         found = parts["gradients"][0] / len(data)
         assert float((found - truth).abs().max()) < 1e-12 * max(1.0, float(truth.abs().max()))
         assert float(parts["weight"]) == len(data)
-        assert bench.vectorisable
+        assert workspace.vectorisable
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gru", "resnet"])
@@ -236,11 +236,11 @@ def test_the_built_in_models_are_run_under_vmap(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(clipped_module, "looped", forbidden)
     factory, shape = NETS[name]
     data = clients(name, shape)
-    blueprint, sent = opened(made(factory), data[0].x)
+    architecture, sent = opened(made(factory), data[0].x)
     work = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.1)
-    bench = workbench(work, blueprint)
-    assert len(list(work.run_many(bench, sent, data, round=0))) == len(data)
-    assert bench.vectorisable
+    workspace = workbench(work, architecture)
+    assert len(list(work.run_many(workspace, sent, data, round=0))) == len(data)
+    assert workspace.vectorisable
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ def test_the_built_in_models_are_run_under_vmap(name: str, monkeypatch: pytest.M
 def test_layers_are_recorded_only_where_their_calls_tell_their_gradients(name: str, expected: int) -> None:
     factory, shape = NETS[name]
     data = clients(name, shape)[0]
-    blueprint, _ = opened(made(factory), data.x)
-    engine = PerSample(blueprint, CrossEntropy())
+    architecture, _ = opened(made(factory), data.x)
+    engine = PerSample(architecture, CrossEntropy())
     engine(data.x, data.y, clients=1, clip=1.0)
     assert sum(isinstance(one, Recorded) for one in engine.module.modules()) == expected
 
@@ -260,13 +260,13 @@ def test_layers_are_recorded_only_where_their_calls_tell_their_gradients(name: s
 def test_many_clients_are_the_single_ones(name: str) -> None:
     factory, shape = NETS[name]
     data = clients(name, shape)
-    blueprint, sent = opened(made(factory), data[0].x)
+    architecture, sent = opened(made(factory), data[0].x)
     work = ClippedSamples(CrossEntropy(), Batches(7, 4), 0.3)
-    bench = workbench(work, blueprint)
-    together = dict(work.run_many(bench, sent, data, round=2))
+    workspace = workbench(work, architecture)
+    together = dict(work.run_many(workspace, sent, data, round=2))
     assert sorted(together) == [0, 1, 2, 3]
     for position, one in enumerate(data):
-        alone, many = work.run(workbench(work, blueprint), sent, one, round=2), together[position]
+        alone, many = work.run(workbench(work, architecture), sent, one, round=2), together[position]
         assert isinstance(many, Tensor)
         assert float((many - alone).abs().max()) < 1e-12 * float(alone.abs().max())
 
@@ -276,8 +276,8 @@ def test_many_clients_are_the_single_ones(name: str) -> None:
 def test_how_many_samples_fit_into_memory_makes_no_difference(name: str, samples: int) -> None:
     factory, shape = NETS[name]
     data = clients(name, shape, (9, 9, 9))
-    blueprint, _ = opened(made(factory), data[0].x)
-    engine = PerSample(blueprint, CrossEntropy())
+    architecture, _ = opened(made(factory), data[0].x)
+    engine = PerSample(architecture, CrossEntropy())
     with torch.no_grad():
         for one in engine.module.parameters():
             one.normal_(generator=torch.Generator().manual_seed(one.numel()))
@@ -298,24 +298,24 @@ def test_how_many_samples_fit_into_memory_makes_no_difference(name: str, samples
 def test_a_bound_that_no_gradient_reaches_gives_the_plain_gradient(name: str) -> None:
     factory, shape = NETS[name]
     data = clients(name, shape)[0]
-    blueprint, sent = opened(made(factory), data.x)
+    architecture, sent = opened(made(factory), data.x)
     batches = Batches(6, 1)
     work, plain = ClippedSamples(CrossEntropy(), batches, 1e6), Gradients(CrossEntropy(), batches)
-    bench = workbench(plain, blueprint)
-    truth = bench.layout.split(plain.run(bench, sent, data, round=3))["gradients"][0] * blueprint.trainable
-    found = work.run(workbench(work, blueprint), sent, data, round=3)
+    workspace = workbench(plain, architecture)
+    truth = workspace.layout.split(plain.run(workspace, sent, data, round=3))["gradients"][0] * architecture.trainable
+    found = work.run(workbench(work, architecture), sent, data, round=3)
     assert torch.allclose(found[:-1], truth, rtol=1e-11, atol=1e-13)
 
 
 def test_frozen_parameters_are_zero_and_do_not_count_towards_the_norm() -> None:
     model, data = made(frozen_head).double(), clients()[0]
-    blueprint, sent = opened(model, data.x)
+    architecture, sent = opened(model, data.x)
     clip = 1e-3
     for vectorise in (True, False):
         work = ClippedSamples(CrossEntropy(), Batches(0, 0), clip, vectorise)
         one = ClientData(0, data.x[:1], data.y[:1])
-        found = work.run(workbench(work, blueprint), sent, one, round=0)[:-1]
-        assert not found[~blueprint.trainable].any()
+        found = work.run(workbench(work, architecture), sent, one, round=0)[:-1]
+        assert not found[~architecture.trainable].any()
         assert float(found.norm()) == pytest.approx(clip, rel=1e-12)
 
 
@@ -339,14 +339,14 @@ def test_replacing_one_record_moves_no_contribution_further_than_its_sensitivity
     name = "gru" if text else "mixing"
     factory, shape = NETS[name]
     data = clients(name, shape, (samples,))[0]
-    blueprint, sent = opened(made(factory), data.x)
+    architecture, sent = opened(made(factory), data.x)
     work = ClippedSamples(CrossEntropy(), Batches(batch, 7), clip)
-    bench = workbench(work, blueprint)
-    before = work.run(bench, sent, data, round=round)
+    workspace = workbench(work, architecture)
+    before = work.run(workspace, sent, data, round=round)
     x, y = data.x.clone(), data.y.clone()
     x[which % samples] = 1 if text else scale
     y[which % samples] = label
-    after = work.run(bench, sent, ClientData(0, x, y), round=round)
+    after = work.run(workspace, sent, ClientData(0, x, y), round=round)
     assert float((after - before).norm()) <= work.sensitivity(samples) * (1 + 1e-12)
 
 
@@ -354,16 +354,16 @@ def test_the_sensitivity_is_reached() -> None:
     """Two opposite gradients of length C: the bound is not a loose one."""
     model = nn.Linear(1, 1, bias=False)
     x, y = torch.ones(4, 1, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
-    blueprint, sent = opened(model, x)
+    architecture, sent = opened(model, x)
     for batch in (0, 2):
         work = ClippedSamples(SquareLoss(), Batches(batch, 0), 0.5)
-        bench = workbench(work, blueprint)
+        workspace = workbench(work, architecture)
         chosen = int(work.batches.indices(client=0, samples=4, step=0)[0])
         results = []
         for target in (1e3, -1e3):
             replaced = y.clone()
             replaced[chosen] = target
-            results.append(work.run(bench, sent, ClientData(0, x, replaced), round=0))
+            results.append(work.run(workspace, sent, ClientData(0, x, replaced), round=0))
         moved = float((results[0] - results[1]).norm())
         assert moved == pytest.approx(work.sensitivity(4), rel=1e-12)
         assert work.sensitivity(4) == pytest.approx(2 * 0.5 * (1 if batch == 0 else 2))
@@ -372,13 +372,13 @@ def test_the_sensitivity_is_reached() -> None:
 @pytest.mark.parametrize("factory", [Opaque, HiddenDropout])
 def test_what_vmap_cannot_do_is_done_one_by_one_with_the_same_numbers(factory: Callable[[], nn.Module]) -> None:
     data = clients()
-    blueprint, sent = opened(made(factory), data[0].x)
+    architecture, sent = opened(made(factory), data[0].x)
     work = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.2)
     looping = ClippedSamples(CrossEntropy(), Batches(0, 0), 0.2, vectorise=False)
-    bench, other = workbench(work, blueprint), workbench(looping, blueprint)
-    for _ in range(2):  # before and after the bench learnt it
-        together = dict(work.run_many(bench, sent, data, round=0))
-        assert not bench.vectorisable
+    workspace, other = workbench(work, architecture), workbench(looping, architecture)
+    for _ in range(2):  # before and after the workspace learnt it
+        together = dict(work.run_many(workspace, sent, data, round=0))
+        assert not workspace.vectorisable
         for position, one in enumerate(data):
             assert torch.equal(together[position], looping.run(other, sent, one, round=0))  # type: ignore[arg-type]
 
@@ -386,12 +386,12 @@ def test_what_vmap_cannot_do_is_done_one_by_one_with_the_same_numbers(factory: C
 @pytest.mark.parametrize("vectorise", [None, False])
 def test_dropout_is_a_function_of_seed_client_and_round(vectorise: bool | None) -> None:
     data = clients(sizes=(9, 9))
-    blueprint, sent = opened(made(dropping), data[0].x)
+    architecture, sent = opened(made(dropping), data[0].x)
 
     def run(*, client: int = 0, round: int = 0, seed: int = 1) -> Tensor:
         work = ClippedSamples(SquareLoss(), Batches(0, seed), 0.2, vectorise)
         one = ClientData(client, data[0].x, data[0].y)
-        return work.run(workbench(work, blueprint), sent, one, round=round)
+        return work.run(workbench(work, architecture), sent, one, round=round)
 
     state = torch.get_rng_state()
     first = run()
@@ -399,20 +399,20 @@ def test_dropout_is_a_function_of_seed_client_and_round(vectorise: bool | None) 
     assert all(not torch.equal(first, other) for other in (run(client=1), run(round=1), run(seed=2)))
     assert torch.equal(torch.get_rng_state(), state)
     work = ClippedSamples(SquareLoss(), Batches(0, 1), 0.2, vectorise)
-    bench = workbench(work, blueprint)
-    for position, found in work.run_many(bench, sent, data, round=0):
-        assert torch.equal(found, work.run(bench, sent, data[position], round=0))  # type: ignore[arg-type]
-    assert bench.vectorisable
+    workspace = workbench(work, architecture)
+    for position, found in work.run_many(workspace, sent, data, round=0):
+        assert torch.equal(found, work.run(workspace, sent, data[position], round=0))  # type: ignore[arg-type]
+    assert workspace.vectorisable
 
 
 def test_every_sample_has_a_dropout_mask_of_its_own() -> None:
     data = clients()[0]
     same = ClientData(0, data.x[:1].repeat(6, 1), data.y[:1].repeat(6))
-    blueprint, sent = opened(made(dropping), data.x)
+    architecture, sent = opened(made(dropping), data.x)
     engine_work = ClippedSamples(SquareLoss(), Batches(0, 0), 1e-6)
-    bench = workbench(engine_work, blueprint)
-    engine_work.run(bench, sent, same, round=0)
-    (engine,) = bench.captured.values()
+    workspace = workbench(engine_work, architecture)
+    engine_work.run(workspace, sent, same, round=0)
+    (engine,) = workspace.captured.values()
     assert isinstance(engine, PerSample)
     assert len(engine(same.x, same.y, clients=1, clip=1.0).losses.unique()) > 1
 
@@ -426,29 +426,29 @@ def test_a_sample_without_a_finite_gradient_counts_as_zero_and_is_not_told(
     model = nn.Linear(6, 3)
     data = clients(sizes=(9, 9))
     data[1].x[3] = value  # with the square loss, 1e300 has an infinite gradient
-    blueprint, sent = opened(model, data[0].x)
+    architecture, sent = opened(model, data[0].x)
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.1, vectorise)
-    bench = workbench(work, blueprint)
-    results = dict(work.run_many(bench, sent, data, round=7))
+    workspace = workbench(work, architecture)
+    results = dict(work.run_many(workspace, sent, data, round=7))
     kept = torch.tensor([0, 1, 2, 4, 5, 6, 7, 8])
     rest = ClientData(1, data[1].x[kept], data[1].y[kept])
-    without = work.run(bench, sent, rest, round=7)
+    without = work.run(workspace, sent, rest, round=7)
     assert isinstance(results[1], Tensor)
     torch.testing.assert_close(results[1][:-1], without[:-1])
     assert float(results[1][-1]) == 9
     data[1].x[:] = value
-    nothing = work.run(bench, sent, data[1], round=7)
+    nothing = work.run(workspace, sent, data[1], round=7)
     assert float(nothing[:-1].abs().max()) == 0.0
 
 
 @pytest.mark.parametrize("update", [False, True])
 def test_a_model_that_is_no_number_is_refused_whatever_the_data(update: bool) -> None:
     data = clients(sizes=(9, 9))
-    blueprint, sent = opened(nn.Linear(6, 3), data[0].x)
+    architecture, sent = opened(nn.Linear(6, 3), data[0].x)
     sent.parameters[0] = float("nan")
     local = LocalSteps(SquareLoss(), Batches(0, 0), Schedule(0.1), steps=2)
     work = ClippedUpdate(local, 0.1) if update else ClippedSamples(SquareLoss(), Batches(0, 0), 0.1)
-    results = dict(work.run_many(workbench(work, blueprint), sent, data, round=7))
+    results = dict(work.run_many(workbench(work, architecture), sent, data, round=7))
     assert [str(one) for one in results.values()] == [str(results[0])] * 2
     assert "model of round 8 holds numbers that are not finite" in str(results[0])
 
@@ -456,19 +456,19 @@ def test_a_model_that_is_no_number_is_refused_whatever_the_data(update: bool) ->
 def test_a_long_but_finite_gradient_is_clipped_and_not_refused() -> None:
     data = clients(sizes=(9,))[0]
     data.x[3] = 1e8
-    blueprint, sent = opened(nn.Linear(6, 3), data.x)
+    architecture, sent = opened(nn.Linear(6, 3), data.x)
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.1)
-    found = work.run(workbench(work, blueprint), sent, data, round=0)
+    found = work.run(workbench(work, architecture), sent, data, round=0)
     assert float(found[:-1].norm()) <= 0.1 * 9 * (1 + 1e-12)
 
 
 def test_nothing_but_the_gradient_and_the_count_leaves() -> None:
-    blueprint, _ = opened(small(), clients()[0].x)
+    architecture, _ = opened(small(), clients()[0].x)
     local = LocalSteps(SquareLoss(), Batches(0, 0), Schedule(0.1), steps=1)
     for work in (ClippedSamples(SquareLoss(), Batches(0, 0), 1.0), ClippedUpdate(local, 1.0)):
-        layout = work.layout(blueprint, tensors=1)
+        layout = work.layout(architecture, tensors=1)
         assert dict(layout.sections) == {
-            "gradients": (1, blueprint.size),
+            "gradients": (1, architecture.size),
             "values": (0,),
             "statistics": (0,),
             "weight": (1,),
@@ -477,53 +477,53 @@ def test_nothing_but_the_gradient_and_the_count_leaves() -> None:
 
 def test_head_noise_is_refused() -> None:
     data = clients()[0]
-    blueprint, weights = draw(small().double(), data.x[:2], traced=True)
+    architecture, weights = draw(small().double(), data.x[:2], traced=True)
     downlink = Rescaling(head=HeadNoise(2))
-    sent = downlink.veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=1.0).broadcast()
+    sent = downlink.veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=1.0).broadcast()
     local = LocalSteps(SquareLoss(), Batches(0, 0), Schedule(0.1), steps=1)
     for work in (ClippedSamples(SquareLoss(), Batches(0, 0), 1.0), ClippedUpdate(local, 1.0)):
         with pytest.raises(ConfigError, match="head noise"):
-            work.layout(blueprint, tensors=downlink.head_tensors(blueprint))
+            work.layout(architecture, tensors=downlink.head_tensors(architecture))
         with pytest.raises(ConfigError, match=r"[Hh]ead noise"):
-            work.run(workbench(work, blueprint), sent, data, round=0)
+            work.run(workbench(work, architecture), sent, data, round=0)
 
 
 def test_a_layer_that_remembers_its_input_is_clipped_like_any_other() -> None:
-    """A traced blueprint has such a layer even where no head noise is used."""
+    """A traced architecture has such a layer even where no head noise is used."""
     data = clients()[0]
     model = made(small).double()
-    blueprint, weights = draw(model, data.x[:2], traced=True)
-    sent = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    architecture, weights = draw(model, data.x[:2], traced=True)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.2)
-    found = work.run(workbench(work, blueprint), sent, data, round=0)[:-1] / len(data)
+    found = work.run(workbench(work, architecture), sent, data, round=0)[:-1] / len(data)
     assert torch.allclose(found, by_hand(model, SquareLoss(), data.x, data.y, 0.2), rtol=1e-11, atol=1e-14)
 
 
 def test_transitional_layers_are_part_of_what_is_differentiated() -> None:
     data = clients()[0]
     model = made(lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
-    blueprint, weights = draw(model.double(), data.x[:2], traced=True)
-    plain = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
-    assert blueprint.table is not None
+    architecture, weights = draw(model.double(), data.x[:2], traced=True)
+    plain = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    assert architecture.table is not None
     generator = torch.Generator().manual_seed(0)
-    numbers = 0.5 + torch.rand(sum(transitional(blueprint.table).sizes), dtype=torch.float64, generator=generator)
+    numbers = 0.5 + torch.rand(sum(transitional(architecture.table).sizes), dtype=torch.float64, generator=generator)
     sent = dataclasses.replace(plain, multipliers=numbers)
     results = []
     for vectorise in (None, False):
         work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.2, vectorise)
-        bench = workbench(work, blueprint)
-        results.append(work.run(bench, sent, data, round=0))
-        assert bench.vectorisable
-        assert not torch.allclose(results[-1], work.run(bench, plain, data, round=0), rtol=1e-3)
+        workspace = workbench(work, architecture)
+        results.append(work.run(workspace, sent, data, round=0))
+        assert workspace.vectorisable
+        assert not torch.allclose(results[-1], work.run(workspace, plain, data, round=0), rtol=1e-3)
     assert torch.allclose(*results, rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_that_overwrites_what_a_layer_read_fails_as_it_does_without_clipping() -> None:
     data = clients()[0]
-    blueprint, sent = opened(made(Overwriting), data.x)
+    architecture, sent = opened(made(Overwriting), data.x)
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.2)
     with pytest.raises(RuntimeError, match="inplace"):
-        work.run(workbench(work, blueprint), sent, data, round=0)
+        work.run(workbench(work, architecture), sent, data, round=0)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("nan"), float("inf")])
@@ -535,7 +535,7 @@ def test_a_bound_that_bounds_nothing_is_refused(clip: float) -> None:
 
 
 class OwnNorm(nn.BatchNorm1d):
-    """A subclass stays what it is in a blueprint."""
+    """A subclass stays what it is in a architecture."""
 
 
 @pytest.mark.parametrize(
@@ -551,13 +551,13 @@ class OwnNorm(nn.BatchNorm1d):
 )
 def test_a_batch_norm_that_computes_with_its_batch_is_refused(norm: nn.Module, refused: bool) -> None:
     model = nn.Sequential(nn.Linear(6, 5), norm, nn.Linear(5, 3))
-    blueprint, _ = draw(model, torch.randn(2, 6), traced=False)
+    architecture, _ = draw(model, torch.randn(2, 6), traced=False)
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 1.0)
     if not refused:
-        refuse_batch_norm(blueprint)
-        work.layout(blueprint, tensors=1)
+        refuse_batch_norm(architecture)
+        work.layout(architecture, tensors=1)
         return
-    for attempt in (lambda: refuse_batch_norm(blueprint), lambda: work.layout(blueprint, tensors=1)):
+    for attempt in (lambda: refuse_batch_norm(architecture), lambda: work.layout(architecture, tensors=1)):
         with pytest.raises(ConfigError, match=r"'1' .*gradient of its own.*releases.*GroupNorm.*freeze"):
             attempt()
 
@@ -568,26 +568,26 @@ def test_a_frozen_batch_norm_is_clipped_per_sample() -> None:
     norm.running_mean.uniform_(generator=torch.Generator().manual_seed(0))  # type: ignore[union-attr]
     model = nn.Sequential(nn.Linear(6, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double()
     norm.eval()
-    blueprint, weights = draw(model, data.x[:2], traced=False)
-    sent = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    architecture, weights = draw(model, data.x[:2], traced=False)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
     work = ClippedSamples(SquareLoss(), Batches(0, 0), 0.2)
-    bench = workbench(work, blueprint)
-    found = work.run(bench, sent, data, round=0)[:-1] / len(data)
+    workspace = workbench(work, architecture)
+    found = work.run(workspace, sent, data, round=0)[:-1] / len(data)
     assert torch.allclose(found, by_hand(model, SquareLoss(), data.x, data.y, 0.2), rtol=1e-11, atol=1e-14)
-    assert bench.vectorisable
+    assert workspace.vectorisable
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3])
 def test_a_clipped_update_is_the_local_update_cut_to_its_bound(clip: float) -> None:
     data = clients()
-    blueprint, sent = opened(made(small), data[0].x)
+    architecture, sent = opened(made(small), data[0].x)
     local = LocalSteps(SquareLoss(), Batches(4, 9), Schedule(0.1), steps=3)
     work = ClippedUpdate(local, clip)
-    bench = workbench(work, blueprint)
-    for position, found in work.run_many(bench, sent, data, round=1):
+    workspace = workbench(work, architecture)
+    for position, found in work.run_many(workspace, sent, data, round=1):
         samples = len(data[position])
         assert isinstance(found, Tensor)
-        update = local.run(workbench(local, blueprint), sent, data[position], round=1)[: blueprint.size] / samples
+        update = local.run(workbench(local, architecture), sent, data[position], round=1)[: architecture.size] / samples
         expected = update / max(1.0, float(update.norm()) / clip)
         assert torch.allclose(found[:-1] / samples, expected, rtol=1e-12, atol=1e-15)
         assert float(found[-1]) == samples
@@ -597,9 +597,9 @@ def test_a_clipped_update_is_the_local_update_cut_to_its_bound(clip: float) -> N
 
 def test_an_update_of_zero_stays_zero() -> None:
     data = clients()[0]
-    blueprint, sent = opened(made(small), data.x)
+    architecture, sent = opened(made(small), data.x)
     work = ClippedUpdate(LocalSteps(SquareLoss(), Batches(0, 0), Schedule(0.0), steps=1), 1.0)
-    found = work.run(workbench(work, blueprint), sent, data, round=0)
+    found = work.run(workbench(work, architecture), sent, data, round=0)
     assert not found[:-1].any()
     assert float(found[-1]) == len(data)
 
@@ -607,9 +607,9 @@ def test_an_update_of_zero_stays_zero() -> None:
 def test_an_exploding_update_counts_as_zero_and_is_not_told() -> None:
     data = clients(sizes=(9, 9))
     data[1].x[:] = float("nan")
-    blueprint, sent = opened(made(small), data[0].x)
+    architecture, sent = opened(made(small), data[0].x)
     work = ClippedUpdate(LocalSteps(SquareLoss(), Batches(0, 0), Schedule(0.1), steps=2), 1.0)
-    results = dict(work.run_many(workbench(work, blueprint), sent, data, round=0))
+    results = dict(work.run_many(workbench(work, architecture), sent, data, round=0))
     assert isinstance(results[0], Tensor)
     assert isinstance(results[1], Tensor)
     assert float(results[1][:-1].abs().max()) == 0.0

@@ -32,7 +32,7 @@ from fedveil.uplink.grid_noise import gridded
 from fedveil.uplink.vote import Ratio
 from fedveil.work.clipping import RAN_AWAY, DividedUpdate
 from fedveil.work.local_sgd import LocalSteps
-from fedveil.work.messages import Bench, ClientData
+from fedveil.work.messages import ClientData, Workspace
 
 FALSE_ALARM = 1e-6
 SETTINGS: dict[str, Any] = {
@@ -56,10 +56,10 @@ def of(**changes: Any) -> Job:
 # ---- the work
 
 
-def bench_of(one: Job, work: Any) -> tuple[Bench, Broadcast]:
-    layout = work.layout(one.blueprint, tensors=1)
-    veil = one.scheme.downlink.veil(one.blueprint, one.weights, stream=one.secrets.stream("v"), head_level=None)
-    return Bench(one.blueprint, layout, SeededSecrets(1)), veil.broadcast()
+def bench_of(one: Job, work: Any) -> tuple[Workspace, Broadcast]:
+    layout = work.layout(one.architecture, tensors=1)
+    veil = one.scheme.downlink.veil(one.architecture, one.weights, stream=one.secrets.stream("v"), head_level=None)
+    return Workspace(one.architecture, layout, SeededSecrets(1)), veil.broadcast()
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -67,35 +67,35 @@ def test_it_is_the_update_of_local_steps_not_yet_clipped(reports: bool) -> None:
     one = of()
     local = one.scheme.work.local  # type: ignore[attr-defined]
     work = DividedUpdate(local, 0.01, reports=reports)
-    (bench, broadcast), (own, _) = bench_of(one, work), bench_of(one, local)
+    (workspace, broadcast), (own, _) = bench_of(one, work), bench_of(one, local)
     for data in one.pool.clients:
-        ours = work.run(bench, broadcast, data, round=1)
+        ours = work.run(workspace, broadcast, data, round=1)
         theirs = local.run(own, broadcast, data, round=1)
         length = len(ours) - 1
-        assert length == one.blueprint.size + reports
+        assert length == one.architecture.size + reports
         assert torch.allclose(ours[:length], theirs[:length], rtol=1e-12, atol=1e-12)
         assert float(ours[-1]) == len(data)
-        assert float(ours[: one.blueprint.size].norm()) > 0.01 * len(data)
+        assert float(ours[: one.architecture.size].norm()) > 0.01 * len(data)
 
 
 def test_a_training_that_runs_away_has_moved_nothing_and_one_on_a_broken_model_is_refused() -> None:
     one = of()
     work = one.scheme.work
     assert isinstance(work, DividedUpdate)
-    bench, broadcast = bench_of(one, work)
+    workspace, broadcast = bench_of(one, work)
     data = one.pool.clients[1]
     x, y = data.take(torch.arange(len(data)))
     wild = ClientData(1, torch.full_like(x, float("nan")), y)
-    found = work.run(bench, broadcast, wild, round=0)
-    size = one.blueprint.size
+    found = work.run(workspace, broadcast, wild, round=0)
+    size = one.architecture.size
     assert not found[:size].any()
     assert float(found[size]) == RAN_AWAY * len(data)
     assert not found[size + 1 : -1].any()
     assert float(found[-1]) == len(data)
     broken = replace(broadcast, parameters=torch.full_like(broadcast.parameters, float("inf")))
     with pytest.raises(NumericError, match="The model of round 1 holds numbers that are not finite"):
-        work.run(bench, broken, data, round=0)
-    (_, reason), (_, other) = work.run_many(bench, broken, [data, data], round=0)
+        work.run(workspace, broken, data, round=0)
+    (_, reason), (_, other) = work.run_many(workspace, broken, [data, data], round=0)
     assert isinstance(reason, NumericError)
     assert isinstance(other, NumericError)
 
@@ -171,7 +171,7 @@ def observed(monkeypatch: pytest.MonkeyPatch, one: Job) -> list[tuple[Covered, D
 
 def clipped_rest(one: Job, covered: Covered, clip: float) -> Tensor:
     """n_k·u[W̄]·min(1, θ/‖u[W̄]‖), by the formula."""
-    size, samples = one.blueprint.size, len(one.pool.clients[covered.client])
+    size, samples = one.architecture.size, len(one.pool.clients[covered.client])
     outside = np.setdiff1d(np.arange(size), covered.winners.numpy())
     update = covered.contribution[:size][outside] / samples
     return samples * update * min(1.0, clip / float(update.norm()))

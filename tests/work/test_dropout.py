@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedveil.downlink import HeadNoise, Plain, Rescaling, draw
 from fedveil.secrets import SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, Gradients, LocalSteps, Schedule, SquareLoss
+from fedveil.work import Batches, ClientData, Gradients, LocalSteps, Schedule, SquareLoss, Workspace
 from fedveil.work.batches import has_random_layers, seeded_dropout
 
 
@@ -34,15 +34,15 @@ Y = torch.randint(0, 3, (10,), generator=torch.Generator().manual_seed(1))
 
 
 def contribution(model: nn.Module, *, client: int = 0, round: int = 0, seed: int = 5, local: bool = False) -> Tensor:
-    blueprint, weights = draw(model, X[:2], traced=False)
+    architecture, weights = draw(model, X[:2], traced=False)
     work = (
         LocalSteps(SquareLoss(), Batches(0, seed), Schedule(0.1), steps=2)
         if local
         else Gradients(SquareLoss(), Batches(0, seed))
     )
-    layout = work.layout(blueprint, tensors=1)
-    veil = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
-    return work.run(Bench(blueprint, layout), veil.broadcast(), ClientData(client, X, Y), round=round)
+    layout = work.layout(architecture, tensors=1)
+    veil = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    return work.run(Workspace(architecture, layout), veil.broadcast(), ClientData(client, X, Y), round=round)
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -73,15 +73,15 @@ def test_the_global_generator_is_left_alone(make: type[nn.Module], local: bool) 
 @pytest.mark.parametrize("vectorise", [None, True])
 @pytest.mark.parametrize("make", MODELS)
 def test_many_clients_draw_what_each_would_draw_alone(make: type[nn.Module], vectorise: bool | None) -> None:
-    blueprint, weights = draw(make().double(), X[:2].double(), traced=True)
+    architecture, weights = draw(make().double(), X[:2].double(), traced=True)
     downlink = Rescaling(head=HeadNoise(2))
     work = Gradients(SquareLoss(), Batches(0, 5), vectorise)
-    layout = work.layout(blueprint, tensors=downlink.head_tensors(blueprint))
-    sent = downlink.veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=1.0).broadcast()
+    layout = work.layout(architecture, tensors=downlink.head_tensors(architecture))
+    sent = downlink.veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=1.0).broadcast()
     clients = [ClientData(number, X.double(), Y) for number in range(3)]
-    together = dict(work.run_many(Bench(blueprint, layout), sent, clients, round=0))
+    together = dict(work.run_many(Workspace(architecture, layout), sent, clients, round=0))
     for number, client in enumerate(clients):
-        assert torch.equal(together[number], work.run(Bench(blueprint, layout), sent, client, round=0))
+        assert torch.equal(together[number], work.run(Workspace(architecture, layout), sent, client, round=0))
 
 
 def test_layers_that_draw_random_numbers_are_known() -> None:

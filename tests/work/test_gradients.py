@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.downlink import Blueprint, Broadcast, HeadNoise, Rescaling, draw
+from fedveil.downlink import Architecture, Broadcast, HeadNoise, Rescaling, draw
 from fedveil.errors import NumericError
 from fedveil.secrets import SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients, SquareLoss
+from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, SquareLoss, Workspace
 
 
 class Tied(nn.Module):
@@ -48,12 +48,12 @@ MODELS = {
 
 def setting(
     model: nn.Module, *, groups: int = 0, weighted: bool = False, example: Tensor | None = None
-) -> tuple[Blueprint, Broadcast, int]:
+) -> tuple[Architecture, Broadcast, int]:
     example = torch.randn(2, 6, dtype=torch.float64) if example is None else example
-    blueprint, weights = draw(model.double(), example, traced=True)
+    architecture, weights = draw(model.double(), example, traced=True)
     downlink = Rescaling(head=HeadNoise(groups, weighted_outputs=weighted) if groups else None)
-    veil = downlink.veil(blueprint, weights, stream=SeededSecrets(1).stream("veil"), head_level=None)
-    return blueprint, veil.broadcast(), downlink.head_tensors(blueprint)
+    veil = downlink.veil(architecture, weights, stream=SeededSecrets(1).stream("veil"), head_level=None)
+    return architecture, veil.broadcast(), downlink.head_tensors(architecture)
 
 
 def clients(sizes: tuple[int, ...] = (9, 9, 5, 9, 14)) -> list[ClientData]:
@@ -70,17 +70,19 @@ def clients(sizes: tuple[int, ...] = (9, 9, 5, 9, 14)) -> list[ClientData]:
 @pytest.mark.parametrize("name", MODELS)
 def test_many_at_once_equal_one_by_one(name: str, groups: int, weight: float, frozen: bool) -> None:
     model = MODELS[name]().train(not frozen)
-    blueprint, sent, tensors = setting(model, groups=groups, weighted=weight != 1.0)
+    architecture, sent, tensors = setting(model, groups=groups, weighted=weight != 1.0)
     loss = SquareLoss(true_weight=weight)
     batches = Batches(6, 2)
-    layout = Gradients(loss, batches).layout(blueprint, tensors=tensors)
-    bench = Bench(blueprint, layout)
-    together = dict(Gradients(loss, batches, vectorise=True).run_many(bench, sent, clients(), round=3))
-    assert bench.vectorisable, "vmap was given up"
-    loop = dict(Gradients(loss, batches, vectorise=False).run_many(Bench(blueprint, layout), sent, clients(), round=3))
+    layout = Gradients(loss, batches).layout(architecture, tensors=tensors)
+    workspace = Workspace(architecture, layout)
+    together = dict(Gradients(loss, batches, vectorise=True).run_many(workspace, sent, clients(), round=3))
+    assert workspace.vectorisable, "vmap was given up"
+    loop = dict(
+        Gradients(loss, batches, vectorise=False).run_many(Workspace(architecture, layout), sent, clients(), round=3)
+    )
     assert sorted(together) == sorted(loop) == list(range(5))
     for position, data in enumerate(clients()):
-        one = Gradients(loss, batches).run(Bench(blueprint, layout), sent, data, round=3)
+        one = Gradients(loss, batches).run(Workspace(architecture, layout), sent, data, round=3)
         assert torch.equal(loop[position], one)
         scale = float(one.abs().max())
         assert float((together[position] - one).abs().max()) < 1e-12 * scale
@@ -96,57 +98,59 @@ def test_what_vmap_cannot_do_is_done_one_by_one() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.gru(x.reshape(-1, 3, 2))[0][:, -1])  # type: ignore[no-any-return]
 
-    blueprint, sent, tensors = setting(Recurrent())
+    architecture, sent, tensors = setting(Recurrent())
     work = Gradients(CrossEntropy(), Batches(0, 0))
-    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
+    workspace = Workspace(architecture, work.layout(architecture, tensors=tensors))
     for _ in range(2):
-        together = dict(work.run_many(bench, sent, clients(), round=0))
+        together = dict(work.run_many(workspace, sent, clients(), round=0))
         for position, data in enumerate(clients()):
-            assert torch.equal(together[position], work.run(bench, sent, data, round=0))
+            assert torch.equal(together[position], work.run(workspace, sent, data, round=0))
 
 
 def test_a_client_that_selects_rows_of_a_shared_tensor_is_the_same_client() -> None:
-    blueprint, sent, tensors = setting(MODELS["batch norms"]())
+    architecture, sent, tensors = setting(MODELS["batch norms"]())
     pool = clients((30,))[0]
     rows = torch.tensor([3, 8, 1, 29, 14, 6, 7])
     work = Gradients(SquareLoss(), Batches(4, 0))
-    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
-    shared = work.run(bench, sent, ClientData(5, pool.x, pool.y, rows), round=2)
-    own = work.run(bench, sent, ClientData(5, pool.x[rows], pool.y[rows]), round=2)
+    workspace = Workspace(architecture, work.layout(architecture, tensors=tensors))
+    shared = work.run(workspace, sent, ClientData(5, pool.x, pool.y, rows), round=2)
+    own = work.run(workspace, sent, ClientData(5, pool.x[rows], pool.y[rows]), round=2)
     assert torch.equal(shared, own)
 
 
 def test_a_model_that_changes_its_input_in_place_does_not_change_the_data() -> None:
-    blueprint, sent, tensors = setting(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)))
+    architecture, sent, tensors = setting(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 3)))
     data = clients((8,))[0]
     before = data.x.clone()
     work = Gradients(SquareLoss(), Batches(0, 0))
-    work.run(Bench(blueprint, work.layout(blueprint, tensors=tensors)), sent, data, round=0)
+    work.run(Workspace(architecture, work.layout(architecture, tensors=tensors)), sent, data, round=0)
     assert torch.equal(data.x, before)
 
 
 def test_an_interrupted_step_leaves_no_statistics_behind() -> None:
-    blueprint, sent, tensors = setting(MODELS["batch norms"]())
+    architecture, sent, tensors = setting(MODELS["batch norms"]())
     work = Gradients(SquareLoss(), Batches(0, 0))
-    layout = work.layout(blueprint, tensors=tensors)
-    bench = Bench(blueprint, layout)
+    layout = work.layout(architecture, tensors=tensors)
+    workspace = Workspace(architecture, layout)
     data = clients((8,))[0]
-    bench.module(data.x + 1.0)  # a forward pass that never got to its end
-    assert torch.equal(work.run(bench, sent, data, round=0), work.run(Bench(blueprint, layout), sent, data, round=0))
+    workspace.module(data.x + 1.0)  # a forward pass that never got to its end
+    assert torch.equal(
+        work.run(workspace, sent, data, round=0), work.run(Workspace(architecture, layout), sent, data, round=0)
+    )
 
 
 @pytest.mark.parametrize("groups", [0, 2])
 def test_a_client_whose_numbers_are_not_finite_is_named(groups: int) -> None:
-    blueprint, sent, tensors = setting(MODELS["batch norms"](), groups=groups)
+    architecture, sent, tensors = setting(MODELS["batch norms"](), groups=groups)
     work = Gradients(SquareLoss(), Batches(0, 0))
-    bench = Bench(blueprint, work.layout(blueprint, tensors=tensors))
+    workspace = Workspace(architecture, work.layout(architecture, tensors=tensors))
     data = clients((9, 9))
     data[1].x[3, 2] = float("nan")
-    healthy = work.run(bench, sent, data[0], round=7)
-    found = dict(work.run_many(bench, sent, data, round=7))
+    healthy = work.run(workspace, sent, data[0], round=7)
+    found = dict(work.run_many(workspace, sent, data, round=7))
     assert isinstance(found[1], NumericError)
     assert re.search(r"client 1 .* round 8 .*local numbers 0, 1, 2, 3, 4, …", str(found[1]))
     assert isinstance(found[0], torch.Tensor)
     assert torch.allclose(found[0], healthy, rtol=0, atol=1e-10 * float(healthy.abs().max()))
     with pytest.raises(NumericError, match="client 1 "):
-        work.run(bench, sent, data[1], round=7)
+        work.run(workspace, sent, data[1], round=7)

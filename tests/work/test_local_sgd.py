@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedveil.downlink import Plain, draw
 from fedveil.errors import NumericError
 from fedveil.secrets import SeededSecrets
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss
+from fedveil.work import Batches, ClientData, CrossEntropy, LocalSteps, Loss, Schedule, SquareLoss, Workspace
 
 
 def data(samples: int = 14, client: int = 3) -> ClientData:
@@ -27,10 +27,10 @@ def network() -> nn.Module:
 
 
 def run(model: nn.Module, work: LocalSteps, client: ClientData, round: int) -> dict[str, Tensor]:
-    blueprint, weights = draw(model, client.x[:2], traced=False)
-    layout = work.layout(blueprint, tensors=1)
-    veil = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None)
-    vector = work.run(Bench(blueprint, layout), veil.broadcast(), client, round=round)
+    architecture, weights = draw(model, client.x[:2], traced=False)
+    layout = work.layout(architecture, tensors=1)
+    veil = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None)
+    vector = work.run(Workspace(architecture, layout), veil.broadcast(), client, round=round)
     return {name: part / len(client) for name, part in layout.split(vector).items()}
 
 
@@ -110,13 +110,13 @@ def test_many_clients_are_the_single_ones_in_turn() -> None:
     model = network()
     clients = [data(14, 0), data(9, 1)]
     work = LocalSteps(SquareLoss(), Batches(4, 9), Schedule(0.1), steps=2)
-    blueprint, weights = draw(model, clients[0].x[:2], traced=False)
-    layout = work.layout(blueprint, tensors=1)
-    sent = Plain().veil(blueprint, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
-    bench = Bench(blueprint, layout)
-    together = dict(work.run_many(bench, sent, clients, round=1))
+    architecture, weights = draw(model, clients[0].x[:2], traced=False)
+    layout = work.layout(architecture, tensors=1)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    workspace = Workspace(architecture, layout)
+    together = dict(work.run_many(workspace, sent, clients, round=1))
     for position, client in enumerate(clients):
-        assert torch.equal(together[position], work.run(Bench(blueprint, layout), sent, client, round=1))
+        assert torch.equal(together[position], work.run(Workspace(architecture, layout), sent, client, round=1))
 
 
 def test_schedules() -> None:

@@ -25,7 +25,7 @@ from fedveil.audit.metrics import (
     rates,
     ssim,
 )
-from fedveil.downlink import Blueprint
+from fedveil.downlink import Architecture
 
 _CONFIDENCE = 0.95
 _DECIDING = 0.99
@@ -211,14 +211,14 @@ class Numbers(_Percent):
     Beside it the share known exactly, and with their sign.
     """
 
-    blueprint: Blueprint
+    architecture: Architecture
     name: str = "known up to scale"
     chance: float = 0.0
     margin: float = 0.05
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of one model."""
-        known = parameter_knowledge(found[0]["parameters"], truths[0]["parameters"], self.blueprint)
+        known = parameter_knowledge(found[0]["parameters"], truths[0]["parameters"], self.architecture)
         return Score(known.determined, more={"exact": known.exact, "signs": known.signs})
 
 

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from scipy.stats import beta
 from torch import Tensor, nn
 
-from fedveil.downlink import Blueprint
+from fedveil.downlink import Architecture
 from fedveil.errors import ConfigError, DataError, NumericError
 
 
@@ -329,21 +329,21 @@ class ParameterKnowledge:
     residuals: Mapping[str, float]
 
 
-def parameter_knowledge(received: Tensor, true: Tensor, blueprint: Blueprint) -> ParameterKnowledge:
+def parameter_knowledge(received: Tensor, true: Tensor, architecture: Architecture) -> ParameterKnowledge:
     """Compare flat parameters as a client received them (or made of them) with the true ones.
 
     a and b are the least-squares fit of log|Ŵ_ij| − log|W_ij| ≈ a_i + b_j, a bias being one more column.
     """
-    if received.shape != true.shape or len(true) != blueprint.size:
+    if received.shape != true.shape or len(true) != architecture.size:
         raise DataError(
             f"{tuple(received.shape)} received and {tuple(true.shape)} true parameters do not fit a model of "
-            f"{blueprint.size}."
+            f"{architecture.size}."
         )
     got, truth = received.double().cpu(), true.double().cpu()
     close = (got - truth).abs() <= EXACT * truth.abs()
     there = truth != 0
     residuals, known, counted = {}, 0, 0
-    for name, ours, theirs in _tables(blueprint, got, truth):
+    for name, ours, theirs in _tables(architecture, got, truth):
         error = (ours - _rescaled(theirs, ours)).abs()
         residuals[name] = float(error.norm() / ours.norm().clamp_min(1e-300))
         numbers = (ours != 0) | (theirs != 0)
@@ -357,15 +357,15 @@ def parameter_knowledge(received: Tensor, true: Tensor, blueprint: Blueprint) ->
     )
 
 
-def _tables(blueprint: Blueprint, got: Tensor, truth: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _tables(architecture: Architecture, got: Tensor, truth: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Every weight with its bias as rows × columns × kernel, received and true; lone vectors are left out."""
-    ours, theirs = blueprint.parameters.split(got), blueprint.parameters.split(truth)
+    ours, theirs = architecture.parameters.split(got), architecture.parameters.split(truth)
     for name, one in ours.items():
         path, _, own = name.rpartition(".")
         bias = f"{path}.{own.replace('weight', 'bias')}" if path else own.replace("weight", "bias")
         if "weight" not in own or (one.dim() < 2 and bias not in ours):
             continue
-        transposed = isinstance(blueprint.skeleton.get_submodule(path), _TRANSPOSED)
+        transposed = isinstance(architecture.skeleton.get_submodule(path), _TRANSPOSED)
         tables = [_table(side[name], side.get(bias), transposed=transposed) for side in (ours, theirs)]
         yield name, tables[0], tables[1]
 

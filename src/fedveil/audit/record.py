@@ -32,7 +32,7 @@ from fedveil.audit.views import (
 )
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.config import numbers_of
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.releases import Cover
@@ -391,13 +391,20 @@ class Recorder(Guarded):
     """
 
     def __init__(
-        self, folder: Path, choice: Choice, *, facts: Facts, scheme: Scheme, blueprint: Blueprint, attempt: int = 0
+        self,
+        folder: Path,
+        choice: Choice,
+        *,
+        facts: Facts,
+        scheme: Scheme,
+        architecture: Architecture,
+        attempt: int = 0,
     ) -> None:
         self._writer = RecordWriter(folder, facts)
         self._choice = choice
         self._readable = facts.readable
         self._uplink = scheme.uplink
-        self._terms: Terms = scheme.terms(blueprint)
+        self._terms: Terms = scheme.terms(architecture)
         self._now = (0, attempt)
         self._drawn: WitnessedVeil | None = None
         self._pairs: set[tuple[int, int]] = set()
@@ -530,21 +537,23 @@ class Witnessed:
         """As the other."""
         return self._inner.head_noise
 
-    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """As the other."""
-        return self._inner.noise_factors(blueprint, stream=stream)
+        return self._inner.noise_factors(architecture, stream=stream)
 
-    def head_tensors(self, blueprint: Blueprint) -> int:
+    def head_tensors(self, architecture: Architecture) -> int:
         """As the other."""
-        return self._inner.head_tensors(blueprint)
+        return self._inner.head_tensors(architecture)
 
     def covers(self) -> Mapping[str, Cover]:
         """As the other: a record is no release to anybody who takes part."""
         return self._inner.covers()
 
-    def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
+    def veil(
+        self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
+    ) -> Veil:
         """The other's veil."""
-        inner = self._inner.veil(blueprint, weights, stream=stream, head_level=head_level)
+        inner = self._inner.veil(architecture, weights, stream=stream, head_level=head_level)
         veil = WitnessedVeil(inner, weights, self._recorder)
         self._recorder.drawn(veil)
         return veil

@@ -243,7 +243,7 @@ def cut(job: Job, *, samples: int) -> Job:
 
 def model_of(job: Job, weights: Weights) -> nn.Module:
     """The true model, in evaluation mode."""
-    return assemble(job.blueprint, weights).eval()
+    return assemble(job.architecture, weights).eval()
 
 
 class _EnoughError(Exception):
@@ -283,7 +283,7 @@ def unprotected_model(subject: Subject, view: ClientView) -> ClientView:
     assert isinstance(said, Train)
     weights = server_view(subject.record, view.client, round=message.round, attempt=message.attempt).weights
     assert weights is not None
-    sent = replace(said, broadcast=Unveiled(view.facts.blueprint(), weights).broadcast())
+    sent = replace(said, broadcast=Unveiled(view.facts.architecture(), weights).broadcast())
     raw = encode(sent)
     plain = Message(message.round, message.attempt, message.phase, message.kind, message.client, raw)
     return replace(view, messages=(plain,))

@@ -377,7 +377,7 @@ class _Model:
         weights = _weights(self.scene) if self.held else self._server().weights
         assert weights is not None
         return _Case(
-            Numbers(self.run.record.facts.blueprint()),
+            Numbers(self.run.record.facts.architecture()),
             {"parameters": weights.parameters.double().cpu()},
             unprotected=Score(1.0, more={"exact": 1.0, "signs": 1.0}),
         )

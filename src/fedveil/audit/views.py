@@ -15,7 +15,7 @@ import fedveil.client_held.messages
 import fedveil.uplink.masked
 import fedveil.uplink.noised  # noqa: F401
 from fedveil import models
-from fedveil.downlink.architecture import Blueprint, Weights, assemble, draw
+from fedveil.downlink.architecture import Architecture, Weights, assemble, draw
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.models.catalogue import MOST_PARAMETERS
@@ -91,7 +91,7 @@ class Facts:
             **self.options,
         )
 
-    def blueprint(self) -> Blueprint:
+    def architecture(self) -> Architecture:
         """The architecture as both roles of the run had it."""
         example = torch.zeros((2, *self.input_shape), dtype=_DTYPES[self.input_dtype])
         model = self.module().to(_DTYPES[self.dtype]).train()
@@ -246,7 +246,7 @@ class ServerView:
         """The server's own model before the round, as it works, in training mode."""
         if self.weights is None:
             raise ConfigError(f"The server of {self.facts.scheme} holds no model: it only relays.")
-        return assemble(self.facts.blueprint(), self.weights).train()
+        return assemble(self.facts.architecture(), self.weights).train()
 
     @property
     def batch_size(self) -> int | None:

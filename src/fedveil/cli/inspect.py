@@ -54,12 +54,12 @@ def inspect(
         net, example = example_of(
             model, options=options, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary
         )
-        blueprint, weights = draw(net.train(), example, traced=True)
-        assert blueprint.table is not None
-        verify(blueprint, weights, example)
+        architecture, weights = draw(net.train(), example, traced=True)
+        assert architecture.table is not None
+        verify(architecture, weights, example)
     found = coverage(
-        blueprint.table,
-        head_noise=head_noise and blueprint.table.head is not None,
+        architecture.table,
+        head_noise=head_noise and architecture.table.head is not None,
         secret_epsilon=bn_eps == "secret",
     )
     shape = tuple(example.shape[1:])
@@ -69,7 +69,7 @@ def inspect(
     rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in found.parameters]
     table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", "hidden"), rows, right=(3,))
     console.print(
-        f"coverage {percent(found.fraction)} of {blueprint.size:,} parameters on at least one side; "
+        f"coverage {percent(found.fraction)} of {architecture.size:,} parameters on at least one side; "
         f"{found.secrets} secret scales per round"
     )
     if found.visible:

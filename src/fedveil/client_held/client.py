@@ -34,7 +34,7 @@ from fedveil.client_held.ciphers import Pads
 from fedveil.client_held.divided import Parallel
 from fedveil.client_held.group import Found, Join, OpeningKeys, found, join
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Finish, Finished, Lend, Lent, Vote
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, Recovered
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.protocol.client_state import ClientState, Held, Pending
@@ -70,14 +70,14 @@ class HolderRole(Participant):
     def __init__(
         self,
         scheme: Scheme,
-        blueprint: Blueprint,
+        architecture: Architecture,
         *,
         start: Held,
         optimiser: Optimiser,
         first: First | None = None,
         **own: Unpack[ClientTerms],
     ) -> None:
-        super().__init__(scheme, blueprint, **own)
+        super().__init__(scheme, architecture, **own)
         self._uplink = parallel(scheme)
         self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
@@ -142,7 +142,7 @@ class HolderRole(Participant):
         """Bring the model up to date, and promise to answer this round once."""
         state = self._keeper.brought_up(state, request.version, request.latest, private)
         context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
-        voting = self._uplink.votes(request.round, self._blueprint.size)
+        voting = self._uplink.votes(request.round, self._architecture.size)
         state = _answering(state, context.stage(_VOTE if voting else _UPLOAD))
         return (state if voting else self._charged(state, context)), context
 
@@ -161,11 +161,11 @@ class HolderRole(Participant):
         return context
 
     def _charged(self, state: ClientState, context: RoundContext) -> ClientState:
-        plan, size = self._uplink.plan, self._blueprint.size
+        plan, size = self._uplink.plan, self._architecture.size
         if plan is None or (self._uplink.count(context.round, size) == size and not self._uplink.throughout):
             return state
-        covering = planned(plan, context, self._terms.work)
-        return replace(state, spent=self._policy.charged(covering, client=state.client, spent=state.spent))
+        noise_layout = planned(plan, context, self._terms.work)
+        return replace(state, spent=self._policy.charged(noise_layout, client=state.client, spent=state.spent))
 
     def _train(
         self, together: Sequence[tuple[ClientState, RoundContext, ClientData]], request: Request
@@ -174,7 +174,7 @@ class HolderRole(Participant):
         first, context, _ = together[0]
         assert first.held is not None
         able = [data for _, _, data in together]
-        work = self._scheme.work.run_many(self._bench, self._broadcast(first.held), able, round=context.round)
+        work = self._scheme.work.run_many(self._workspace, self._broadcast(first.held), able, round=context.round)
         for position, vector in work:
             state, context, _ = together[position]
             if isinstance(vector, FedVeilError):
@@ -190,13 +190,13 @@ class HolderRole(Participant):
     def _broadcast(self, held: Held) -> Broadcast:
         """The model as local work takes it: it has not travelled, and nothing is veiled."""
         weights, nothing = held.weights, held.weights.parameters.new_empty(0)
-        statistics = weights.statistics.clone() if self._blueprint.frozen_statistics else torch.empty(0)
+        statistics = weights.statistics.clone() if self._architecture.frozen_statistics else torch.empty(0)
         return Broadcast(weights.parameters.clone(), weights.epsilon.clone(), statistics, nothing, None)
 
     def _vote_or_upload(
         self, state: ClientState, context: RoundContext, contribution: Tensor
     ) -> tuple[ClientState, Reply]:
-        uplink, size = self._uplink, self._blueprint.size
+        uplink, size = self._uplink, self._architecture.size
         which = {"round": context.round, "attempt": context.attempt, "size": size}
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
@@ -271,7 +271,7 @@ class HolderRole(Participant):
 
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
-        uplink, size = self._uplink, self._blueprint.size
+        uplink, size = self._uplink, self._architecture.size
         told = (state.membership().fingerprint(), state.cohort)
         if self._elected is not None and self._elected[0] is request and self._elected[1] == told:
             return self._elected[2]
@@ -318,7 +318,7 @@ class Keeper:
         self._start = start
         self._first = first
         self._begun: tuple[bytes, Held] | None = None
-        self._mover = Mover(terms.blueprint, optimiser)
+        self._mover = Mover(terms.architecture, optimiser)
         self._moved: tuple[Aggregate, Held, Held] | None = None
 
     def held(self, state: ClientState) -> Held:
@@ -370,7 +370,7 @@ class Keeper:
         facts, tensors = from_stored(unseal(to_bytes(lent.sealed), key=key, purpose=_model_purpose(version)))
         if facts.get("version") != version or _shapes(tensors) != _shapes(self._start.tensors()):
             raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
-        device = self._terms.blueprint.trainable.device
+        device = self._terms.architecture.trainable.device
         return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
 
     def moved(self, state: ClientState, latest: Aggregate) -> Held:

@@ -165,7 +165,7 @@ class Parallel(Channel):
         if self.noise is not None and self.throughout:
             contribution = self._noised(contribution, state, context, terms, secrets)
             unit = gridded(self.noise, context, terms).step
-        rest, hidden = divided(contribution, pending.winners, terms.blueprint.size)
+        rest, hidden = divided(contribution, pending.winners, terms.architecture.size)
         if self.noise is not None and not self.throughout:
             rest = self._noised(rest, state, context, terms, secrets)
         part = None
@@ -200,14 +200,14 @@ class Parallel(Channel):
         terms: Terms,
     ) -> Tensor:
         """(Σ of contributions) / Σ n_k, put together from both sums, in float64."""
-        size, length = terms.blueprint.size, terms.layout.length - 1
+        size, length = terms.architecture.size, terms.layout.length - 1
         if tuple(rest.shape) != (size - len(winners),) or rest.dtype != torch.int64:
             raise ProtocolError(
                 f"a sum under noise has shape {tuple(rest.shape)} and type {rest.dtype} where "
                 f"({size - len(winners)},) and torch.int64 belong"
             )
         unit = 0.0 if self.noise is None else gridded(self.noise, context, terms).step
-        device = terms.blueprint.trainable.device
+        device = terms.architecture.trainable.device
         whole = torch.zeros(length, dtype=torch.float64, device=device)
         opened = torch.empty(0, dtype=torch.float64)
         if self.cipher is not None:

@@ -35,7 +35,7 @@ from fedveil.client_held.ciphers import HiddenSum, PaddedSum
 from fedveil.client_held.client import opening_keys, parallel
 from fedveil.client_held.group import Gathering
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.errors import Code, ConfigError, ProtocolError, Refusal
 from fedveil.protocol.messages import Aggregate, Request
 from fedveil.protocol.parts import RoundContext, Scheme
@@ -62,17 +62,17 @@ class RelayRole(Conductor):
     def __init__(
         self,
         scheme: Scheme,
-        blueprint: Blueprint,
+        architecture: Architecture,
         state: RelayState,
         *,
         behind: Collection[int] = (),
         **run: Unpack[RunTerms],
     ) -> None:
         """`behind` are clients that do not hold the model with which the run begins: others lend it to them."""
-        super().__init__(scheme, blueprint, state, **run)
+        super().__init__(scheme, architecture, state, **run)
         self.state = state
         self._uplink = parallel(scheme)
-        self._size = blueprint.size
+        self._size = architecture.size
         self._length = self._terms.layout.length - 1
         self._group = Gathering(clients=self._cohort.size, keys=opening_keys(self._uplink))
         self._version = 0
@@ -82,7 +82,7 @@ class RelayRole(Conductor):
         self._doubted: set[int] = set()
         self._lender = -1
         # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
-        values = blueprint.skeleton.state_dict().values()
+        values = architecture.skeleton.state_dict().values()
         self._largest_loan = 32 * sum(one.numel() for one in values) + (1 << 20)
 
     @property

@@ -1,6 +1,6 @@
 """The way down: how a model travels to clients, and how the server undoes what it hid."""
 
-from fedveil.downlink.architecture import Blueprint, Weights, assemble, draw
+from fedveil.downlink.architecture import Architecture, Weights, assemble, draw
 from fedveil.downlink.decomposed import Decomposed, client_noise, noise_kinds
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered, Veil
 from fedveil.downlink.plain import Plain
@@ -9,7 +9,7 @@ from fedveil.downlink.scales import ScaleTable
 from fedveil.downlink.trace import trace
 
 __all__ = [
-    "Blueprint",
+    "Architecture",
     "Broadcast",
     "Decomposed",
     "Downlink",

@@ -1,4 +1,4 @@
-"""The blueprint: what both sides know about an architecture, and nothing about its values.
+"""An architecture: what both sides know about a network, and nothing about its values.
 
 The server keeps a model's values in `Weights`; a client keeps a *skeleton*, the same network with
 every value zeroed, and fills it from what is broadcast.
@@ -253,7 +253,7 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
-class Blueprint:
+class Architecture:
     """An architecture: skeleton, parameter order, normalisation layers, and, if traced, the scale table."""
 
     skeleton: nn.Module
@@ -293,18 +293,18 @@ class Blueprint:
         return twin
 
     def epsilon_norms(self, module: nn.Module) -> list[VectorNorm]:
-        """The normalisation layers of `module` in the blueprint's order."""
+        """The normalisation layers of `module` in the architecture's order."""
         return [norm for path in self.norms if isinstance(norm := module.get_submodule(path), VectorNorm)]
 
-    def to(self, *, device: torch.device) -> Blueprint:
-        """The same blueprint on another device."""
+    def to(self, *, device: torch.device) -> Architecture:
+        """The same architecture on another device."""
         skeleton, trainable = copy.deepcopy(self.skeleton).to(device), self.trainable.to(device)
         table = None if self.table is None else self.table.to(device)
         return replace(self, skeleton=skeleton, trainable=trainable, table=table)
 
 
-def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint, Weights]:
-    """Separate `model` into its blueprint (public) and its weights (the server's).
+def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Architecture, Weights]:
+    """Separate `model` into its architecture (public) and its weights (the server's).
 
     `example` is a batch of inputs of the right shape; only its shape and type matter.
     """
@@ -314,7 +314,7 @@ def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint,
         # The class changes, parameters and names stay: every holder of the layer keeps its reference.
         prepared.get_submodule(table.head.path).__class__ = TappedLinear
     named = dict(prepared.named_parameters())
-    blueprint = Blueprint(
+    architecture = Architecture(
         skeleton=_emptied(prepared),
         input_shape=tuple(example.shape[1:]),
         input_dtype=example.dtype,
@@ -326,16 +326,16 @@ def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Blueprint,
         norms=tuple(path for path, norm in prepared.named_modules() if isinstance(norm, VectorNorm)),
         table=table,
     )
-    return blueprint, weights_of(prepared, blueprint)
+    return architecture, weights_of(prepared, architecture)
 
 
-def weights_of(prepared: nn.Module, blueprint: Blueprint) -> Weights:
+def weights_of(prepared: nn.Module, architecture: Architecture) -> Weights:
     """Read a prepared module's values."""
     statistics = [part for _, norm in batch_norms(prepared) for part in (norm.running_mean, norm.running_var)]
     own = _norm_buffers(prepared)
     return Weights(
         parameters=flatten([value.detach() for value in prepared.parameters()]),
-        epsilon=flatten([norm.epsilon for norm in blueprint.epsilon_norms(prepared)]),
+        epsilon=flatten([norm.epsilon for norm in architecture.epsilon_norms(prepared)]),
         statistics=flatten(statistics),
         buffers={n: b.detach().clone() for n, b in prepared.named_buffers() if n not in own},
     )
@@ -356,9 +356,9 @@ def load_parameters(module: nn.Module, flat: Tensor) -> None:
     _load(list(module.parameters()), flat)
 
 
-def load_epsilon(blueprint: Blueprint, module: nn.Module, flat: Tensor) -> None:
+def load_epsilon(architecture: Architecture, module: nn.Module, flat: Tensor) -> None:
     """Copy a flat vector of ε into a module's normalisation layers."""
-    _load([norm.epsilon for norm in blueprint.epsilon_norms(module)], flat)
+    _load([norm.epsilon for norm in architecture.epsilon_norms(module)], flat)
 
 
 def load_statistics(module: nn.Module, flat: Tensor) -> None:
@@ -373,11 +373,11 @@ def _load(targets: list[Tensor], flat: Tensor) -> None:
             torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
 
-def assemble(blueprint: Blueprint, weights: Weights) -> nn.Module:
-    """A working model from blueprint and weights."""
-    module = blueprint.new_skeleton().to(weights.parameters.device, weights.parameters.dtype)
+def assemble(architecture: Architecture, weights: Weights) -> nn.Module:
+    """A working model from architecture and weights."""
+    module = architecture.new_skeleton().to(weights.parameters.device, weights.parameters.dtype)
     load_parameters(module, weights.parameters)
-    load_epsilon(blueprint, module, weights.epsilon)
+    load_epsilon(architecture, module, weights.epsilon)
     load_statistics(module, weights.statistics)
     for name, value in weights.buffers.items():
         module.get_buffer(name).copy_(value)

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from scipy.special import digamma, polygamma
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.rescaling import (
     HeadNoise,
     Rescaling,
@@ -274,15 +274,15 @@ def _shares(table: ScaleTable) -> Tensor:
     return shares
 
 
-def noise_kinds(blueprint: Blueprint) -> Tensor:
+def noise_kinds(architecture: Architecture) -> Tensor:
     """For every parameter coordinate the kind of client noise that R makes Gaussian (uint8, flat).
 
     0: N(0, σ²), where R = 1. 1: DN(σ, 1), where R is DN*(1) or a product of two DN*(2). 2: DN(σ, 1)·DN*(2),
     where R is a single DN*(2). Nothing but the architecture decides.
     """
-    if blueprint.table is None:
-        raise TraceError("This blueprint was not traced; the kinds of client noise follow from the scale table.")
-    table = transitional(blueprint.table).table
+    if architecture.table is None:
+        raise TraceError("This architecture was not traced; the kinds of client noise follow from the scale table.")
+    table = transitional(architecture.table).table
     shares = _shares(table)
     for made, left, right in table.classes.products:
         shares[made] = shares[left] + shares[right]
@@ -297,15 +297,15 @@ def noise_kinds(blueprint: Blueprint) -> Tensor:
     return torch.cat(kinds) if kinds else torch.empty(0, dtype=torch.uint8)
 
 
-def load_multipliers(blueprint: Blueprint, module: nn.Module, flat: Tensor) -> None:
+def load_multipliers(architecture: Architecture, module: nn.Module, flat: Tensor) -> None:
     """Put the transitional layers' numbers before the modules that they belong to; none at all count as 1."""
     if not flat.numel():
         for one in module.modules():
             if _BUFFER in one._buffers:
                 one.get_buffer(_BUFFER).fill_(1.0)
         return
-    assert blueprint.table is not None
-    layers = transitional(blueprint.table)
+    assert architecture.table is not None
+    layers = transitional(architecture.table)
     for paths, part in zip(layers.paths, torch.split(flat, list(layers.sizes)), strict=True):
         for path in paths:
             reader = module.get_submodule(path)
@@ -348,19 +348,19 @@ class Decomposed:
         """Where it is given."""
         return self.head is not None
 
-    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """|r/r′| of every parameter on which clients draw bounded noise."""
-        cpu = blueprint.to(device=torch.device("cpu"))
+        cpu = architecture.to(device=torch.device("cpu"))
         layers = transitional(scale_table(cpu))
         factors = layers.table.rescale(
             torch.ones(cpu.size, dtype=torch.float64), layers.scales(secret_uniforms(stream))
         )
         return factors[noise_kinds(cpu) == BOUNDED].abs()
 
-    def head_tensors(self, blueprint: Blueprint) -> int:
+    def head_tensors(self, architecture: Architecture) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
-        transitional(scale_table(blueprint))  # what cannot be veiled is refused before the first round
-        return head_tensors(self.head, blueprint)
+        transitional(scale_table(architecture))  # what cannot be veiled is refused before the first round
+        return head_tensors(self.head, architecture)
 
     def covers(self) -> Mapping[str, Cover]:
         """As rescaling has it; and what the transitional layers' numbers are."""
@@ -368,13 +368,13 @@ class Decomposed:
         return {**Rescaling(head=self.head).covers(), "multipliers": Cover(what=what)}
 
     def veil(
-        self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
+        self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> ScaledVeil:
         """Fresh scales on both sides of every transitional layer and, with head noise, a fresh γ."""
-        layers = transitional(scale_table(blueprint))
+        layers = transitional(scale_table(architecture))
         scales = layers.scales(secret_uniforms(stream)).to(weights.parameters.device)
         return scaled_veil(
-            dataclasses.replace(blueprint, table=layers.table),
+            dataclasses.replace(architecture, table=layers.table),
             weights,
             scales,
             head=self.head,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import (
-    Blueprint,
+    Architecture,
     VectorBatchNorm,
     Weights,
     assemble,
@@ -69,17 +69,17 @@ class ExportShape:
 
 
 def export(
-    blueprint: Blueprint, weights: Weights, *, stream: SecretStream, spread: float = 4.0
+    architecture: Architecture, weights: Weights, *, stream: SecretStream, spread: float = 4.0
 ) -> tuple[nn.Module, ExportShape]:
     """A client-usable model in evaluation mode, and how its architecture differs."""
-    if blueprint.table is None:
+    if architecture.table is None:
         raise TraceError("An export needs a traced model.")
     exact = weights.to(dtype=torch.float64)
-    veil = Rescaling(spread=spread).veil(blueprint, exact, stream=stream, head_level=None)
+    veil = Rescaling(spread=spread).veil(architecture, exact, stream=stream, head_level=None)
     sent = veil.broadcast()
     statistics = veil.veiled_statistics() if exact.statistics.numel() else exact.statistics
-    module = assemble(blueprint, Weights(sent.parameters, sent.epsilon, statistics, weights.buffers))
-    head = blueprint.table.head
+    module = assemble(architecture, Weights(sent.parameters, sent.epsilon, statistics, weights.buffers))
+    head = architecture.table.head
     shape = ExportShape(
         folded={
             path: len(norm.epsilon)
@@ -155,15 +155,15 @@ _DEFAULT = Rescaling(spread=4.0)
 
 
 def verify(
-    blueprint: Blueprint, weights: Weights, example: Tensor, *, downlink: Rescaling | Decomposed = _DEFAULT
+    architecture: Architecture, weights: Weights, example: Tensor, *, downlink: Rescaling | Decomposed = _DEFAULT
 ) -> None:
-    """Refuse a blueprint whose veiled outputs differ from the true ones by more than 1e-8 relative.
+    """Refuse a architecture whose veiled outputs differ from the true ones by more than 1e-8 relative.
 
     `downlink` is the one that will be used; its head noise is left out.
 
     Runs in float64 on the CPU, with batch norms in evaluation and in training mode.
     """
-    cpu = blueprint.to(device=torch.device("cpu"))
+    cpu = architecture.to(device=torch.device("cpu"))
     exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
     veil = dataclasses.replace(downlink, head=None).veil(
         cpu, exact, stream=OsSecrets().stream("verify"), head_level=None

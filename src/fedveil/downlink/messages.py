@@ -8,7 +8,7 @@ from typing import Annotated, Protocol
 
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.ledger.releases import Cover, Released
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Number, counts, reals
@@ -90,10 +90,10 @@ class Downlink(Protocol):
         """Whether the last layer is covered by noise."""
         ...
 
-    def head_tensors(self, blueprint: Blueprint) -> int:
+    def head_tensors(self, architecture: Architecture) -> int:
         """How many gradients each client returns."""
 
-    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
         ...
 
@@ -101,5 +101,7 @@ class Downlink(Protocol):
         """What hides each field of a broadcast, where something does, or what else is in it."""
         ...
 
-    def veil(self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None) -> Veil:
+    def veil(
+        self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
+    ) -> Veil:
         """Draw this round's secrets and perturb."""

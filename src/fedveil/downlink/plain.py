@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, Weights
+from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
 from fedveil.ledger.releases import Cover
 from fedveil.secrets import SecretStream
@@ -21,11 +21,11 @@ class Plain:
     traced = False
     head_noise = False
 
-    def head_tensors(self, blueprint: Blueprint) -> int:
+    def head_tensors(self, architecture: Architecture) -> int:
         """One gradient."""
         return 1
 
-    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """Nothing is multiplied."""
         return None
 
@@ -34,10 +34,10 @@ class Plain:
         return {}
 
     def veil(
-        self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
+        self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> Unveiled:
         """Nothing to draw."""
-        return Unveiled(blueprint, weights)
+        return Unveiled(architecture, weights)
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Kept(Plain):
 class Unveiled:
     """A round without a veil."""
 
-    blueprint: Blueprint
+    architecture: Architecture
     weights: Weights
 
     def broadcast(self) -> Broadcast:
         """The model itself."""
         weights, nothing = self.weights, self.weights.parameters.new_empty(0)
-        statistics = weights.statistics if self.blueprint.frozen_statistics else torch.empty(0)
+        statistics = weights.statistics if self.architecture.frozen_statistics else torch.empty(0)
         return Broadcast(weights.parameters.clone(), weights.epsilon.clone(), statistics.clone(), nothing, None)
 
     def recover(self, mean: Mean) -> Recovered:

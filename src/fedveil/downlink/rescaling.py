@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, TappedLinear, Weights, assemble
+from fedveil.downlink.architecture import Architecture, TappedLinear, Weights, assemble
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError
@@ -69,13 +69,13 @@ class Rescaling:
         """Where it is given."""
         return self.head is not None
 
-    def noise_factors(self, blueprint: Blueprint, *, stream: SecretStream) -> Tensor | None:
+    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
         """No noise of clients is made for these scales."""
         return None
 
-    def head_tensors(self, blueprint: Blueprint) -> int:
+    def head_tensors(self, architecture: Architecture) -> int:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
-        return head_tensors(self.head, blueprint)
+        return head_tensors(self.head, architecture)
 
     def covers(self) -> Mapping[str, Cover]:
         """Every layer up to secret scales."""
@@ -88,18 +88,18 @@ class Rescaling:
         }
 
     def veil(
-        self, blueprint: Blueprint, weights: Weights, *, stream: SecretStream, head_level: float | None
+        self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> ScaledVeil:
         """Fresh scales and, with head noise, a fresh γ, for one round."""
-        classes = scale_table(blueprint).classes
+        classes = scale_table(architecture).classes
         logs = (2.0 * stream.uniform(classes.count) - 1.0) * math.log(self.spread)
         return scaled_veil(
-            blueprint, weights, classes.scales(logs), head=self.head, stream=stream, head_level=head_level
+            architecture, weights, classes.scales(logs), head=self.head, stream=stream, head_level=head_level
         )
 
 
 def scaled_veil(
-    blueprint: Blueprint,
+    architecture: Architecture,
     weights: Weights,
     scales: Tensor,
     *,
@@ -108,22 +108,22 @@ def scaled_veil(
     head_level: float | None,
     multipliers: Tensor | None = None,
 ) -> ScaledVeil:
-    """The veil of given scales, one for every class of the blueprint's table, and of a freshly drawn γ."""
+    """The veil of given scales, one for every class of the architecture's table, and of a freshly drawn γ."""
     device = weights.parameters.device
     if multipliers is None:
         multipliers = weights.parameters.new_empty(0)
     if head is None:
-        return ScaledVeil(blueprint, weights, scales.to(device), None, multipliers)
-    secret = _draw_head(head, head_site(blueprint).outputs, stream, device)
-    veil = ScaledVeil(blueprint, weights, scales.to(device), secret, multipliers)
+        return ScaledVeil(architecture, weights, scales.to(device), None, multipliers)
+    secret = _draw_head(head, head_site(architecture).outputs, stream, device)
+    veil = ScaledVeil(architecture, weights, scales.to(device), secret, multipliers)
     level = head_level if head_level else veil.probe_level()
     secret.gamma *= head.strength / level
     return veil
 
 
-def head_site(blueprint: Blueprint) -> HeadSite:
+def head_site(architecture: Architecture) -> HeadSite:
     """Where the head noise goes; refused if the model has no such place."""
-    table = scale_table(blueprint)
+    table = scale_table(architecture)
     if table.head is None:
         raise TraceError(
             f"Head noise cannot be used: {table.head_refusal}. Use a model that ends in an "
@@ -132,19 +132,19 @@ def head_site(blueprint: Blueprint) -> HeadSite:
     return table.head
 
 
-def head_tensors(head: HeadNoise | None, blueprint: Blueprint) -> int:
+def head_tensors(head: HeadNoise | None, architecture: Architecture) -> int:
     """How many gradients undo the head noise: 1 without it, m + 2 with it (2m + 1 with weighted outputs)."""
     if head is None:
         return 1
-    groups = head.count(head_site(blueprint).outputs)
+    groups = head.count(head_site(architecture).outputs)
     return 1 + 2 * groups if head.weighted_outputs else 2 + groups
 
 
-def scale_table(blueprint: Blueprint) -> ScaleTable:
-    """The blueprint's table; refused if it was not traced."""
-    if blueprint.table is None:
-        raise TraceError("This blueprint was not traced; a rescaling downlink needs the scale table.")
-    return blueprint.table
+def scale_table(architecture: Architecture) -> ScaleTable:
+    """The architecture's table; refused if it was not traced."""
+    if architecture.table is None:
+        raise TraceError("This architecture was not traced; a rescaling downlink needs the scale table.")
+    return architecture.table
 
 
 class HeadSecret(Guarded):
@@ -183,13 +183,13 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
 class ScaledVeil(Guarded):
     """One round's secrets: the scales, γ, and the model they hide; and the transitional layers' public numbers."""
 
-    __slots__ = ("_blueprint", "_head", "_multipliers", "_scales", "_table", "_weights")
+    __slots__ = ("_architecture", "_head", "_multipliers", "_scales", "_table", "_weights")
 
     def __init__(
-        self, blueprint: Blueprint, weights: Weights, scales: Tensor, head: HeadSecret | None, multipliers: Tensor
+        self, architecture: Architecture, weights: Weights, scales: Tensor, head: HeadSecret | None, multipliers: Tensor
     ) -> None:
-        self._blueprint = blueprint
-        self._table = scale_table(blueprint)
+        self._architecture = architecture
+        self._table = scale_table(architecture)
         self._weights = weights
         self._scales = scales
         self._head = head
@@ -204,13 +204,13 @@ class ScaledVeil(Guarded):
             site = self._table.head
             assert site is not None
             noise = self._head.noise()
-            parts = self._blueprint.parameters.split(veiled)
+            parts = self._architecture.parameters.split(veiled)
             for part in (parts[site.weight], *([] if site.bias is None else [parts[site.bias]])):
                 part += noise.reshape([-1] + [1] * (part.dim() - 1))
             public = self._head.public
         epsilon = self._weights.epsilon.to(torch.float64) * self._norm_factor()
         statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
-        if self._blueprint.frozen_statistics:
+        if self._architecture.frozen_statistics:
             statistics = self.veiled_statistics()
         return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), self._multipliers, public)
 
@@ -248,10 +248,10 @@ class ScaledVeil(Guarded):
         """√(mean α²) of a forward pass on standard-normal input: the first round's yardstick."""
         table, site = self._table, self._table.head
         assert site is not None
-        model = assemble(self._blueprint, self._weights).eval()
+        model = assemble(self._architecture, self._weights).eval()
         generator = torch.Generator().manual_seed(0)
-        shape = (_PROBE_SAMPLES, *self._blueprint.input_shape)
-        if self._blueprint.input_dtype.is_floating_point:
+        shape = (_PROBE_SAMPLES, *self._architecture.input_shape)
+        if self._architecture.input_dtype.is_floating_point:
             probe = torch.randn(shape, generator=generator).to(self._weights.parameters)
         else:  # token ids: the two smallest exist in every vocabulary
             probe = torch.randint(0, 2, shape, generator=generator).to(self._weights.parameters.device)
@@ -267,12 +267,12 @@ class ScaledVeil(Guarded):
         return max(float(alpha.square().mean().sqrt()), 1e-12)
 
     def _norm_factor(self) -> Tensor:
-        layers = self._blueprint.epsilon_norms(self._blueprint.skeleton)
-        sizes = zip(self._blueprint.norms, (len(one.epsilon) for one in layers), strict=True)
+        layers = self._architecture.epsilon_norms(self._architecture.skeleton)
+        sizes = zip(self._architecture.norms, (len(one.epsilon) for one in layers), strict=True)
         return flatten([self._read(path, size) ** 2 for path, size in sizes], like=self._scales[:0])
 
     def _statistics_factor(self) -> Tensor:
-        scales = [self._read(path, size) for path, size in self._blueprint.statistics_sizes]
+        scales = [self._read(path, size) for path, size in self._architecture.statistics_sizes]
         return flatten([part for one in scales for part in (one, one**2)], like=self._scales[:0])
 
     def _read(self, path: str, size: int) -> Tensor:

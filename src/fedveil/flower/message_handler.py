@@ -13,7 +13,7 @@ import torch
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Finish, Finished
 from fedveil.config import RunConfig
-from fedveil.downlink import Blueprint, assemble
+from fedveil.downlink import Architecture, assemble
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.client_memory import Memory, Promise, Remembered
@@ -41,7 +41,7 @@ class Side:
     config: RunConfig
     facts: ModelFacts
     role: ClientRole | HolderRole
-    blueprint: Blueprint
+    architecture: Architecture
     data: ClientData
     start: Held | None
     hidden: bool = False
@@ -63,20 +63,20 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
     device = device_of(config)
 
-    def beginning(own: int | SecretStream, source: SeededSecrets) -> tuple[Blueprint, Held]:
+    def beginning(own: int | SecretStream, source: SeededSecrets) -> tuple[Architecture, Held]:
         model = facts.build(seed=own).to(dtype_of(config)).cpu()
-        blueprint, weights = drawn(common.scheme, model, example, facts)
+        architecture, weights = drawn(common.scheme, model, example, facts)
         if config.bn_eps == "secret":
             # Every client must begin with the same one, so it follows from what they share.
             draw_secret_epsilon(weights, source.stream("epsilon"))
-        return blueprint.to(device=device), Held.fresh(weights.to(device=device))
+        return architecture.to(device=device), Held.fresh(weights.to(device=device))
 
     def agreed_upon(secret: bytes) -> Held:
         """The first model that follows from all of a secret of the group, which the server does not know."""
         source = SeededSecrets(int.from_bytes(secret, "big"))
         return beginning(source.stream("first model"), source)[1]
 
-    blueprint, template = beginning(seed, SeededSecrets(seed))
+    architecture, template = beginning(seed, SeededSecrets(seed))
     source: SecretSource = SeededSecrets(seed).branch("clients") if config.simulated_secrets else OsSecrets()
     own: ClientTerms = {
         "secrets": source,
@@ -85,20 +85,20 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         "identities": None if home.identity is None else {home.client: home.identity},
     }
     if common.scheme.holder == "server":
-        role = ClientRole(common.scheme, blueprint, **own)
-        return Side(config, facts, role, blueprint, data, None)
+        role = ClientRole(common.scheme, architecture, **own)
+        return Side(config, facts, role, architecture, data, None)
     # The server knows the seed. A run that is no simulation begins with a model that it cannot make from it.
     hidden = start is None and setup.start == 0 and not config.simulated_secrets
     begin = template if start is None else start
     holder = HolderRole(
         common.scheme,
-        blueprint,
+        architecture,
         start=begin,
         optimiser=common.optimiser,
         first=agreed_upon if hidden else None,
         **own,
     )
-    return Side(config, facts, holder, blueprint, data, begin, hidden)
+    return Side(config, facts, holder, architecture, data, begin, hidden)
 
 
 def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
@@ -303,7 +303,7 @@ class MessageHandler:
             return
         folder = self._home.kept_models
         folder.mkdir(exist_ok=True, mode=0o700)
-        module = assemble(side.blueprint, held.weights).eval()
+        module = assemble(side.architecture, held.weights).eval()
         save_model(
             folder / f"{setup.lineage}.safetensors",
             module,

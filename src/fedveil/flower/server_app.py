@@ -45,8 +45,8 @@ from fedveil.runs.job import (
     read_roster,
     settled,
 )
-from fedveil.runs.loop import Outcome, Row, books_of, conduct, fresh_state, server_role
-from fedveil.runs.preflight import rehearse
+from fedveil.runs.loop import Outcome, Row, conduct, fresh_state, privacy_journal_of, server_role
+from fedveil.runs.preflight import preflight
 from fedveil.runs.session import Say, continue_in, train_into
 
 
@@ -136,7 +136,7 @@ def _serve(grid: Grid, context: Context) -> None:
         config = config.with_changes(model=typed(config.model))
     config = located(settled(config))
     job = server_job(config, extras.data)
-    rehearse(job)
+    preflight(job)
     if not extras.resume:
         folder.start(config)
     else:
@@ -229,8 +229,10 @@ def train_on_flower(
     behind: tuple[int, ...] = ()
     if standing is not None:
         behind = bring_up_to_date(engine, standing, clients=config.clients)
-    books = books_of(job, journal, state)
-    role = server_role(job, state, books.account, name=setup.name, behind=behind, announced=books.announced)
+    privacy_journal = privacy_journal_of(job, journal, state)
+    role = server_role(
+        job, state, privacy_journal.accountant, name=setup.name, behind=behind, announced=privacy_journal.announced
+    )
 
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
@@ -238,8 +240,8 @@ def train_on_flower(
         on_round(row, now)
         tell("round", **row)
 
-    outcome = conduct(job, engine, role, books, state=state, on_round=boundary, say=say)
+    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, say=say)
     for client, why in role.left_out.items():
         say(f"Client {client} took no part: it {why}.")
-    books.pinned = engine.pinned
+    privacy_journal.pinned = engine.pinned
     return outcome

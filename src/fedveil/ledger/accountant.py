@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.ledger.correlated import Covering, by_peer, central, charges, only, without, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, by_peer, central, charges, only, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of, mu_of, sampled_epsilon
 
 SERVER = "server"
@@ -22,7 +22,7 @@ Prices = NDArray[np.float64]
 
 
 @dataclass
-class Account:
+class Accountant:
     """μ² of every client against the server, against it with dishonest clients, and against those clients alone.
 
     Dishonest are `collusion`·k of the k clients that a round has `asked`, whoever is away (of those that are there if
@@ -62,7 +62,7 @@ class Account:
 
     def prices(
         self,
-        covering: Covering,
+        noise_layout: NoiseLayout,
         *,
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
@@ -75,59 +75,65 @@ class Account:
         """
         if self.trusted:
             # The server's noise does not depend on who stayed away.
-            here = np.ones(len(covering.members)) if arrived is None else np.isin(covering.members, list(arrived))
-            return {CLIENTS: np.where(here, central(covering), 0.0) if published else np.zeros(len(here))}
-        dishonest = self.dishonest(len(covering.members))
-        by_clients = np.zeros(len(covering.members))
+            here = (
+                np.ones(len(noise_layout.members)) if arrived is None else np.isin(noise_layout.members, list(arrived))
+            )
+            return {CLIENTS: np.where(here, central(noise_layout), 0.0) if published else np.zeros(len(here))}
+        dishonest = self.dishonest(len(noise_layout.members))
+        by_clients = np.zeros(len(noise_layout.members))
         if published:
-            by_clients = by_peer(covering, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
+            by_clients = by_peer(noise_layout, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
         # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
-        seen = arrived if self.honest_arrivals or covering.summed else None
-        found = {SERVER: charges(covering, arrived=seen, revealed=revealed), CLIENTS: by_clients}
+        seen = arrived if self.honest_arrivals or noise_layout.summed else None
+        found = {SERVER: charges(noise_layout, arrived=seen, revealed=revealed), CLIENTS: by_clients}
         if COLLUSION in self.adversaries:
-            found[COLLUSION] = np.maximum(self._with_colluders(covering, seen, revealed), found[SERVER])
+            found[COLLUSION] = np.maximum(self._with_colluders(noise_layout, seen, revealed), found[SERVER])
         return found
 
     def _with_colluders(
-        self, covering: Covering, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]
+        self, noise_layout: NoiseLayout, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]
     ) -> Prices:
-        hidden = without(covering, revealed)
+        hidden = without(noise_layout, revealed)
         # What the masks can be made to open does not depend on who is said to have arrived.
-        fixed = covering.summed and covering.removable
+        fixed = noise_layout.summed and noise_layout.removable
         hidden = hidden if seen is None or fixed else only(hidden, seen)
-        result = np.zeros(len(covering.members))
+        result = np.zeros(len(noise_layout.members))
         if not hidden.members:
             return result
-        colluders = self.dishonest(len(covering.members))
+        colluders = self.dishonest(len(noise_layout.members))
         worst = worst_collusion(hidden, min(colluders, len(hidden.members) - 1))
         self.certified &= worst.certified
         self.how = worst.how
-        result[np.isin(covering.members, hidden.members)] = worst.mu2
+        result[np.isin(noise_layout.members, hidden.members)] = worst.mu2
         return result
 
     def exceeded_by(
-        self, covering: Covering, *, arrived: Collection[int] | None = None, revealed: Collection[tuple[int, int]] = ()
+        self,
+        noise_layout: NoiseLayout,
+        *,
+        arrived: Collection[int] | None = None,
+        revealed: Collection[tuple[int, int]] = (),
     ) -> set[int]:
         """The members that this round would bring over the limit, against whomever."""
         if self.limit is None:
             return set()
-        members = np.asarray(covering.members)
+        members = np.asarray(noise_layout.members)
         over = np.zeros(len(members), dtype=np.bool_)
-        for name, price in self.prices(covering, arrived=arrived, revealed=revealed).items():
+        for name, price in self.prices(noise_layout, arrived=arrived, revealed=revealed).items():
             over |= self.spent[name][members] + price > self.limit * (1 + _ROUNDING)
         return set(members[over].tolist())
 
     def charge(
         self,
-        covering: Covering,
+        noise_layout: NoiseLayout,
         *,
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
         published: bool = True,
     ) -> None:
         """Book one round. A client that stayed away pays too, unless arrivals are taken on the server's word."""
-        members = np.asarray(covering.members)
-        prices = self.prices(covering, arrived=arrived, revealed=revealed, published=published)
+        members = np.asarray(noise_layout.members)
+        prices = self.prices(noise_layout, arrived=arrived, revealed=revealed, published=published)
         for name, price in prices.items():
             self.spent[name][members] += price
         self.rounds += 1
@@ -143,7 +149,7 @@ class Account:
 
 
 @dataclass
-class SampledAccount(Account):
+class SampledAccountant(Accountant):
     """Every client adds noise for itself, σ/C = `noise_multiplier`, to a batch drawn secretly with probability `rate`.
 
     Nobody but the client knows the batch, so that everybody else is the same adversary. `limit` is a
@@ -156,14 +162,14 @@ class SampledAccount(Account):
 
     def prices(
         self,
-        covering: Covering,
+        noise_layout: NoiseLayout,
         *,
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
         published: bool = True,
     ) -> dict[str, NDArray[np.float64]]:
         """One round each."""
-        return {name: np.ones(len(covering.members)) for name in self.adversaries}
+        return {name: np.ones(len(noise_layout.members)) for name in self.adversaries}
 
     def worst(self, adversary: str) -> tuple[int, float]:
         """(client, the μ of a Gaussian mechanism with the same ε at `delta`) of whoever took part most often."""

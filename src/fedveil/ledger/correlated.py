@@ -216,7 +216,7 @@ _SETS_OF = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Covering:
+class NoiseLayout:
     """The noise of one round.
 
     Member i's upload has residual variance residual[i] per coordinate; pair noise of variance pairs[e] is added
@@ -271,7 +271,7 @@ class Collusion:
 
 
 def charges(
-    covering: Covering,
+    noise_layout: NoiseLayout,
     *,
     arrived: Collection[int] | None = None,
     revealed: Collection[tuple[int, int]] = (),
@@ -284,43 +284,45 @@ def charges(
     noise it would have cancelled stays with the others. Without `arrived` every upload counts as seen, also a
     late one. Absent members and colluders are charged 0; a member that nothing covers is charged infinity.
     """
-    if covering.summed and covering.removable:
-        return _smallest_sum(covering, colluding)
-    if covering.summed:
-        return central(covering, arrived=arrived, known=colluding)
-    kept, graph = _seen(covering, arrived, revealed, colluding)
-    result: Floats = np.zeros(len(covering.members))
-    result[kept] = _times(covering.sensitivity[kept] ** 2, _diagonal(graph))
+    if noise_layout.summed and noise_layout.removable:
+        return _smallest_sum(noise_layout, colluding)
+    if noise_layout.summed:
+        return central(noise_layout, arrived=arrived, known=colluding)
+    kept, graph = _seen(noise_layout, arrived, revealed, colluding)
+    result: Floats = np.zeros(len(noise_layout.members))
+    result[kept] = _times(noise_layout.sensitivity[kept] ** 2, _diagonal(graph))
     return result
 
 
-def central(covering: Covering, *, arrived: Collection[int] | None = None, known: Collection[int] = ()) -> Floats:
+def central(
+    noise_layout: NoiseLayout, *, arrived: Collection[int] | None = None, known: Collection[int] = ()
+) -> Floats:
     """S_i²/Σ residual: μ_i² against one who sees only the sum and the residual noise of the `known` members.
 
     Pair noise that absent members leave in the sum is not counted on. Absent and known members are charged 0.
     """
-    here = _present(covering, arrived) & ~_marked(covering, known)
-    noise = math.fsum(covering.residual[here])
+    here = _present(noise_layout, arrived) & ~_marked(noise_layout, known)
+    noise = math.fsum(noise_layout.residual[here])
     share = np.full(int(here.sum()), math.nextafter(1 / noise, math.inf) if noise else math.inf)
-    result = np.zeros(len(covering.members))
-    result[here] = _times(covering.sensitivity[here] ** 2, share)
+    result = np.zeros(len(noise_layout.members))
+    result[here] = _times(noise_layout.sensitivity[here] ** 2, share)
     return result
 
 
-def _smallest_sum(covering: Covering, known: Collection[int]) -> Floats:
+def _smallest_sum(noise_layout: NoiseLayout, known: Collection[int]) -> Floats:
     """S_i²/(the least noise in any sum that can be opened and holds i), whoever is said to have arrived."""
-    honest = ~_marked(covering, known)
-    least = int(honest.sum()) - covering.removable
-    result = np.zeros(len(covering.members))
+    honest = ~_marked(noise_layout, known)
+    least = int(honest.sum()) - noise_layout.removable
+    result = np.zeros(len(noise_layout.members))
     share = np.full(int(honest.sum()), math.inf)
     if least >= 1:
-        share = _complete_bound(covering.residual[honest], math.inf, least)
-    result[honest] = _times(covering.sensitivity[honest] ** 2, share)
+        share = _complete_bound(noise_layout.residual[honest], math.inf, least)
+    result[honest] = _times(noise_layout.sensitivity[honest] ** 2, share)
     return result
 
 
 def by_peer(
-    covering: Covering,
+    noise_layout: NoiseLayout,
     *,
     arrived: Collection[int] | None = None,
     revealed: Collection[tuple[int, int]] = (),
@@ -332,13 +334,13 @@ def by_peer(
     left there: pair noise stays in the sum where one end arrived and the other did not. So μ_i² = S_i²/(all noise −
     the most that so many other members know of it); what two of them both know is taken out twice, which errs upwards.
     """
-    here = _present(covering, arrived)
-    left = (here[covering.first] != here[covering.second]) & ~_are_revealed(covering, revealed)
-    first, second, pairs = covering.first[left], covering.second[left], covering.pairs[left]
-    known = np.where(here, covering.residual, 0.0)
+    here = _present(noise_layout, arrived)
+    left = (here[noise_layout.first] != here[noise_layout.second]) & ~_are_revealed(noise_layout, revealed)
+    first, second, pairs = noise_layout.first[left], noise_layout.second[left], noise_layout.pairs[left]
+    known = np.where(here, noise_layout.residual, 0.0)
     np.add.at(known, first, pairs)
     np.add.at(known, second, pairs)
-    total = math.fsum(covering.residual[here]) + math.fsum(pairs)
+    total = math.fsum(noise_layout.residual[here]) + math.fsum(pairs)
     # Whoever is among those who know most is not its own adversary: the next one takes its place.
     order = np.argsort(-known, kind="stable")
     others = min(colluders, len(known) - 1)
@@ -349,39 +351,41 @@ def by_peer(
     with np.errstate(divide="ignore"):
         share = np.where(rest > 0, 1 / rest, math.inf)
     result = np.zeros(len(known))
-    result[here] = _times(covering.sensitivity[here] ** 2, share[here])
+    result[here] = _times(noise_layout.sensitivity[here] ** 2, share[here])
     return result
 
 
-def only(covering: Covering, arrived: Collection[int]) -> Covering:
+def only(noise_layout: NoiseLayout, arrived: Collection[int]) -> NoiseLayout:
     """The noise among those whose upload arrived; what they shared with others is not counted on."""
-    _check_known(covering, arrived, "uploads arrived")
-    here = _marked(covering, arrived)
+    _check_known(noise_layout, arrived, "uploads arrived")
+    here = _marked(noise_layout, arrived)
     if bool(here.all()):
-        return covering
+        return noise_layout
     place = np.cumsum(here) - 1
-    kept = here[covering.first] & here[covering.second]
+    kept = here[noise_layout.first] & here[noise_layout.second]
     return replace(
-        covering,
-        members=tuple(one for one, present in zip(covering.members, here, strict=True) if present),
-        sensitivity=covering.sensitivity[here],
-        residual=covering.residual[here],
-        first=place[covering.first[kept]],
-        second=place[covering.second[kept]],
-        pairs=covering.pairs[kept],
+        noise_layout,
+        members=tuple(one for one, present in zip(noise_layout.members, here, strict=True) if present),
+        sensitivity=noise_layout.sensitivity[here],
+        residual=noise_layout.residual[here],
+        first=place[noise_layout.first[kept]],
+        second=place[noise_layout.second[kept]],
+        pairs=noise_layout.pairs[kept],
     )
 
 
-def without(covering: Covering, revealed: Collection[tuple[int, int]]) -> Covering:
+def without(noise_layout: NoiseLayout, revealed: Collection[tuple[int, int]]) -> NoiseLayout:
     """The same noise as seen by one who knows the revealed pairs' part of it."""
-    kept = ~_are_revealed(covering, revealed)
+    kept = ~_are_revealed(noise_layout, revealed)
     if bool(kept.all()):
-        return covering
-    return replace(covering, first=covering.first[kept], second=covering.second[kept], pairs=covering.pairs[kept])
+        return noise_layout
+    return replace(
+        noise_layout, first=noise_layout.first[kept], second=noise_layout.second[kept], pairs=noise_layout.pairs[kept]
+    )
 
 
 @lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same covering
-def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
+def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 16, seed: int = 0) -> Collusion:
     """μ_i² of every member when `colluders` others side with the one who sees all uploads.
 
     Whoever adds no noise is no better than one who tells what it added, so that both count the same. Few enough sets
@@ -389,45 +393,47 @@ def worst_collusion(covering: Covering, colluders: int, *, draws: int = 16, seed
     certified. Otherwise the colluders are drawn at random and the result is an estimate: on a sparse graph, colluders
     who choose their place can surround a member with at most that many pairs and leave it its residual noise alone.
     """
-    size = len(covering.members)
+    size = len(noise_layout.members)
     if not 0 <= colluders < size:
         raise ConfigError(f"{colluders} colluders among {size} members: there must be at least one honest member.")
-    weakest = math.inf if covering.summed else _weakest_pair(covering)
+    weakest = math.inf if noise_layout.summed else _weakest_pair(noise_layout)
     if colluders == 1 and weakest == 0 and size <= DENSE_UP_TO:
-        alone = _each_alone(covering)
+        alone = _each_alone(noise_layout)
         if alone is not None:
             return Collusion(alone, True, "every single colluder was tried")
     # Where all pairs are alike, the bound is what the worst set really sees.
-    alike = weakest > 0 and size > _SETS_OF and (covering.summed or weakest * (1 + 1e-9) >= covering.pairs.max())
+    alike = (
+        weakest > 0 and size > _SETS_OF and (noise_layout.summed or weakest * (1 + 1e-9) >= noise_layout.pairs.max())
+    )
     if math.comb(size, colluders) <= EVERY_SET_UP_TO and not alike:
-        every = combinations(covering.members, colluders)
-        return Collusion(_largest(covering, every), True, f"every set of {colluders} colluders was tried")
+        every = combinations(noise_layout.members, colluders)
+        return Collusion(_largest(noise_layout, every), True, f"every set of {colluders} colluders was tried")
     if weakest > 0:
-        honest = size - colluders - covering.removable
+        honest = size - colluders - noise_layout.removable
         if honest < 1:
             return Collusion(np.full(size, math.inf), True, "a sum of one client could be opened")
-        mu2 = _times(covering.sensitivity**2, _complete_bound(covering.residual, weakest, honest))
+        mu2 = _times(noise_layout.sensitivity**2, _complete_bound(noise_layout.residual, weakest, honest))
         return Collusion(mu2, True, f"bound over every set of {colluders} colluders")
     random = np.random.default_rng(seed)
-    sets = (tuple(random.permutation(np.array(covering.members))[:colluders].tolist()) for _ in range(draws))
-    mu2 = _largest(covering, sets)
+    sets = (tuple(random.permutation(np.array(noise_layout.members))[:colluders].tolist()) for _ in range(draws))
+    mu2 = _largest(noise_layout, sets)
     mu2[mu2 == 0] = mu2.max()  # drawn as a colluder every time
-    mu2[covering.sensitivity == 0] = 0
+    mu2[noise_layout.sensitivity == 0] = 0
     return Collusion(mu2, False, f"largest of {draws} random draws of {colluders} colluders; colluders may do better")
 
 
-def _each_alone(covering: Covering) -> Floats | None:
+def _each_alone(noise_layout: NoiseLayout) -> Floats | None:
     """μ_i² of every member against the worst single colluder; None where rounding is in the way.
 
     As in `_dense`, with M = Σ + c·11ᵀ and A = M⁻¹. Taking colluder j out leaves B⁻¹ on the others, where B = A −
     a_j·a_jᵀ/A_jj. Its pairs' noise is known too and comes off the diagonal at its neighbours N, G = (B⁻¹ − U·W·Uᵀ)⁻¹ =
     B + B_N·(W⁻¹ − B_NN)⁻¹·B_Nᵀ, and what c·11ᵀ added comes off by u = c·G·1.
     """
-    if not covering.pairs.any():
-        return charges(covering)
-    if not bool(np.all(covering.residual > 0)):
+    if not noise_layout.pairs.any():
+        return charges(noise_layout)
+    if not bool(np.all(noise_layout.residual > 0)):
         return None
-    graph = NoiseGraph(covering.residual, covering.first, covering.second, covering.pairs)
+    graph = NoiseGraph(noise_layout.residual, noise_layout.first, noise_layout.second, noise_layout.pairs)
     size, shift = graph.size, float(graph.degree.mean()) / graph.size
     sigma = graph.covariance.toarray()
     inverse = np.linalg.inv(sigma + shift)
@@ -449,13 +455,13 @@ def _each_alone(covering: Covering) -> Floats | None:
         u = shift * ones
         u[j] = diagonal[j] = 0.0
         np.maximum(worst, diagonal + (size - 1) * u * u / float(u @ graph.residual), out=worst)
-    return _times(covering.sensitivity**2, worst * (1 + margin))
+    return _times(noise_layout.sensitivity**2, worst * (1 + margin))
 
 
-def _largest(covering: Covering, sets: Iterator[tuple[int, ...]]) -> Floats:
-    result = np.zeros(len(covering.members))
+def _largest(noise_layout: NoiseLayout, sets: Iterator[tuple[int, ...]]) -> Floats:
+    result = np.zeros(len(noise_layout.members))
     for colluding in sets:
-        np.maximum(result, charges(covering, colluding=colluding), out=result)
+        np.maximum(result, charges(noise_layout, colluding=colluding), out=result)
     return result
 
 
@@ -484,29 +490,31 @@ def _complete_bound(residual: Floats, weakest: float, honest: int) -> Floats:
     return np.asarray(bound * (1 + (honest + 16) * sys.float_info.epsilon), dtype=np.float64)
 
 
-def _weakest_pair(covering: Covering) -> float:
+def _weakest_pair(noise_layout: NoiseLayout) -> float:
     """The smallest pair variance if every two members are paired, else 0."""
-    size = len(covering.members)
-    keys = np.minimum(covering.first, covering.second) * size + np.maximum(covering.first, covering.second)
+    size = len(noise_layout.members)
+    keys = np.minimum(noise_layout.first, noise_layout.second) * size + np.maximum(
+        noise_layout.first, noise_layout.second
+    )
     distinct, which = np.unique(keys, return_inverse=True)
     if not len(distinct) == size * (size - 1) // 2 > 0:
         return 0.0
-    return float(np.bincount(which, weights=covering.pairs).min())
+    return float(np.bincount(which, weights=noise_layout.pairs).min())
 
 
 def _seen(
-    covering: Covering,
+    noise_layout: NoiseLayout,
     arrived: Collection[int] | None,
     revealed: Collection[tuple[int, int]],
     colluding: Collection[int],
 ) -> tuple[Positions, NoiseGraph]:
     """The positions of the honest members whose upload is seen, and the noise on those uploads."""
-    honest = ~_marked(covering, colluding)
-    visible = honest & _present(covering, arrived)
-    first, second, pairs = covering.first, covering.second, covering.pairs
-    secret = honest[first] & honest[second] & ~_are_revealed(covering, revealed) & (pairs > 0)
+    honest = ~_marked(noise_layout, colluding)
+    visible = honest & _present(noise_layout, arrived)
+    first, second, pairs = noise_layout.first, noise_layout.second, noise_layout.pairs
+    secret = honest[first] & honest[second] & ~_are_revealed(noise_layout, revealed) & (pairs > 0)
     first, second, pairs = first[secret], second[secret], pairs[secret]
-    residual = covering.residual.copy()
+    residual = noise_layout.residual.copy()
     np.add.at(residual, first, np.where(visible[second], 0.0, pairs))
     np.add.at(residual, second, np.where(visible[first], 0.0, pairs))
     inside = visible[first] & visible[second]
@@ -571,29 +579,29 @@ def _times(squares: Floats, diagonal: Floats) -> Floats:
     return np.multiply(squares, diagonal, out=np.zeros_like(diagonal), where=squares > 0)
 
 
-def _present(covering: Covering, arrived: Collection[int] | None) -> NDArray[np.bool_]:
+def _present(noise_layout: NoiseLayout, arrived: Collection[int] | None) -> NDArray[np.bool_]:
     if arrived is None:
-        return np.ones(len(covering.members), dtype=np.bool_)
-    _check_known(covering, arrived, "uploads arrived")
-    return _marked(covering, arrived)
+        return np.ones(len(noise_layout.members), dtype=np.bool_)
+    _check_known(noise_layout, arrived, "uploads arrived")
+    return _marked(noise_layout, arrived)
 
 
-def _marked(covering: Covering, clients: Collection[int]) -> NDArray[np.bool_]:
+def _marked(noise_layout: NoiseLayout, clients: Collection[int]) -> NDArray[np.bool_]:
     wanted = frozenset(clients)
-    return np.array([member in wanted for member in covering.members], dtype=np.bool_)
+    return np.array([member in wanted for member in noise_layout.members], dtype=np.bool_)
 
 
-def _are_revealed(covering: Covering, revealed: Collection[tuple[int, int]]) -> NDArray[np.bool_]:
+def _are_revealed(noise_layout: NoiseLayout, revealed: Collection[tuple[int, int]]) -> NDArray[np.bool_]:
     if not revealed:
-        return np.zeros(len(covering.pairs), dtype=np.bool_)
-    _check_known(covering, {client for pair in revealed for client in pair}, "pair seeds were revealed")
-    size, position = len(covering.members), {member: at for at, member in enumerate(covering.members)}
+        return np.zeros(len(noise_layout.pairs), dtype=np.bool_)
+    _check_known(noise_layout, {client for pair in revealed for client in pair}, "pair seeds were revealed")
+    size, position = len(noise_layout.members), {member: at for at, member in enumerate(noise_layout.members)}
     ends = np.array([sorted((position[one], position[other])) for one, other in revealed], dtype=np.int64)
-    low, high = np.minimum(covering.first, covering.second), np.maximum(covering.first, covering.second)
+    low, high = np.minimum(noise_layout.first, noise_layout.second), np.maximum(noise_layout.first, noise_layout.second)
     return np.isin(low * size + high, ends[:, 0] * size + ends[:, 1])
 
 
-def _check_known(covering: Covering, clients: Collection[int], what: str) -> None:
-    strangers = sorted(set(clients) - set(covering.members))
+def _check_known(noise_layout: NoiseLayout, clients: Collection[int], what: str) -> None:
+    strangers = sorted(set(clients) - set(noise_layout.members))
     if strangers:
         raise ConfigError(f"{what} of clients that are not members of the round: {strangers[:8]}.")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import Code, ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.correlated import Covering, by_peer, charges, without, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 
 
@@ -117,19 +117,19 @@ class Policy:
         return agreed if self.max_size_ratio is None else min(agreed, self.max_size_ratio)
 
     def charged(
-        self, covering: Covering, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
+        self, noise_layout: NoiseLayout, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
     ) -> float:
         """The μ² spent after this round, against the server with `colluders` clients or against those clients alone.
 
         The policy's own share of colluders is of all that the round has `asked`. Refused if the policy allows less.
         """
-        dishonest = self._dishonest(covering, colluders, asked)
-        price = float(_charges(covering, colluders=dishonest)[covering.members.index(client)])
+        dishonest = self._dishonest(noise_layout, colluders, asked)
+        price = float(_charges(noise_layout, colluders=dishonest)[noise_layout.members.index(client)])
         return self._allowed(spent + price, client=client, what="this round")
 
     def surcharged(
         self,
-        covering: Covering,
+        noise_layout: NoiseLayout,
         *,
         client: int,
         spent: float,
@@ -138,14 +138,14 @@ class Policy:
         asked: int | None = None,
     ) -> float:
         """The μ² spent once the noise of `revealed` pairs, counted on when the round was charged, is known."""
-        place, colluders = covering.members.index(client), self._dishonest(covering, colluders, asked)
-        before = float(_charges(covering, colluders=colluders)[place])
-        extra = float(_charges(covering, frozenset(revealed), colluders)[place]) - before
+        place, colluders = noise_layout.members.index(client), self._dishonest(noise_layout, colluders, asked)
+        before = float(_charges(noise_layout, colluders=colluders)[place])
+        extra = float(_charges(noise_layout, frozenset(revealed), colluders)[place]) - before
         return self._allowed(spent + max(extra, 0.0), client=client, what="giving away noise shared with others")
 
-    def _dishonest(self, covering: Covering, colluders: int, asked: int | None) -> int:
+    def _dishonest(self, noise_layout: NoiseLayout, colluders: int, asked: int | None) -> int:
         """As many as the run counts or this policy does, whichever are more; the client itself is honest."""
-        count = len(covering.members)
+        count = len(noise_layout.members)
         return min(max(colluders, math.ceil(self.collusion * max(count, asked or 0) - 1e-9)), count - 1)
 
     def _allowed(self, total: float, *, client: int, what: str) -> float:
@@ -167,10 +167,10 @@ class SampledRounds(Policy):
     rounds: int = 1
 
     def charged(
-        self, covering: Covering, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
+        self, noise_layout: NoiseLayout, *, client: int, spent: float, colluders: int = 0, asked: int | None = None
     ) -> float:
         """The μ² spent after this round, not counting that records are drawn; refused if it is one round too many."""
-        total = super().charged(covering, client=client, spent=spent, colluders=colluders, asked=asked)
+        total = super().charged(noise_layout, client=client, spent=spent, colluders=colluders, asked=asked)
         if round(total / (total - spent)) > self.rounds:
             raise ProtocolError(
                 f"client {client} takes no further part: its noise is made for {self.rounds} rounds, and it has "
@@ -182,10 +182,14 @@ class SampledRounds(Policy):
 
 @lru_cache(maxsize=8)
 def _charges(
-    covering: Covering, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0
+    noise_layout: NoiseLayout, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0
 ) -> NDArray[np.float64]:
     # Remembered, because in a simulation every client charges itself for the same covering.
-    found = charges(covering, revealed=revealed)
+    found = charges(noise_layout, revealed=revealed)
     if colluders:
-        found = np.maximum(found, worst_collusion(without(covering, revealed), colluders).mu2)
-    return np.maximum(found, by_peer(covering, colluders=max(1, colluders))) if len(covering.members) > 1 else found
+        found = np.maximum(found, worst_collusion(without(noise_layout, revealed), colluders).mu2)
+    return (
+        np.maximum(found, by_peer(noise_layout, colluders=max(1, colluders)))
+        if len(noise_layout.members) > 1
+        else found
+    )

@@ -91,7 +91,7 @@ def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
 
 
 @dataclass(frozen=True)
-class Remarks:
+class Caveats:
     """`assumptions` are what a proof rests on, `unprotected` what nobody should expect, `paper` the paper's claim,
     `notes` what else a reader must know."""
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
 from fedveil.ledger.gaussian import epsilon_of
-from fedveil.ledger.releases import Release, Remarks
+from fedveil.ledger.releases import Caveats, Release
 
 OUTSIDER = "outsider"
 Verdict = Literal["differential privacy", "conditional", "estimate", "aggregate only", "ciphertexts only", "none"]
@@ -104,8 +104,8 @@ def state(
     *,
     scheme: str,
     releases: Sequence[Release],
-    remarks: Remarks,
-    account: Account | None,
+    caveats: Caveats,
+    accountant: Accountant | None,
     delta: float,
     unit: str,
     paper: PaperFigure | None,
@@ -114,30 +114,30 @@ def state(
     notes: tuple[str, ...] = (),
 ) -> Ledger:
     """The ledger of a run; `rounds` counts where no account does."""
-    lines = [_server_line(releases, remarks, account, delta, unit)]
-    if account is not None and COLLUSION in account.adversaries:
+    lines = [_server_line(releases, caveats, accountant, delta, unit)]
+    if accountant is not None and COLLUSION in accountant.adversaries:
         alone = dataclasses.replace(lines[0], adversary=COLLUSION)
-        share = f"{_dishonest(account)} of a round's clients may side with the server, or add no noise"
-        why = f"{share} ({account.how}{'' if account.certified else ': an estimate, not a proof'})"
-        with_them = _spent_line(COLLUSION, account, delta, unit, remarks, why)
+        share = f"{_dishonest(accountant)} of a round's clients may side with the server, or add no noise"
+        why = f"{share} ({accountant.how}{'' if accountant.certified else ': an estimate, not a proof'})"
+        with_them = _spent_line(COLLUSION, accountant, delta, unit, caveats, why)
         lines.append(alone if alone.verdict == "none" else with_them)
     elif any(one.with_client is not None for one in releases):
         weaker = [_with_client(one) for one in releases]
-        line = _server_line(weaker, remarks, account, delta, unit, sees="with one client on its side, sees")
+        line = _server_line(weaker, caveats, accountant, delta, unit, sees="with one client on its side, sees")
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
         why = (
             "the sum over the honest clients of a round: masks between honest clients stay closed; who beyond a quorum "
             "is in it is the server's word"
         )
-        lines.append(Line(COLLUSION, "aggregate only", why, assumptions=remarks.assumptions))
-    lines.append(_client_line(releases, remarks, account, delta, unit))
+        lines.append(Line(COLLUSION, "aggregate only", why, assumptions=caveats.assumptions))
+    lines.append(_client_line(releases, caveats, accountant, delta, unit))
     lines.append(dataclasses.replace(lines[0], adversary=OUTSIDER, why=f"who reads every message: {lines[0].why}"))
     return Ledger(
         scheme=scheme,
-        rounds=rounds if account is None else account.rounds,
+        rounds=rounds if accountant is None else accountant.rounds,
         lines=tuple(lines),
-        unprotected=remarks.unprotected,
+        unprotected=caveats.unprotected,
         paper=paper,
         simulation=simulation,
         releases=tuple(releases),
@@ -155,8 +155,8 @@ def _with_client(release: Release) -> Release:
 
 def _server_line(
     releases: Sequence[Release],
-    remarks: Remarks,
-    account: Account | None,
+    caveats: Caveats,
+    accountant: Accountant | None,
     delta: float,
     unit: str,
     *,
@@ -174,22 +174,22 @@ def _server_line(
     read = [one for one in carried if one.protection in ("masked", "noised")]
     if unread and not read and not linked:
         why = f"{sees} nothing but {unread[0].hiding}"
-        return Line(SERVER, "ciphertexts only", why, assumptions=remarks.assumptions)
-    if account is not None and all(one.protection == "noised" for one in read if one.field != "upload.weight"):
-        return _noised_line(remarks, account, delta, unit, unread=unread, linked=linked, read=read, sees=sees)
+        return Line(SERVER, "ciphertexts only", why, assumptions=caveats.assumptions)
+    if accountant is not None and all(one.protection == "noised" for one in read if one.field != "upload.weight"):
+        return _noised_line(caveats, accountant, delta, unit, unread=unread, linked=linked, read=read, sees=sees)
     if any(one.protection == "noised" for one in read):
         why = f"{sees} the sums of what is hidden, over a round's honest clients, and every upload's rest under noise"
-        return Line(SERVER, "aggregate only", why, assumptions=remarks.assumptions)
+        return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
     # Whoever has a client's help takes that one's part out of the sum.
     over = "a round's clients" if sees == "sees" else "a round's honest clients"
     return Line(
-        SERVER, "aggregate only", f"{sees} the sum over {over} and nothing else", assumptions=remarks.assumptions
+        SERVER, "aggregate only", f"{sees} the sum over {over} and nothing else", assumptions=caveats.assumptions
     )
 
 
 def _noised_line(
-    remarks: Remarks,
-    account: Account,
+    caveats: Caveats,
+    accountant: Accountant,
     delta: float,
     unit: str,
     *,
@@ -211,55 +211,55 @@ def _noised_line(
     why = f"{sees} {'sums under noise, sized for the smallest sum the masks open' if summed else what}"
     if linked:
         why += f", and what is alike in {', '.join(linked)}"
-    line = _spent_line(SERVER, account, delta, unit, remarks, why)
+    line = _spent_line(SERVER, accountant, delta, unit, caveats, why)
     if line.epsilon is None or not (hidden or linked):
         return line
     # A plan for very many clients keeps only the worst one's charge, of which there is no sum to take.
-    spent = account.spent[SERVER]
+    spent = accountant.spent[SERVER]
     whole = not linked and int((spent > 0).sum()) > 1
     outright = epsilon_of(math.sqrt(float(spent.sum())), delta) if whole else None
     return dataclasses.replace(line, verdict="conditional", outright=outright)
 
 
 def _client_line(
-    releases: Sequence[Release], remarks: Remarks, account: Account | None, delta: float, unit: str
+    releases: Sequence[Release], caveats: Caveats, accountant: Accountant | None, delta: float, unit: str
 ) -> Line:
     if any("clients" in one.to and one.about == "data" and one.protection == "masked" for one in releases):
         return Line(
             CLIENTS,
             "aggregate only",
             "read the sums of what is hidden, over a round's clients and without noise: no (ε, δ)",
-            assumptions=remarks.assumptions,
+            assumptions=caveats.assumptions,
         )
-    if account is not None:
-        own = f"; {_dishonest(account)} of them may know their part, or have added none"
-        why = f"see the models, where others' data lie under the noise of the sums{'' if account.trusted else own}"
-        return _spent_line(CLIENTS, account, delta, unit, remarks, why)
+    if accountant is not None:
+        own = f"; {_dishonest(accountant)} of them may know their part, or have added none"
+        why = f"see the models, where others' data lie under the noise of the sums{'' if accountant.trusted else own}"
+        return _spent_line(CLIENTS, accountant, delta, unit, caveats, why)
     hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
     how = "veiled models" if hidden else "the models"
     return Line(CLIENTS, "none", f"see {how} of all rounds, and nothing bounds what those hold of others' data")
 
 
-def _spent_line(adversary: str, account: Account, delta: float, unit: str, remarks: Remarks, why: str) -> Line:
-    client, mu = account.worst(adversary)
+def _spent_line(adversary: str, accountant: Accountant, delta: float, unit: str, caveats: Caveats, why: str) -> Line:
+    client, mu = accountant.worst(adversary)
     what, relation = _UNITS[unit]
     if not math.isfinite(mu):
         return Line(adversary, "none", f"{why}, but nothing covers client {client}")
-    proven = adversary != COLLUSION or account.certified
-    trusting = adversary != CLIENTS and account.honest_arrivals
+    proven = adversary != COLLUSION or accountant.certified
+    trusting = adversary != CLIENTS and accountant.honest_arrivals
     return Line(
         adversary,
         "differential privacy" if proven else "estimate",
         why,
-        epsilon=account.epsilon(adversary, delta),
+        epsilon=accountant.epsilon(adversary, delta),
         delta=delta,
         mu=mu,
         worst_client=client,
         unit=what,
         relation=relation,
-        assumptions=(*remarks.assumptions, *([] if proven else [_PLACES]), *([_ARRIVALS] if trusting else [])),
+        assumptions=(*caveats.assumptions, *([] if proven else [_PLACES]), *([_ARRIVALS] if trusting else [])),
     )
 
 
-def _dishonest(account: Account) -> str:
-    return f"{account.collusion:.0%}" if account.collusion > 0 else "any one"
+def _dishonest(accountant: Accountant) -> str:
+    return f"{accountant.collusion:.0%}" if accountant.collusion > 0 else "any one"

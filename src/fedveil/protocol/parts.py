@@ -18,11 +18,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, Downlink
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.correlated import Covering
-from fedveil.ledger.releases import Release, Remarks
+from fedveil.ledger.correlated import NoiseLayout
+from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, graph_seed
 from fedveil.protocol.key_agreement import INTRODUCTIONS, Introduction
@@ -121,7 +121,7 @@ class RoundContext:
 class Terms:
     """What both roles have in common: the architecture, the layout of a contribution, the local work."""
 
-    blueprint: Blueprint
+    architecture: Architecture
     layout: Layout
     work: LocalWork
 
@@ -154,24 +154,24 @@ def bounded(work: LocalWork) -> BoundedWork:
     return work  # type: ignore[return-value]
 
 
-def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Covering:
+def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLayout:
     """The noise a plan gives a round: a function of public facts, the same for everybody."""
     return _planned(plan, context, work)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=8)
-def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> Covering:
+def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLayout:
     # Remembered by context, which simulated clients share.
     samples, limits = context.samples(), bounded(work)
     reach = [limits.sensitivity(count) for count in samples]
-    return plan.covering(context.cohort, samples, reach, seed=context.graph_seed())
+    return plan.noise_layout(context.cohort, samples, reach, seed=context.graph_seed())
 
 
-def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> Covering:
+def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> NoiseLayout:
     """The noise of the round a client answered last, by what it remembers."""
     samples = state.ring().known().samples_of(state.cohort)
     reach = [bounded(work).sensitivity(count) for count in samples]
-    return plan.covering(state.cohort, samples, reach, seed=bytes.fromhex(state.graph))
+    return plan.noise_layout(state.cohort, samples, reach, seed=bytes.fromhex(state.graph))
 
 
 class Central(Protocol):
@@ -359,7 +359,7 @@ class Scheme:
     central: Central | None = None
     honest_arrivals: bool = False
     max_size_ratio: float = math.inf
-    remarks: Remarks = field(default_factory=Remarks)
+    caveats: Caveats = field(default_factory=Caveats)
 
     @property
     def summing(self) -> Uplink:
@@ -393,21 +393,21 @@ class Scheme:
         """Whether the server can read one client's upload."""
         return self.holder == "server" and self.uplink.readable
 
-    def layout(self, blueprint: Blueprint) -> Layout:
+    def layout(self, architecture: Architecture) -> Layout:
         """The layout of one contribution."""
-        return self.work.layout(blueprint, tensors=self.downlink.head_tensors(blueprint))
+        return self.work.layout(architecture, tensors=self.downlink.head_tensors(architecture))
 
-    def terms(self, blueprint: Blueprint) -> Terms:
+    def terms(self, architecture: Architecture) -> Terms:
         """What both roles have in common."""
-        return Terms(blueprint, self.layout(blueprint), self.work)
+        return Terms(architecture, self.layout(architecture), self.work)
 
-    def covering(self, context: RoundContext, terms: Terms) -> Covering | None:
+    def noise_layout(self, context: RoundContext, terms: Terms) -> NoiseLayout | None:
         """The noise of a round, wherever it is added, where a guarantee rests on it."""
         return None if self.plan is None else planned(self.plan, context, terms.work)
 
-    def releases(self, blueprint: Blueprint) -> tuple[Release, ...]:
+    def releases(self, architecture: Architecture) -> tuple[Release, ...]:
         """Every declared release of a run, from the kinds of messages that it sends."""
-        how, uplink = self.uplink.introduction, self.uplink.releases(self.layout(blueprint))
+        how, uplink = self.uplink.introduction, self.uplink.releases(self.layout(architecture))
         introduced = releases_of_all(*INTRODUCTIONS[how])
         if self.holder == "clients":
             return (*introduced, *uplink)

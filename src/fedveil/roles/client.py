@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.decomposed import transitional
 from fedveil.downlink.rescaling import head_site
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
@@ -53,7 +53,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.messages import Bench, ClientData
+from fedveil.work.messages import ClientData, Workspace
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -68,23 +68,23 @@ _LISTS = ("cohort", "missing", "survivors", "senders", "signers", "asked", "cont
 class RequestCheck:
     """What a client expects of every request: sizes that follow from the scheme, the architecture and who is known."""
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint) -> None:
-        self._heads = scheme.downlink.head_tensors(blueprint)
-        layers = () if blueprint.table is None else transitional(blueprint.table).sizes
-        outputs = 0 if self._heads == 1 else head_site(blueprint).outputs
+    def __init__(self, scheme: Scheme, architecture: Architecture) -> None:
+        self._heads = scheme.downlink.head_tensors(architecture)
+        layers = () if architecture.table is None else transitional(architecture.table).sizes
+        outputs = 0 if self._heads == 1 else head_site(architecture).outputs
         self._fixed: Sizes = {
             **KEY_SIZES[scheme.uplink.introduction],
             "clients": range(1, MOST_CLIENTS + 1),
             "present": range(1, MOST_CLIENTS + 1),
-            "parameters": blueprint.size,
-            "epsilon": sum(len(one.epsilon) for one in blueprint.epsilon_norms(blueprint.skeleton)),
-            "statistics": (0, blueprint.statistics_size),
+            "parameters": architecture.size,
+            "epsilon": sum(len(one.epsilon) for one in architecture.epsilon_norms(architecture.skeleton)),
+            "statistics": (0, architecture.statistics_size),
             "multipliers": (0, sum(layers)),
             "outputs": outputs,
             "head groups": range(1, outputs + 1),
-            "rest": range(blueprint.size + 1),
-            "tags": range(blueprint.size + 1),
-            "ballot": blueprint.size,
+            "rest": range(architecture.size + 1),
+            "tags": range(architecture.size + 1),
+            "ballot": architecture.size,
         }
         self._passed: tuple[Request, int] | None = None
 
@@ -151,13 +151,13 @@ class ClientTerms(TypedDict, total=False):
 class Participant(ABC):
     """What every client has, wherever the model lives: terms, a gate, limits of its own, and an identity."""
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint, **own: Unpack[ClientTerms]) -> None:
+    def __init__(self, scheme: Scheme, architecture: Architecture, **own: Unpack[ClientTerms]) -> None:
         self._scheme = scheme
-        self._blueprint = blueprint
-        self._terms = scheme.terms(blueprint)
+        self._architecture = architecture
+        self._terms = scheme.terms(architecture)
         self._secrets = own.get("secrets") or OsSecrets()
-        self._gate = RequestCheck(scheme, blueprint)
-        self._bench = Bench(blueprint, self._terms.layout, self._secrets)
+        self._gate = RequestCheck(scheme, architecture)
+        self._workspace = Workspace(architecture, self._terms.layout, self._secrets)
         policy = own.get("policy")
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
         # price of repairs to the server's books.
@@ -218,8 +218,8 @@ class Participant(ABC):
 class ClientRole(Participant):
     """What a client does, whoever drives it. Holds the architecture and settings, never a secret of the server."""
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint, **own: Unpack[ClientTerms]) -> None:
-        super().__init__(scheme, blueprint, **own)
+    def __init__(self, scheme: Scheme, architecture: Architecture, **own: Unpack[ClientTerms]) -> None:
+        super().__init__(scheme, architecture, **own)
         self._uplink = scheme.summing
         self._latest: tuple[Train, RoundContext] | None = None
         if self._books_repairs:
@@ -259,7 +259,9 @@ class ClientRole(Participant):
                 yield state, reason
         if not isinstance(request, Train):
             return
-        for position, vector in self._scheme.work.run_many(self._bench, request.broadcast, able, round=request.round):
+        for position, vector in self._scheme.work.run_many(
+            self._workspace, request.broadcast, able, round=request.round
+        ):
             state, context = begun[position]
             if isinstance(vector, FedVeilError):
                 yield state, vector
@@ -284,10 +286,10 @@ class ClientRole(Participant):
         spent = state.spent
         plan = self._uplink.plan
         if plan is not None:
-            covering = planned(plan, context, self._terms.work)
+            noise_layout = planned(plan, context, self._terms.work)
             colluders = plan.colluders(len(context.cohort))
             spent = self._policy.charged(
-                covering, client=state.client, spent=spent, colluders=colluders, asked=plan.asked
+                noise_layout, client=state.client, spent=spent, colluders=colluders, asked=plan.asked
             )
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
         known = context.directory
@@ -317,13 +319,13 @@ class ClientRole(Participant):
         plan, given = self._uplink.plan, self._uplink.gives_away(state, request)
         if plan is None or not given or not self._books_repairs:
             return advanced, reply
-        covering = answered(plan, state, self._terms.work)
+        noise_layout = answered(plan, state, self._terms.work)
         spent = self._policy.surcharged(
-            covering,
+            noise_layout,
             client=state.client,
             spent=state.spent,
             revealed=given,
-            colluders=plan.colluders(len(covering.members)),
+            colluders=plan.colluders(len(noise_layout.members)),
             asked=plan.asked,
         )
         return replace(advanced, spent=spent), reply

@@ -51,10 +51,10 @@ from typing import Protocol, Required, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint, Weights, batch_norms
+from fedveil.downlink.architecture import Architecture, Weights, batch_norms
 from fedveil.downlink.messages import Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
-from fedveil.ledger.accountant import Account
+from fedveil.ledger.accountant import Accountant
 from fedveil.ledger.releases import check_declared
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
@@ -84,7 +84,7 @@ class RunTerms(TypedDict, total=False):
     secrets: Required[SecretSource]
     cohort: Required[Cohort]
     rounds: Required[int]
-    account: Account | None
+    accountant: Accountant | None
     name: str
     announced: Mapping[int, int] | None
 
@@ -92,15 +92,15 @@ class RunTerms(TypedDict, total=False):
 class Conductor(ABC):
     """A server's run, up to the question what a round is."""
 
-    def __init__(self, scheme: Scheme, blueprint: Blueprint, state: RunPosition, **run: Unpack[RunTerms]) -> None:
+    def __init__(self, scheme: Scheme, architecture: Architecture, state: RunPosition, **run: Unpack[RunTerms]) -> None:
         self._scheme = scheme
         self._secrets, self._cohort, self._rounds = run["secrets"], run["cohort"], run["rounds"]
-        self._terms = scheme.terms(blueprint)
-        self._account = run.get("account")
+        self._terms = scheme.terms(architecture)
+        self._accountant = run.get("accountant")
         self._progress = state
         self._first = state.round
         self._stopped = False
-        self._declared = scheme.releases(blueprint)
+        self._declared = scheme.releases(architecture)
         self._named = frozenset(one.field for one in self._declared)
         self._introductions: Introductions | None = None
         drawn = self._secrets.stream("run", state.attempt).bytes(16).hex()
@@ -175,8 +175,8 @@ class Conductor(ABC):
 
     def _over(self, context: RoundContext) -> set[int]:
         """Whom this round would bring over the privacy target."""
-        covering = None if self._account is None else self._scheme.covering(context, self._terms)
-        return set() if covering is None or self._account is None else self._account.exceeded_by(covering)
+        noise_layout = None if self._accountant is None else self._scheme.noise_layout(context, self._terms)
+        return set() if noise_layout is None or self._accountant is None else self._accountant.exceeded_by(noise_layout)
 
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         """Those of `clients` that can take part, once everything they share has been dealt out."""
@@ -208,7 +208,7 @@ class Conductor(ABC):
 
     @property
     def _fewest(self) -> int:
-        return 1 if self._account is None or self._account.limit is None else min(2, self._cohort.size)
+        return 1 if self._accountant is None or self._accountant.limit is None else min(2, self._cohort.size)
 
     def _refusal(self) -> str:
         """Why somebody could not be made acquainted with the others; empty where nobody refused."""
@@ -219,7 +219,7 @@ class Conductor(ABC):
         refusal = self._refusal()
         if refusal:
             return refusal
-        if self._account is not None and self._account.limit is not None:
+        if self._accountant is not None and self._accountant.limit is not None:
             return (
                 f"round {context.round + 1} would bring clients over the privacy target, and {len(able)} are "
                 "left that it would not"
@@ -256,16 +256,16 @@ class ServerRole(Conductor):
     def __init__(
         self,
         scheme: Scheme,
-        blueprint: Blueprint,
+        architecture: Architecture,
         state: ServerState,
         *,
         optimiser: Optimiser,
         **run: Unpack[RunTerms],
     ) -> None:
-        super().__init__(scheme, blueprint, state, **run)
-        self._blueprint = blueprint
+        super().__init__(scheme, architecture, state, **run)
+        self._architecture = architecture
         self._uplink = scheme.summing
-        self._mover = Mover(blueprint, optimiser)
+        self._mover = Mover(architecture, optimiser)
         self._owed: dict[int, Request] = {}
         self.state: ServerState = state
         check_declared((f"upload.{name}" for name in self._terms.layout.names), self._declared)
@@ -273,7 +273,7 @@ class ServerRole(Conductor):
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         state, uplink = self.state, self._uplink
         veil = self._scheme.downlink.veil(
-            self._blueprint,
+            self._architecture,
             state.weights,
             stream=self._secrets.stream("veil", state.round),
             head_level=state.head_level,
@@ -319,13 +319,13 @@ class ServerRole(Conductor):
         self, context: RoundContext, gathered: Gathered, revealed: tuple[tuple[int, int], ...]
     ) -> None:
         """Fewer uploads leave less noise in the sum, and revealed noise covers nobody: is it still enough?"""
-        if self._account is None or len(gathered.arrived) == len(context.cohort):
+        if self._accountant is None or len(gathered.arrived) == len(context.cohort):
             return
-        covering = self._scheme.covering(context, self._terms)
-        if covering is None:
+        noise_layout = self._scheme.noise_layout(context, self._terms)
+        if noise_layout is None:
             return
-        over = self._account.exceeded_by(covering, arrived=gathered.arrived, revealed=revealed)
-        if over and (not revealed or self._account.honest_arrivals):
+        over = self._accountant.exceeded_by(noise_layout, arrived=gathered.arrived, revealed=revealed)
+        if over and (not revealed or self._accountant.honest_arrivals):
             raise ProtocolError(
                 f"{len(context.cohort) - len(gathered.arrived)} of {len(context.cohort)} uploads are missing, and with "
                 f"them their noise: publishing the sum would bring client {min(over)} over the privacy target"
@@ -388,26 +388,26 @@ class Optimiser:
 class Mover:
     """Steps parameters by the optimiser and running statistics by their momenta."""
 
-    def __init__(self, blueprint: Blueprint, optimiser: Optimiser) -> None:
-        self._blueprint = blueprint
+    def __init__(self, architecture: Architecture, optimiser: Optimiser) -> None:
+        self._architecture = architecture
         self._optimiser = optimiser
-        self._momenta = _statistics_momenta(blueprint)
+        self._momenta = _statistics_momenta(architecture)
 
     def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
         """Change `weights` and `velocity` in place; frozen parameters stay."""
         before = weights.parameters.to(torch.float64)
-        moved = self._optimiser.step(before, recovered.gradient * self._blueprint.trainable, velocity, round=round)
-        weights.parameters.copy_(torch.where(self._blueprint.trainable, moved, before))
+        moved = self._optimiser.step(before, recovered.gradient * self._architecture.trainable, velocity, round=round)
+        weights.parameters.copy_(torch.where(self._architecture.trainable, moved, before))
         if recovered.statistics.numel():
             running = weights.statistics.to(torch.float64)
             running += self._momenta * (recovered.statistics - running)
             weights.statistics.copy_(running)
 
 
-def _statistics_momenta(blueprint: Blueprint) -> Tensor:
+def _statistics_momenta(architecture: Architecture) -> Tensor:
     parts = [
         torch.full((2 * len(norm.running_mean),), norm.momentum if norm.training else 0.0, dtype=torch.float64)
-        for _, norm in batch_norms(blueprint.skeleton)
+        for _, norm in batch_norms(architecture.skeleton)
     ]
-    device = blueprint.trainable.device
+    device = architecture.trainable.device
     return torch.cat(parts).to(device) if parts else torch.empty(0, dtype=torch.float64, device=device)

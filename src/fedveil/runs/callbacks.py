@@ -13,7 +13,7 @@ from fedveil.runs.folder import RunFolder
 Row = dict[str, Any]
 
 
-class Follower(Protocol):
+class Callback(Protocol):
     """Told what happens to one run; what it raises ends the run."""
 
     def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[Row]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.data import Dataset
-from fedveil.downlink import Blueprint, Broadcast, Weights, assemble
+from fedveil.downlink import Architecture, Broadcast, Weights, assemble
 from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
@@ -48,9 +48,9 @@ def _judge(output: Tensor, test: Dataset, loss: Loss) -> Scores:
     return Scores(value, None, float((output - test.y).double().square().mean()))
 
 
-def score_weights(blueprint: Blueprint, weights: Weights, test: Dataset, loss: Loss) -> Scores:
+def score_weights(architecture: Architecture, weights: Weights, test: Dataset, loss: Loss) -> Scores:
     """Scores of the server's model."""
-    return score(assemble(blueprint, weights).eval(), test, loss)
+    return score(assemble(architecture, weights).eval(), test, loss)
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class ClientScores:
 
 
 def score_client_view(
-    blueprint: Blueprint, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss
+    architecture: Architecture, weights: Weights, sent: Broadcast, test: Dataset, loss: Loss
 ) -> ClientScores:
     """Scores of the model as a client receives it, batch norms on batch statistics as a client would run it."""
-    module = assemble(blueprint, weights)
-    prepare(blueprint, module, sent)
+    module = assemble(architecture, weights)
+    prepare(architecture, module, sent)
     module.eval()
     for one in module.modules():
         if isinstance(one, VectorBatchNorm) and not sent.statistics.numel():
@@ -82,16 +82,16 @@ def score_client_view(
     received = score(module, test, loss)
     if sent.head is None:
         return ClientScores(received, None)
-    return ClientScores(received, _judge(_without_head_noise(blueprint, module, test.x), test, loss))
+    return ClientScores(received, _judge(_without_head_noise(architecture, module, test.x), test, loss))
 
 
-def _without_head_noise(blueprint: Blueprint, module: nn.Module, x: Tensor) -> Tensor:
+def _without_head_noise(architecture: Architecture, module: nn.Module, x: Tensor) -> Tensor:
     """ŷ − α·r̂ with r̂ = Σ α·ŷ / Σ α²: the noise α·r regressed away, from inputs alone, without a label."""
     outputs, alphas = [], []
     with torch.no_grad():
         for part in torch.split(x, _CHUNK):
             outputs.append(module(part))
-            alphas.append(head_alpha(blueprint, module))
+            alphas.append(head_alpha(architecture, module))
     output, alpha = torch.cat(outputs).double(), torch.cat(alphas).double()
     estimate = (alpha[:, None] * output).sum(0) / alpha.square().sum()
     return (output - alpha[:, None] * estimate).to(x.dtype if x.is_floating_point() else torch.float32)

@@ -21,7 +21,7 @@ from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
 from fedveil.runs.job import job_from_config
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.tensors import raw
 
 
@@ -321,7 +321,7 @@ def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], 
         )
     job = job_from_config(config)
     rounds = len(folder.metrics())
-    found = Books(job, folder.privacy_journal).ledger(rounds=rounds)
+    found = PrivacyJournal(job, folder.privacy_journal).ledger(rounds=rounds)
     return replace(found, notes=("the run has not ended: this is what it has spent so far", *found.notes))
 
 

@@ -15,7 +15,7 @@ from fedveil import data, models, own_code, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
 from fedveil.data.sources import EMBEDDED
-from fedveil.downlink import Blueprint, Weights, assemble, draw
+from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import verify
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
@@ -119,7 +119,7 @@ class Job:
     config: RunConfig
     scheme: Scheme
     loss: Loss
-    blueprint: Blueprint
+    architecture: Architecture
     weights: Weights
     pool: ClientPool
     test: Dataset | None
@@ -274,16 +274,16 @@ def attended(
     return assembled(shuffled), shuffled
 
 
-def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) -> tuple[Blueprint, Weights]:
-    """A model's blueprint and weights, checked to be something that this scheme can train."""
+def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) -> tuple[Architecture, Weights]:
+    """A model's architecture and weights, checked to be something that this scheme can train."""
     _check_output(model, example, facts)
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
-    blueprint, weights = draw(model, example, traced=scheme.downlink.traced)
+    architecture, weights = draw(model, example, traced=scheme.downlink.traced)
     if scheme.plan is not None and not scheme.work.reports:
-        refuse_batch_norm(blueprint)
-    _refuse_moving_buffers(blueprint, weights, example)
-    return blueprint, weights
+        refuse_batch_norm(architecture)
+    _refuse_moving_buffers(architecture, weights, example)
+    return architecture, weights
 
 
 def assemble_job(
@@ -296,30 +296,30 @@ def assemble_job(
     common: Agreed | None = None,
     guard: Guard | None = None,
 ) -> Job:
-    """The scheme, its blueprint and roles for a model and clients that are already there."""
+    """The scheme, its architecture and roles for a model and clients that are already there."""
     device, dtype = device_of(config), dtype_of(config)
     common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
     scheme = common.scheme
     example = _example(pool, facts, dtype)
-    blueprint, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
+    architecture, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
     assert config.seed is not None
     source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
     found = None
-    if blueprint.table is not None:
-        scheme.downlink.head_tensors(blueprint)
+    if architecture.table is not None:
+        scheme.downlink.head_tensors(architecture)
         head = scheme.downlink.head_noise
-        found = coverage(blueprint.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
+        found = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
         require_coverage(found, minimum=config.min_coverage)
-        verify(blueprint, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
-    blueprint = blueprint.to(device=device)
+        verify(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
+    architecture = architecture.to(device=device)
     weights = weights.to(device=device)
     return Job(
         config=config,
         scheme=scheme,
         loss=common.loss,
-        blueprint=blueprint,
+        architecture=architecture,
         weights=weights,
         pool=pool,
         test=None if test is None else test.to(dtype=dtype, device=device),
@@ -332,9 +332,9 @@ def assemble_job(
     )
 
 
-def _refuse_moving_buffers(blueprint: Blueprint, weights: Weights, example: Tensor) -> None:
+def _refuse_moving_buffers(architecture: Architecture, weights: Weights, example: Tensor) -> None:
     """A buffer that training moves would be a hidden state of one machine: neither sent, summed nor saved."""
-    module = assemble(blueprint, weights).train()
+    module = assemble(architecture, weights).train()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         module(example.to(weights.parameters.dtype) if example.is_floating_point() else example)
     moved = [name for name, value in weights.buffers.items() if not torch.equal(module.get_buffer(name), value)]

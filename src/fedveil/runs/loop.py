@@ -18,7 +18,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.engine import LocalEngine
 from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
-from fedveil.ledger.accountant import Account
+from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
@@ -26,7 +26,7 @@ from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.evaluation import ClientScores, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
-from fedveil.runs.privacy_journal import Books
+from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 def server_role(
     job: Job,
     state: ServerState,
-    account: Account | None = None,
+    accountant: Accountant | None = None,
     *,
     name: str = "",
     behind: Collection[int] = (),
@@ -53,14 +53,14 @@ def server_role(
         "secrets": job.secrets,
         "cohort": job.cohort,
         "rounds": job.config.rounds,
-        "account": account,
+        "accountant": accountant,
         "name": name,
         "announced": announced,
     }
     if job.scheme.holder == "server":
-        return ServerRole(job.scheme, job.blueprint, state, optimiser=job.optimiser, **run)
+        return ServerRole(job.scheme, job.architecture, state, optimiser=job.optimiser, **run)
     relayed = RelayState(state.round, state.attempt)
-    return RelayRole(job.scheme, job.blueprint, relayed, behind=behind, **run)
+    return RelayRole(job.scheme, job.architecture, relayed, behind=behind, **run)
 
 
 def client_role(job: Job, state: ServerState | None = None) -> ClientRole | HolderRole:
@@ -77,11 +77,11 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
         "identities": guard.identities,
     }
     if job.scheme.holder == "server":
-        return ClientRole(job.scheme, job.blueprint, **own)
+        return ClientRole(job.scheme, job.architecture, **own)
     start = (
         Held.fresh(job.weights.clone()) if state is None else Held.fresh(state.weights.clone(), state.velocity.clone())
     )
-    return HolderRole(job.scheme, job.blueprint, start=start, optimiser=job.optimiser, **own)
+    return HolderRole(job.scheme, job.architecture, start=start, optimiser=job.optimiser, **own)
 
 
 Row = dict[str, Any]
@@ -96,7 +96,7 @@ class Outcome:
     """What a finished run leaves."""
 
     state: ServerState
-    books: Books
+    privacy_journal: PrivacyJournal
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
@@ -148,20 +148,22 @@ def train_job(
     """
     if job.config.record and record is None:
         raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
-    books = books_of(job, journal, state)
+    privacy_journal = privacy_journal_of(job, journal, state)
     role = client_role(job, state)
     recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
     engine = LocalEngine(
         role,
         job.pool,
         absent=_simulated_dropout(job),
-        spent=books.remembered(),
+        spent=privacy_journal.remembered(),
         listen=None if recorder is None else recorder.hear,
     )
-    server = server_role(job if recorder is None else replace(job, scheme=recorder.scheme), state, books.account)
+    server = server_role(
+        job if recorder is None else replace(job, scheme=recorder.scheme), state, privacy_journal.accountant
+    )
     written = partial(taken_from_a_client, role, engine, state) if isinstance(role, HolderRole) else None
     try:
-        return conduct(job, engine, server, books, state=state, written=written, on_round=on_round, say=say)
+        return conduct(job, engine, server, privacy_journal, state=state, written=written, on_round=on_round, say=say)
     finally:
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
@@ -169,22 +171,23 @@ def train_job(
             recorder.close()
 
 
-def books_of(job: Job, journal: Path | None, state: ServerState) -> Books:
-    """The books of a run that goes on from `state`; a journal that knows less than that is refused."""
-    books = Books(job, journal)
-    if journal is not None and books.account is not None and books.account.rounds < state.round:
+def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> PrivacyJournal:
+    """The privacy journal of a run that goes on from `state`; a journal that knows less than that is refused."""
+    privacy_journal = PrivacyJournal(job, journal)
+    known = privacy_journal.accountant
+    if journal is not None and known is not None and known.rounds < state.round:
         raise CheckpointError(
-            f"{journal} tells of {books.account.rounds} rounds, but the checkpoint is of round {state.round}: what was "
+            f"{journal} tells of {known.rounds} rounds, but the checkpoint is of round {state.round}: what was "
             "spent is no longer known. Put the file back, or start anew with another --out."
         )
-    return books
+    return privacy_journal
 
 
 def conduct(
     job: Job,
     engine: Engine,
     server: ServerRole | RelayRole,
-    books: Books,
+    privacy_journal: PrivacyJournal,
     *,
     state: ServerState,
     written: Callable[[RoundDone], RoundDone] | None = None,
@@ -195,7 +198,7 @@ def conduct(
 
     `written`, where clients hold the model, puts a round's sums where the record keeps it.
     """
-    outcome = Outcome(state, books)
+    outcome = Outcome(state, privacy_journal)
     about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
     _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
     started = last = time.perf_counter()
@@ -205,13 +208,13 @@ def conduct(
             outcome.stop(step.reason, say)
             continue
         if isinstance(step, RoundBegins):
-            if books.account is not None:
-                books.begin(step)
+            if privacy_journal.accountant is not None:
+                privacy_journal.begin(step)
             continue
         done = step
         declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
-        if books.account is not None:
-            books.end(done, void=declined and not done.gathered.missing)
+        if privacy_journal.accountant is not None:
+            privacy_journal.end(done, void=declined and not done.gathered.missing)
         failures = failures + 1 if done.failed else 0
         if declined and done.round > 0:
             state.round = done.round  # nobody takes part any more: what was trained before this round is the result
@@ -236,7 +239,7 @@ def conduct(
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
-        outcome.scores = score_weights(job.blueprint, state.weights, job.test, job.loss)
+        outcome.scores = score_weights(job.architecture, state.weights, job.test, job.loss)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
     return outcome
 
@@ -318,19 +321,19 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row["refused"] = {str(client): one.text for client, one in gathered.refused.items()}
     every = job.config.evaluate_every
     if job.test is not None and every and (done.round + 1) % every == 0:
-        row |= score_weights(job.blueprint, state.weights, job.test, job.loss).as_data()
+        row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
     return row
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:
     assert job.test is not None
     veil = job.scheme.downlink.veil(
-        job.blueprint,
+        job.architecture,
         state.weights,
         stream=job.secrets.stream("client view", state.round),
         head_level=state.head_level,
     )
-    return score_client_view(job.blueprint, state.weights, veil.broadcast(), job.test, job.loss)
+    return score_client_view(job.architecture, state.weights, veil.broadcast(), job.test, job.loss)
 
 
 def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
@@ -349,7 +352,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "simulation": job.secrets.simulation,
         "loss": job.loss.name,
         "train_loss": next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None),
-        "parameters": job.blueprint.size,
+        "parameters": job.architecture.size,
         "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
         "bytes_down": outcome.bytes_down,
         "bytes_up": outcome.bytes_up,
@@ -381,5 +384,5 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     failed = sum("failed" in row for row in rows)
     if failed:
         summary["failed_rounds"] = failed
-    summary["ledger"] = outcome.books.ledger(rounds=outcome.state.round).as_data()
+    summary["ledger"] = outcome.privacy_journal.ledger(rounds=outcome.state.round).as_data()
     return summary

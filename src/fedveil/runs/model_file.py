@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.data.arrays import read_array
-from fedveil.downlink import Blueprint, Weights, assemble, draw
+from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture
 from fedveil.downlink.scales import Coverage, coverage
@@ -75,12 +75,12 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def load_weights(path: Path, blueprint: Blueprint, like: Weights) -> Weights:
+def load_weights(path: Path, architecture: Architecture, like: Weights) -> Weights:
     """A model file's numbers, for a network that is already there."""
     _, tensors = _read(path)
-    module = assemble(blueprint, like)
+    module = assemble(architecture, like)
     _fill(module, tensors, where=f"{path} does not fit the model")
-    return weights_of(module, blueprint)
+    return weights_of(module, architecture)
 
 
 def load_model(path: Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> LoadedModel:
@@ -174,13 +174,13 @@ def export_run(
     facts = loaded.facts
     tokens = facts.vocabulary is not None
     example = torch.zeros(2, *facts.input_shape, dtype=torch.int64 if tokens else torch.float32)
-    blueprint, _ = draw(facts.build(seed=0).train(), example, traced=True)
-    assert blueprint.table is not None
-    weights = weights_of(loaded.module, blueprint)
-    module, shape = export(blueprint, weights, stream=OsSecrets().stream("export"), spread=spread)
+    architecture, _ = draw(facts.build(seed=0).train(), example, traced=True)
+    assert architecture.table is not None
+    weights = weights_of(loaded.module, architecture)
+    module, shape = export(architecture, weights, stream=OsSecrets().stream("export"), spread=spread)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_model(out, module, facts, kind="export", config=_public(loaded.config), shape=shape)
-    return coverage(blueprint.table, head_noise=False)
+    return coverage(architecture.table, head_noise=False)
 
 
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from fedveil import schemes
-from fedveil.downlink import Blueprint, draw
+from fedveil.downlink import Architecture, draw
 from fedveil.errors import ConfigError
-from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Account
-from fedveil.ledger.correlated import DENSE_UP_TO, Covering, NoiseGraph, by_peer, worst, worst_candidate
+from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
+from fedveil.ledger.correlated import DENSE_UP_TO, NoiseGraph, NoiseLayout, by_peer, worst, worst_candidate
 from fedveil.ledger.statement import Ledger
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import BoundedWork, Scheme, bounded
 from fedveil.runs.job import attended
-from fedveil.runs.privacy_journal import account_for, composed, floors, ledger_of
+from fedveil.runs.privacy_journal import accountant_for, composed, floors, ledger_of
 from fedveil.schemes import Setting
 from fedveil.schemes.options import Budget
 from fedveil.schemes.registry import Option
@@ -50,25 +50,25 @@ class Rounds:
         """How many rounds one client takes part in at most."""
         return self.plan.target.participations
 
-    def covering(self, round: int = 0, *, plan: NoisePlan | None = None) -> Covering:
+    def noise_layout(self, round: int = 0, *, plan: NoisePlan | None = None) -> NoiseLayout:
         """The noise of a round."""
         members = self.cohort.draw(round)
         samples = [self.samples[client] for client in members]
         reach = [self.work.sensitivity(count) for count in samples]
         seed = graph_seed(beacon=b"planned", round=round, members=members)
-        return (plan or self.plan).covering(members, samples, reach, seed=seed)
+        return (plan or self.plan).noise_layout(members, samples, reach, seed=seed)
 
 
 @dataclass(frozen=True, eq=False)
 class Charged:
     """The noise of the first round, and how the account was charged, in a sentence (nothing to add: empty)."""
 
-    first: Covering
+    first: NoiseLayout
     how: str = ""
 
 
-def charge(account: Account, rounds: Rounds) -> Charged:
-    """Charge `account` for a whole run in which everybody answers."""
+def charge(accountant: Accountant, rounds: Rounds) -> Charged:
+    """Charge `accountant` for a whole run in which everybody answers."""
     plan, size = rounds.plan, rounds.cohort.size
     sparse = plan.layout == "pairs" and plan.neighbours is not None
     if plan.layout == "pairs" and not sparse and size > LARGEST_COMPLETE:
@@ -77,53 +77,53 @@ def charge(account: Account, rounds: Rounds) -> Charged:
             "a few for each are enough."
         )
     if sparse and size > DENSE_UP_TO:
-        return _bounded(account, rounds)
-    first = rounds.covering()
+        return _bounded(accountant, rounds)
+    first = rounds.noise_layout()
     if size == rounds.cohort.clients and not sparse:
-        account.charge(first)
-        _repeat(account, rounds.count)
+        accountant.charge(first)
+        _repeat(accountant, rounds.count)
         return Charged(first)
     if size <= ROUND_BY_ROUND_UP_TO and not rounds.cohort.shuffled:  # any client may have the busiest seats
         for round in range(rounds.count):
-            account.charge(rounds.covering(round))
+            accountant.charge(rounds.noise_layout(round))
         return Charged(first)
-    account.charge(first)
-    for name, spent in account.spent.items():
+    accountant.charge(first)
+    for name, spent in accountant.spent.items():
         client = int(np.argmax(spent))
-        account.spent[name] = _one(account.clients, client, float(spent[client]))
-    _repeat(account, rounds.participations)
-    account.rounds = rounds.count
+        accountant.spent[name] = _one(accountant.clients, client, float(spent[client]))
+    _repeat(accountant, rounds.participations)
+    accountant.rounds = rounds.count
     return Charged(first, f"the worst client of one round, taken {rounds.participations} times")
 
 
-def _bounded(account: Account, rounds: Rounds) -> Charged:
+def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
     """A large sparse graph: one round's worst client, with a certified bound over everybody, for all rounds."""
     plan = rounds.plan
     # The paper's size needs no accounting; what the exact one is follows from the bound.
     pinned = replace(plan, accounting="paper", strength=plan.pair_strength(rounds.samples))
-    unscaled = rounds.covering(plan=pinned)
+    unscaled = rounds.noise_layout(plan=pinned)
     graph = NoiseGraph(unscaled.residual, unscaled.first, unscaled.second, unscaled.pairs)
     found = worst(graph, unscaled.sensitivity)
-    colluders = account.dishonest(len(unscaled.members))
+    colluders = accountant.dishonest(len(unscaled.members))
     peers = by_peer(unscaled, colluders=max(1, colluders))
     prices = {
         SERVER: (unscaled.members[found.position], found.upper),
         CLIENTS: (unscaled.members[int(np.argmax(peers))], float(peers.max())),
     }
-    if COLLUSION in account.adversaries:
+    if COLLUSION in accountant.adversaries:
         client, estimate = _colluding(unscaled, colluders, weakest=found.position)
         prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda one: one[1])
-        account.certified = False
+        accountant.certified = False
         tried = f"worst candidate of {_DRAWS} random draws of {colluders} colluders"
         if colluders == 1:
             tried = "worst candidate against each neighbour of the client that is worst off"
-        account.how = f"{tried}; colluders may do better"
+        accountant.how = f"{tried}; colluders may do better"
     scale = 1.0
     if plan.accounting == "exact":
         scale = max(price for _, price in prices.values()) / plan.target.per_round()
     for name, (client, price) in prices.items():
-        account.spent[name] = _one(account.clients, client, rounds.participations * price / scale)
-    account.rounds = rounds.count
+        accountant.spent[name] = _one(accountant.clients, client, rounds.participations * price / scale)
+    accountant.rounds = rounds.count
     first = replace(unscaled, residual=unscaled.residual * scale, pairs=unscaled.pairs * scale)
     how = (
         f"server: one round's graph, taken {rounds.participations} times; client {prices[SERVER][0]} is charged at "
@@ -132,33 +132,33 @@ def _bounded(account: Account, rounds: Rounds) -> Charged:
     return Charged(first, how)
 
 
-def _colluding(covering: Covering, colluders: int, *, weakest: int) -> tuple[int, float]:
+def _colluding(noise_layout: NoiseLayout, colluders: int, *, weakest: int) -> tuple[int, float]:
     """(client, μ²) of the worst candidate over a few sets of colluders: an estimate from below.
 
     One colluder alone is a neighbour of the member at `weakest`; more are drawn at random.
     """
     random = np.random.default_rng(0)
-    members, best = np.asarray(covering.members), (covering.members[0], 0.0)
+    members, best = np.asarray(noise_layout.members), (noise_layout.members[0], 0.0)
     drawn = (random.permutation(len(members))[:colluders] for _ in range(_DRAWS))
-    touching = (covering.first == weakest) | (covering.second == weakest)
-    near = (covering.first + covering.second - weakest)[touching]
+    touching = (noise_layout.first == weakest) | (noise_layout.second == weakest)
+    near = (noise_layout.first + noise_layout.second - weakest)[touching]
     for chosen in drawn if colluders > 1 else iter(near[:, None]):
         honest = np.ones(len(members), dtype=np.bool_)
         honest[chosen] = False
-        kept = honest[covering.first] & honest[covering.second]
+        kept = honest[noise_layout.first] & honest[noise_layout.second]
         place = np.cumsum(honest) - 1
-        ends = place[covering.first[kept]], place[covering.second[kept]]
-        graph = NoiseGraph(covering.residual[honest], *ends, covering.pairs[kept])
-        found = worst_candidate(graph, covering.sensitivity[honest], slack=1e-3)
+        ends = place[noise_layout.first[kept]], place[noise_layout.second[kept]]
+        graph = NoiseGraph(noise_layout.residual[honest], *ends, noise_layout.pairs[kept])
+        found = worst_candidate(graph, noise_layout.sensitivity[honest], slack=1e-3)
         best = max(best, (int(members[honest][found.position]), found.upper), key=lambda one: one[1])
     return best
 
 
-def _repeat(account: Account, times: int) -> None:
+def _repeat(accountant: Accountant, times: int) -> None:
     """Whatever was charged, so many times over."""
-    for spent in account.spent.values():
+    for spent in accountant.spent.values():
         spent *= times
-    account.rounds = times
+    accountant.rounds = times
 
 
 def _one(clients: int, client: int, value: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -275,9 +275,9 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     scheme, cohort = _scheme(question, cohort)
     participations = cohort.most_participations(question.rounds)
     scheme.uplink.fits(cohort.size)
-    blueprint = _traced(scheme, model)
+    architecture = _traced(scheme, model)
     answer = Planned(
-        _unspent(question, scheme, blueprint, cohort, participations, concrete=model is not None),
+        _unspent(question, scheme, architecture, cohort, participations, concrete=model is not None),
         clients=len(question.samples),
         cohort=cohort.size,
         rounds=question.rounds,
@@ -287,16 +287,16 @@ def plan_run(question: Question, *, model: tuple[nn.Module, torch.Tensor] | None
     if plan is None:
         return answer
     rounds = Rounds(plan, bounded(scheme.work), cohort, question.samples, question.rounds)
-    account = account_for(scheme, len(question.samples))
-    assert account is not None
-    charged = charge(account, rounds)
+    accountant = accountant_for(scheme, len(question.samples))
+    assert accountant is not None
+    charged = charge(accountant, rounds)
     other = _other(rounds)
     both = {plan.accounting: (plan, charged.first), other[0].accounting: other}
     notes = (charged.how,) if charged.how else ()
-    releases = scheme.releases(blueprint)
+    releases = scheme.releases(architecture)
     return replace(
         answer,
-        ledger=ledger_of(scheme, releases, account, charged.first, simulation=False, notes=notes),
+        ledger=ledger_of(scheme, releases, accountant, charged.first, simulation=False, notes=notes),
         accounting=plan.accounting,
         exact=_noise(*both["exact"], question.samples),
         paper=_noise(*both["paper"], question.samples),
@@ -316,7 +316,7 @@ def _scheme(question: Question, cohort: Cohort) -> tuple[Scheme, Cohort]:
     return attended(info, setting, question.options, cohort=cohort, simulation=False)
 
 
-def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Blueprint:
+def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Architecture:
     # Which fields leave a client does not depend on the network.
     stand_in = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10)), torch.randn(2, 8)
     net, example = stand_in if model is None else model
@@ -326,7 +326,7 @@ def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Blu
 def _unspent(
     question: Question,
     scheme: Scheme,
-    blueprint: Blueprint,
+    architecture: Architecture,
     cohort: Cohort,
     participations: int,
     *,
@@ -336,7 +336,7 @@ def _unspent(
     delta = question.options.get("delta")
     figure = composed(scheme, rounds=participations, delta=Budget.delta if delta is None else float(delta))
     notes = [] if figure is None else [figure.said()]
-    floor = floors(scheme, blueprint, clients=cohort.size, stream=OsSecrets().stream("ledger"))
+    floor = floors(scheme, architecture, clients=cohort.size, stream=OsSecrets().stream("ledger"))
     if floor is not None:
         notes.append(
             floor.said()
@@ -344,17 +344,17 @@ def _unspent(
             else "if Ψ and Φ were hidden: given R the noise is bounded, so δ has a floor at every ε, which depends on "
             "the smallest R of the network (name one with --model)"
         )
-    return ledger_of(scheme, scheme.releases(blueprint), None, None, simulation=False, notes=tuple(notes))
+    return ledger_of(scheme, scheme.releases(architecture), None, None, simulation=False, notes=tuple(notes))
 
 
-def _other(rounds: Rounds) -> tuple[NoisePlan, Covering]:
+def _other(rounds: Rounds) -> tuple[NoisePlan, NoiseLayout]:
     """The same round under the other accounting."""
     plan = rounds.plan
     if plan.accounting == "exact":
         paper = replace(plan, accounting="paper", sampling=None)
-        return paper, rounds.covering(plan=paper)
+        return paper, rounds.noise_layout(plan=paper)
     exact = replace(plan, accounting="exact")
-    spare = Account(
+    spare = Accountant(
         len(rounds.samples),
         collusion=plan.collusion,
         least=plan.least_dishonest,
@@ -364,14 +364,14 @@ def _other(rounds: Rounds) -> tuple[NoisePlan, Covering]:
     return exact, charge(spare, replace(rounds, plan=exact, count=1)).first
 
 
-def _noise(plan: NoisePlan, covering: Covering, samples: tuple[int, ...]) -> Noise:
-    total = sum(samples[client] for client in covering.members)
-    in_sum = math.sqrt(float(covering.residual.sum()))
-    own = covering.residual**0.5
-    if not len(covering.pairs):
+def _noise(plan: NoisePlan, noise_layout: NoiseLayout, samples: tuple[int, ...]) -> Noise:
+    total = sum(samples[client] for client in noise_layout.members)
+    in_sum = math.sqrt(float(noise_layout.residual.sum()))
+    own = noise_layout.residual**0.5
+    if not len(noise_layout.pairs):
         return Noise(in_sum, in_sum / total, (float(own.min()), float(own.max())))
-    pair = covering.pairs**0.5
-    strength = plan.pair_strength([samples[client] for client in covering.members])
+    pair = noise_layout.pairs**0.5
+    strength = plan.pair_strength([samples[client] for client in noise_layout.members])
     return Noise(
         in_sum,
         in_sum / total,

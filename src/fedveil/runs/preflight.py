@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _GRAPHS = 16
 
 
-def rehearse(job: Job) -> None:
+def preflight(job: Job) -> None:
     """Refuse settings under which the first round could not be, or some round probably not: nothing is sent."""
     scheme, policy = job.scheme, job.guard.policy
     client_role(job)
@@ -34,10 +34,10 @@ def rehearse(job: Job) -> None:
             return
         samples = [len(job.pool.clients[client]) for client in first]
         reach = [bounded(scheme.work).sensitivity(count) for count in samples]
-        covering = scheme.plan.covering(first, samples, reach, seed=_seed(first, 0))
+        noise_layout = scheme.plan.noise_layout(first, samples, reach, seed=_seed(first, 0))
         if policy is not None and scheme.central is None:
             for client in first:
-                policy.charged(covering, client=client, spent=0.0)
+                policy.charged(noise_layout, client=client, spent=0.0)
     except ProtocolError as reason:
         raise ConfigError(f"The clients' policy lets not even one round be: {reason}.") from reason
 

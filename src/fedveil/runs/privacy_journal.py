@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.downlink import Blueprint
+from fedveil.downlink import Architecture
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.ledger.accountant import Account, SampledAccount
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.accountant import Accountant, SampledAccountant
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import delta_floor, delta_floor_even, epsilon_of
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, PaperFigure, state
@@ -30,7 +30,7 @@ from fedveil.plain import read_raw, read_text
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.protocol.phases import RoundBegins, RoundDone
 from fedveil.runs.job import Job
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING
@@ -82,10 +82,10 @@ def composed(scheme: Scheme, *, rounds: int, delta: float) -> Composed | None:
     return Composed(sigma, delta, rounds, epsilon_of(mu, delta), epsilon_of(mu * math.sqrt(rounds), delta))
 
 
-def floors(scheme: Scheme, blueprint: Blueprint, *, clients: int, stream: SecretStream) -> Floors | None:
+def floors(scheme: Scheme, architecture: Architecture, *, clients: int, stream: SecretStream) -> Floors | None:
     """The δ floors of a round of `clients` under decomposed noise, for one draw of R; None for other schemes."""
     scale = scheme.uplink.own_sigma(clients)
-    factors = None if scale is None else scheme.downlink.noise_factors(blueprint, stream=stream)
+    factors = None if scale is None else scheme.downlink.noise_factors(architecture, stream=stream)
     if scale is None or factors is None or not len(factors):
         return None
     return Floors(
@@ -96,30 +96,30 @@ def floors(scheme: Scheme, blueprint: Blueprint, *, clients: int, stream: Secret
 
 
 def notes_on(
-    scheme: Scheme, blueprint: Blueprint, *, clients: int, rounds: int, delta: float, stream: SecretStream
+    scheme: Scheme, architecture: Architecture, *, clients: int, rounds: int, delta: float, stream: SecretStream
 ) -> tuple[str, ...]:
     """What a ledger says about noise of an assumed size."""
-    found = (composed(scheme, rounds=rounds, delta=delta), floors(scheme, blueprint, clients=clients, stream=stream))
+    found = (composed(scheme, rounds=rounds, delta=delta), floors(scheme, architecture, clients=clients, stream=stream))
     return tuple(one.said() for one in found if one is not None)
 
 
 _DELTA = 1e-5
 
 
-def account_for(scheme: Scheme, clients: int) -> Account | None:
+def accountant_for(scheme: Scheme, clients: int) -> Accountant | None:
     """An empty account, where the scheme claims anything; exact accounting makes the target a limit."""
     plan = scheme.plan
     if plan is None:
         return None
     if plan.sampling is not None:
-        return SampledAccount(
+        return SampledAccountant(
             clients,
             limit=float(plan.target.participations),
             noise_multiplier=plan.noise_multiplier(),
             rate=plan.sampling,
             delta=plan.target.delta,
         )
-    return Account(
+    return Accountant(
         clients,
         limit=plan.target.mu**2 if plan.accounting == "exact" else None,
         collusion=plan.collusion,
@@ -164,13 +164,13 @@ class _Terms:
         both = self.reach.keys() & other.reach.keys()
         return self.plan == other.plan and all(self.reach[one] == other.reach[one] for one in both)
 
-    def covering(self, cohort: Sequence[int], graph: bytes) -> Covering:
+    def noise_layout(self, cohort: Sequence[int], graph: bytes) -> NoiseLayout:
         """The noise of a round."""
         samples, reach = [self.sizes[client] for client in cohort], [self.reach[client] for client in cohort]
-        return self.plan.covering(cohort, samples, reach, seed=graph)
+        return self.plan.noise_layout(cohort, samples, reach, seed=graph)
 
 
-class Books:
+class PrivacyJournal:
     """Books every round of a run, those of earlier attempts included.
 
     A round is written to the journal before anything is asked of clients and again when it is over, so
@@ -184,10 +184,10 @@ class Books:
         self._open: RoundBegins | None = None
         self.pinned = job.guard.identities is not None
         """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
-        self.account = account_for(job.scheme, len(job.pool))
-        self.first: Covering | None = None
+        self.accountant = accountant_for(job.scheme, len(job.pool))
+        self.first: NoiseLayout | None = None
         self._first_plan = job.scheme.plan
-        if self.account is None:
+        if self.accountant is None:
             return
         self._terms = _Terms.of(job.scheme, {one.client: len(one) for one in job.pool.clients})
         if journal is not None:
@@ -204,7 +204,7 @@ class Books:
     def begin(self, begins: RoundBegins) -> None:
         """Write down what clients are about to be asked for."""
         self._open = begins
-        if self.account is None:
+        if self.accountant is None:
             return
         self._meet(begins)
         if not self._headed:
@@ -235,7 +235,7 @@ class Books:
 
     def end(self, done: RoundDone, *, void: bool = False) -> None:
         """Book a round that is over; a `void` one, which every client has declined, costs nothing."""
-        if self.account is None or self._open is None:
+        if self.accountant is None or self._open is None:
             return
         begins, self._open = self._open, None
         if void:
@@ -260,12 +260,12 @@ class Books:
         *,
         published: bool = True,
     ) -> None:
-        assert self.account is not None
-        covering = terms.covering(cohort, graph)
+        assert self.accountant is not None
+        noise_layout = terms.noise_layout(cohort, graph)
         if self.first is None:
-            self.first, self._first_plan = covering, terms.plan
+            self.first, self._first_plan = noise_layout, terms.plan
         pairs = [(one, other) for one, other in revealed]
-        self.account.charge(covering, arrived=arrived, revealed=pairs, published=published)
+        self.accountant.charge(noise_layout, arrived=arrived, revealed=pairs, published=published)
 
     def _replay(self, entries: list[dict[str, Any]]) -> Mapping[int, int]:
         """Charge every round in the journal, for the noise it had then: a run may go on with another target.
@@ -308,13 +308,13 @@ class Books:
     @property
     def announced(self) -> dict[int, int]:
         """The sizes that clients on other machines have announced in earlier attempts: they are held to them."""
-        return {} if self.account is None or self._job.pool.clients else dict(self._terms.sizes)
+        return {} if self.accountant is None or self._job.pool.clients else dict(self._terms.sizes)
 
     def remembered(self) -> dict[int, float]:
         """μ² that each client has spent in earlier attempts, against whomever it spent most."""
-        if self.account is None or isinstance(self.account, SampledAccount) or self.account.trusted:
+        if self.accountant is None or isinstance(self.accountant, SampledAccountant) or self.accountant.trusted:
             return {}
-        most = np.maximum.reduce(list(self.account.spent.values()))
+        most = np.maximum.reduce(list(self.accountant.spent.values()))
         return dict(enumerate(most.tolist()))
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -329,21 +329,21 @@ class Books:
         job = self._job
         notes = notes_on(
             job.scheme,
-            job.blueprint,
+            job.architecture,
             clients=job.cohort.size,
             rounds=job.cohort.most_participations(job.config.rounds),
             delta=job.config.delta or _DELTA,
             stream=job.secrets.stream("ledger"),
         )
-        releases = (*job.scheme.releases(job.blueprint), *job.around.releases)
-        again = 0 if self.account is None or not rounds else self.account.rounds - rounds
+        releases = (*job.scheme.releases(job.architecture), *job.around.releases)
+        again = 0 if self.accountant is None or not rounds else self.accountant.rounds - rounds
         if again > 0:
             lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
             notes = (*notes, lost)
         found = ledger_of(
             job.scheme,
             releases,
-            self.account,
+            self.accountant,
             self.first,
             simulation=job.secrets.simulation,
             rounds=rounds,
@@ -356,8 +356,8 @@ class Books:
 def ledger_of(
     scheme: Scheme,
     releases: Sequence[Release],
-    account: Account | None,
-    first: Covering | None,
+    accountant: Accountant | None,
+    first: NoiseLayout | None,
     *,
     simulation: bool,
     rounds: int = 0,
@@ -370,26 +370,26 @@ def ledger_of(
     found = state(
         scheme=scheme.name,
         releases=releases,
-        remarks=scheme.remarks,
-        account=account,
+        caveats=scheme.caveats,
+        accountant=accountant,
         delta=_DELTA if plan is None else plan.target.delta,
         unit="record" if plan is None else bounded(scheme.work).unit,
         paper=_paper_figure(scheme, first, told or plan),
         simulation=simulation,
         rounds=rounds,
-        notes=(*scheme.remarks.notes, *notes, *_no_guarantee(plan, account)),
+        notes=(*scheme.caveats.notes, *notes, *_no_guarantee(plan, accountant)),
     )
     if any(one.assumptions for one in found.lines):
         return found
     # What nothing is claimed on is still worth knowing.
-    return replace(found, notes=(*scheme.remarks.assumptions, *found.notes))
+    return replace(found, notes=(*scheme.caveats.assumptions, *found.notes))
 
 
 def _with_roster(ledger: Ledger) -> Ledger:
     """The same, where keys are known beforehand and nobody could swap or invent any."""
 
     def told(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(remarks.ROSTER if one == remarks.KEYS else one for one in texts)
+        return tuple(caveats.ROSTER if one == caveats.KEYS else one for one in texts)
 
     return replace(
         ledger,
@@ -398,11 +398,11 @@ def _with_roster(ledger: Ledger) -> Ledger:
     )
 
 
-def _no_guarantee(plan: NoisePlan | None, account: Account | None) -> tuple[str, ...]:
-    if plan is None or account is None or plan.accounting != "paper" or not plan.per_sample:
+def _no_guarantee(plan: NoisePlan | None, accountant: Accountant | None) -> tuple[str, ...]:
+    if plan is None or accountant is None or plan.accounting != "paper" or not plan.per_sample:
         return ()
     delta = plan.target.delta
-    real = max(account.epsilon(name, delta) for name in account.adversaries)
+    real = max(accountant.epsilon(name, delta) for name in accountant.adversaries)
     said = f"ε = {real:,.0f}" if real >= 1000 else f"ε = {real:.4g}" if math.isfinite(real) else "no finite ε"
     return (
         f"not a DP guarantee: the paper's σ for ε = {plan.target.epsilon:g} gives {said}; use accounting = exact for "
@@ -410,8 +410,8 @@ def _no_guarantee(plan: NoisePlan | None, account: Account | None) -> tuple[str,
     )
 
 
-def _paper_figure(scheme: Scheme, first: Covering | None, plan: NoisePlan | None) -> PaperFigure | None:
-    formula = scheme.remarks.paper
+def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | None) -> PaperFigure | None:
+    formula = scheme.caveats.paper
     if plan is None or first is None or not formula:
         return PaperFigure(formula) if formula else None
     # Noise that stays in the sum, in the units of a summed contribution.

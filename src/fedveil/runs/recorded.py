@@ -34,13 +34,13 @@ def recorder_for(job: Job, place: Path | Recording, *, attempt: int) -> Recorder
     if asked.victims is not None:
         choice = replace(choice, victims=frozenset(asked.victims))
     return Recorder(
-        asked.folder, choice, facts=facts_of(job), scheme=job.scheme, blueprint=job.blueprint, attempt=attempt
+        asked.folder, choice, facts=facts_of(job), scheme=job.scheme, architecture=job.architecture, attempt=attempt
     )
 
 
 def facts_of(job: Job) -> Facts:
     """What everybody in the job knows."""
-    config, scheme, facts, blueprint = job.config, job.scheme, job.facts, job.blueprint
+    config, scheme, facts, architecture = job.config, job.scheme, job.facts, job.architecture
     return Facts(
         scheme=scheme.name,
         uplink=type(scheme.uplink).__name__.lower(),
@@ -48,12 +48,12 @@ def facts_of(job: Job) -> Facts:
         model=facts.name,
         options=dict(facts.options),
         input_shape=tuple(facts.input_shape),
-        input_dtype=str(blueprint.input_dtype).removeprefix("torch."),
+        input_dtype=str(architecture.input_dtype).removeprefix("torch."),
         outputs=facts.outputs,
         task=facts.task,
         vocabulary=facts.vocabulary,
-        parameters=blueprint.parameters.sections,
-        contribution=scheme.layout(blueprint).sections,
+        parameters=architecture.parameters.sections,
+        contribution=scheme.layout(architecture).sections,
         traced=scheme.downlink.traced,
         returns=scheme.work.returns,
         loss=job.loss.name,

@@ -12,13 +12,13 @@ from fedveil.config import RunConfig
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import Follower, Progress, working
+from fedveil.runs.callbacks import Callback, Progress, working
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.loop import Outcome, Row, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
-from fedveil.runs.preflight import rehearse
+from fedveil.runs.preflight import preflight
 from fedveil.runs.recorded import chosen
 
 Say = Callable[[str], None]
@@ -34,7 +34,7 @@ def run(
     *,
     quiet: bool = False,
     say: Say = lambda text: None,
-    follow: Sequence[Follower] = (),
+    follow: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train a new run into the folder `out`, watched by `follow`; returns the summary."""
     config = located(settled(config))
@@ -42,7 +42,7 @@ def run(
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config)
-        rehearse(job)
+        preflight(job)
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
     folder.start(config)
@@ -55,7 +55,7 @@ def resume(
     changes: dict[str, Any] | None = None,
     quiet: bool = False,
     say: Say = lambda text: None,
-    follow: Sequence[Follower] = (),
+    follow: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Continue the run in `out` from its newest good checkpoint; returns the summary.
 
@@ -75,7 +75,7 @@ def continue_in(
     quiet: bool = False,
     say: Say = lambda text: None,
     train: Trainer = train_job,
-    follow: Sequence[Follower] = (),
+    follow: Sequence[Callback] = (),
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
@@ -110,7 +110,7 @@ def _final_state(job: Job, folder: RunFolder, *, rounds: int) -> ServerState:
     except CheckpointError:
         state = None
     if state is None or state.round != rounds:
-        state = ServerState.fresh(load_weights(folder.model_file, job.blueprint, job.weights))
+        state = ServerState.fresh(load_weights(folder.model_file, job.architecture, job.weights))
         state.round = rounds
     return state
 
@@ -140,7 +140,7 @@ def train_into(
     quiet: bool,
     say: Say = lambda text: None,
     train: Trainer = train_job,
-    follow: Sequence[Follower] = (),
+    follow: Sequence[Callback] = (),
 ) -> dict[str, Any]:
     """Train a job from `state`, writing metrics and checkpoints as they come; `follow` is told of them.
 
@@ -187,13 +187,13 @@ def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say) -> dict[str,
             f"This attempt ended after {outcome.state.round} rounds, and the run had come to {reached} before: the "
             f"model of round {reached} stays. What was asked of clients again is counted in the ledger."
         )
-        summary = {**stands, "ledger": outcome.books.ledger(rounds=reached).as_data()}
+        summary = {**stands, "ledger": outcome.privacy_journal.ledger(rounds=reached).as_data()}
         folder.write_ledger(summary["ledger"])
         folder.write_summary(summary)
         return summary
     folder.settle()
     if job.model_here:
-        module = assemble(job.blueprint, outcome.state.weights).eval()
+        module = assemble(job.architecture, outcome.state.weights).eval()
         kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
         save_model(folder.model_file, module, job.facts, kind=kind, config=settings, shape=None)
     summary = summarise(job, outcome)

@@ -8,9 +8,9 @@ from typing import Literal
 from fedveil.client_held.ciphers import Cipher, Ckks, Pads
 from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.plain import Kept, Plain
-from fedveil.ledger.releases import Remarks
+from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 from fedveil.schemes.hardened import masked_assumptions
 from fedveil.schemes.options import DpOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
@@ -30,8 +30,8 @@ def _cipher(
     """The cipher, and what hiding under it assumes."""
     masks = masking.masks(value_range)  # refuses nonsense also where it is not used
     if name == "ckks":
-        return Ckks(value_range), (remarks.LATTICE, remarks.SHARED_KEY, remarks.UNCHANGED, remarks.LENDERS)
-    return Pads(masks), (remarks.GROUP, *masked_assumptions(setting, masks), remarks.UNCHANGED, remarks.LENDERS)
+        return Ckks(value_range), (caveats.LATTICE, caveats.SHARED_KEY, caveats.UNCHANGED, caveats.LENDERS)
+    return Pads(masks), (caveats.GROUP, *masked_assumptions(setting, masks), caveats.UNCHANGED, caveats.LENDERS)
 
 
 def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
@@ -40,8 +40,8 @@ def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
 
 def _given(votes: bool, *, tags: bool) -> tuple[str, ...]:
     """What the figure for the noised rest takes as given, and where there is one that does not."""
-    given = remarks.GIVEN_WINNERS if votes else remarks.GIVEN_SUMS
-    return (given,) if votes and tags else (given, remarks.IN_ANY_CASE)
+    given = caveats.GIVEN_WINNERS if votes else caveats.GIVEN_SUMS
+    return (given,) if votes and tags else (given, caveats.IN_ANY_CASE)
 
 
 @scheme(
@@ -57,7 +57,7 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme
         downlink=Plain(),
         work=ClippedUpdate(local.training(setting, epochs=1), dp.clip),
         uplink=Noised(_plan(setting, dp)),
-        remarks=Remarks(assumptions=(remarks.OWN_NOISE,), unprotected=(remarks.MODEL_OPEN,), paper=_PAPER),
+        caveats=Caveats(assumptions=(caveats.OWN_NOISE,), unprotected=(caveats.MODEL_OPEN,), paper=_PAPER),
     )
 
 
@@ -86,9 +86,9 @@ def ckks_fedavg(
         work=replace(local.training(setting, epochs=1), refuses=False),
         uplink=Parallel(Ratio(1.0), hiding),
         holder="clients",
-        remarks=Remarks(
-            assumptions=(remarks.KEYS, *assumed, remarks.START),
-            unprotected=(remarks.SUMS_OPEN, remarks.DIFFERENCES, remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
+        caveats=Caveats(
+            assumptions=(caveats.KEYS, *assumed, caveats.START),
+            unprotected=(caveats.SUMS_OPEN, caveats.DIFFERENCES, caveats.MODEL_WITH_CLIENTS, caveats.FORGED),
         ),
     )
 
@@ -116,9 +116,9 @@ def serial(
         work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False),
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, dp), throughout=True),
         holder="clients",
-        remarks=Remarks(
-            assumptions=(remarks.KEYS, remarks.OWN_NOISE, *assumed, remarks.START),
-            unprotected=(remarks.MODEL_WITH_CLIENTS, remarks.FORGED),
+        caveats=Caveats(
+            assumptions=(caveats.KEYS, caveats.OWN_NOISE, *assumed, caveats.START),
+            unprotected=(caveats.MODEL_WITH_CLIENTS, caveats.FORGED),
             paper=_PAPER,
         ),
     )
@@ -157,9 +157,9 @@ def paraaegis(
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(masking.masks(1.0)) if votes and vote == "histogram" else None
     training = local.training(setting, epochs=1)
-    noised = (remarks.OWN_NOISE, *(_given(votes, tags=ballots is None) if share > 0 else ()))
+    noised = (caveats.OWN_NOISE, *(_given(votes, tags=ballots is None) if share > 0 else ()))
     if ballots is not None:
-        assumed = tuple(dict.fromkeys((*assumed, remarks.GROUP, *masked_assumptions(setting, ballots.masks))))
+        assumed = tuple(dict.fromkeys((*assumed, caveats.GROUP, *masked_assumptions(setting, ballots.masks))))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),
@@ -172,19 +172,19 @@ def paraaegis(
             ballots,
         ),
         holder="clients",
-        remarks=Remarks(
+        caveats=Caveats(
             assumptions=(
-                remarks.KEYS,
+                caveats.KEYS,
                 *(() if everything else noised),
                 *(assumed if share > 0 else ()),
-                remarks.START,
+                caveats.START,
             ),
             unprotected=(
-                *(((remarks.TAGS,) if ballots is None else (remarks.COUNTS,)) if votes else ()),
-                *((remarks.SUMS_OPEN, remarks.DIFFERENCES) if share > 0 else ()),
-                *(() if everything else (remarks.REST_OPEN if share > 0 else remarks.CHANGES_OPEN,)),
-                remarks.MODEL_WITH_CLIENTS,
-                remarks.FORGED,
+                *(((caveats.TAGS,) if ballots is None else (caveats.COUNTS,)) if votes else ()),
+                *((caveats.SUMS_OPEN, caveats.DIFFERENCES) if share > 0 else ()),
+                *(() if everything else (caveats.REST_OPEN if share > 0 else caveats.CHANGES_OPEN,)),
+                caveats.MODEL_WITH_CLIENTS,
+                caveats.FORGED,
             ),
             paper="" if everything else _PAPER,
         ),

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.ledger.releases import Remarks
+from fedveil.ledger.releases import Caveats
 from fedveil.protocol.directory import draws_of
 from fedveil.protocol.parts import Scheme, Uplink
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 from fedveil.schemes.lossless import lossless
 from fedveil.schemes.options import DpOptions, HeadOptions, LocalOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
@@ -31,7 +31,7 @@ def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
     if share < 1e-9:
         collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
     given = (collusion, *((_surrounded(setting, masks),) if setting.cohort > 2 else ()))
-    return (*given, remarks.HONEST_ARRIVALS) if masks.unmask == "on-dropout" else given
+    return (*given, caveats.HONEST_ARRIVALS) if masks.unmask == "on-dropout" else given
 
 
 def _surrounded(setting: Setting, masks: Masked) -> str:
@@ -90,16 +90,16 @@ def veil_secagg(
         name="veil-secagg",
         work=Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False),
         uplink=masks,
-        remarks=Remarks(
+        caveats=Caveats(
             assumptions=(
-                remarks.KEYS,
+                caveats.KEYS,
                 *masked_assumptions(setting, masks),
             ),
             unprotected=(
                 "the sum itself: no differential privacy is claimed for it",
-                remarks.DIFFERENCES,
-                remarks.CRAFTED,
-                remarks.VEIL,
+                caveats.DIFFERENCES,
+                caveats.CRAFTED,
+                caveats.VEIL,
             ),
         ),
     )
@@ -145,16 +145,16 @@ def veil_dp(
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,
-        remarks=Remarks(
+        caveats=Caveats(
             assumptions=(
-                remarks.SIZES,
-                remarks.KEYS,
-                *remarks.shared_noise(pairs.collusion, dp.accounting),
+                caveats.SIZES,
+                caveats.KEYS,
+                *caveats.shared_noise(pairs.collusion, dp.accounting),
                 *(masked_assumptions(setting, uplink) if isinstance(uplink, Masked) else ()),
-                *((remarks.REPAIRS,) if cover == "noise" and pairs.dropouts == "repair" else ()),
+                *((caveats.REPAIRS,) if cover == "noise" and pairs.dropouts == "repair" else ()),
             ),
             unprotected=(
-                remarks.VEIL,
+                caveats.VEIL,
                 "the model's outputs: without head noise clients compute them exactly",
             ),
         ),

@@ -8,9 +8,9 @@ from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import ConfigError
 from fedveil.ledger.gaussian import paper_sigma
-from fedveil.ledger.releases import Remarks
+from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 from fedveil.schemes.options import AssumedPairOptions, Budget, HeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
@@ -24,10 +24,10 @@ _KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and 
 _ASSUMED = f"every client's gradient is assumed to have norm at most S = {SENSITIVITY:g}; nobody clips (not enforced)"
 
 
-def _remarks(*unprotected: str) -> Remarks:
-    return Remarks(
+def _caveats(*unprotected: str) -> Caveats:
+    return Caveats(
         assumptions=(_ASSUMED,),
-        unprotected=(*unprotected, remarks.VEIL),
+        unprotected=(*unprotected, caveats.VEIL),
         paper="σ = S·√(2·ln(1/δ))/ε for each round, S = 1 (MP-DP, Theorems 10 and 11)",
         notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
     )
@@ -75,7 +75,7 @@ def mpdp(
         downlink=Decomposed(head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("decomposed", budget, pairs),
-        remarks=_remarks(_BARE, _KNOWN),
+        caveats=_caveats(_BARE, _KNOWN),
     )
 
 
@@ -101,7 +101,7 @@ def mpdp_naive(
         downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("gaussian", budget, pairs),
-        remarks=_remarks(_BARE),
+        caveats=_caveats(_BARE),
     )
 
 
@@ -127,5 +127,5 @@ def mp_cdp(
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(acquainted=True),
         central=AssumedCentral(_sigma(budget)),
-        remarks=_remarks("clients' gradients: the server sees every one"),
+        caveats=_caveats("clients' gradients: the server sees every one"),
     )

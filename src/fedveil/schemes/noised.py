@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
-from fedveil.ledger.releases import Remarks
+from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as remarks
+from fedveil.schemes import caveats as caveats
 from fedveil.schemes.options import DpOptions, LocalOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.central import PlannedCentral
@@ -28,9 +28,9 @@ def ldp(setting: Setting, *, dp: DpOptions, secret_sampling: float | None = None
         downlink=Plain(),
         work=local.clipped(setting, dp.clip, secret_sampling),
         uplink=Noised(plan),
-        remarks=Remarks(
-            assumptions=(remarks.OWN_NOISE, *(() if secret_sampling is None else (remarks.SECRET_BATCH,))),
-            unprotected=(remarks.MODEL_OPEN,),
+        caveats=Caveats(
+            assumptions=(caveats.OWN_NOISE, *(() if secret_sampling is None else (caveats.SECRET_BATCH,))),
+            unprotected=(caveats.MODEL_OPEN,),
             paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
         ),
     )
@@ -51,12 +51,12 @@ def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme:
         work=local.clipped(setting, dp.clip),
         uplink=Bare(acquainted=True),
         central=PlannedCentral(plan),
-        remarks=Remarks(
+        caveats=Caveats(
             assumptions=(
-                remarks.SIZES,
+                caveats.SIZES,
                 "the server is trusted: it adds the noise, and shows nobody what it was sent",
             ),
-            unprotected=(remarks.MODEL_OPEN, "clients' gradients: the server sees every one"),
+            unprotected=(caveats.MODEL_OPEN, "clients' gradients: the server sees every one"),
             paper="σ = 2C·√(2T·ln(1/δ))/(ε·|D|)",
         ),
     )
@@ -83,12 +83,12 @@ def nadp(
         work=local.clipped(setting, dp.clip),
         uplink=pairs.noised(setting, dp, cancelling=not skip_cancelling),
         honest_arrivals=pairs.honest_arrivals,
-        remarks=Remarks(
+        caveats=Caveats(
             assumptions=(
-                *(remarks.SIZES, remarks.KEYS, *remarks.shared_noise(pairs.collusion, dp.accounting)),
-                *((remarks.REPAIRS,) if pairs.dropouts == "repair" else ()),
+                *(caveats.SIZES, caveats.KEYS, *caveats.shared_noise(pairs.collusion, dp.accounting)),
+                *((caveats.REPAIRS,) if pairs.dropouts == "repair" else ()),
             ),
-            unprotected=(remarks.MODEL_OPEN,),
+            unprotected=(caveats.MODEL_OPEN,),
             paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)",
         ),
     )

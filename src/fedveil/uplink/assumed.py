@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.downlink import Blueprint, client_noise, noise_kinds
+from fedveil.downlink import Architecture, client_noise, noise_kinds
 from fedveil.downlink.decomposed import simulated_noise
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.ledger.releases import Cover, Release
@@ -134,8 +134,8 @@ class AssumedNoise(Uplink):
 
     def _kinds(self, terms: Terms) -> Tensor:
         if self.law == "decomposed":
-            return _kinds_of(terms.blueprint)
-        return torch.zeros(terms.blueprint.size, dtype=torch.uint8)
+            return _kinds_of(terms.architecture)
+        return torch.zeros(terms.architecture.size, dtype=torch.uint8)
 
     def _add(self, target: Tensor, terms: Terms, *, sigma: float, seed: bytes, sign: float = 1.0) -> None:
         noise = client_noise(self._kinds(terms), sigma=sigma, seed=seed)
@@ -150,5 +150,5 @@ class AssumedNoise(Uplink):
 
 
 @lru_cache(maxsize=4)
-def _kinds_of(blueprint: Blueprint) -> Tensor:
-    return noise_kinds(blueprint)
+def _kinds_of(architecture: Architecture) -> Tensor:
+    return noise_kinds(architecture)

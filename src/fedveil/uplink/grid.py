@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.uplink.discrete_gaussian import add_discrete_gaussian
 from fedveil.uplink.fixed_point import FEWEST_FRACTION_BITS, SUM_BITS, FixedPoint
 
@@ -40,11 +40,11 @@ _TAIL = 14.0
 _KEPT_BITS = 16
 
 
-def grid_of(covering: Covering, *, length: int, largest: float) -> FixedPoint:
+def grid_of(noise_layout: NoiseLayout, *, length: int, largest: float) -> FixedPoint:
     """The grid of a round's uploads of `length` numbers, none beyond ± `largest`; refuses what 64 bits do not hold."""
-    size = len(covering.members)
-    variances = np.concatenate([covering.residual, covering.pairs])
-    noise, reach = variances[variances > 0], covering.sensitivity[covering.sensitivity > 0]
+    size = len(noise_layout.members)
+    variances = np.concatenate([noise_layout.residual, noise_layout.pairs])
+    noise, reach = variances[variances > 0], noise_layout.sensitivity[noise_layout.sensitivity > 0]
     # Where one record may be left out altogether, a client's reach is half of what it is where one is replaced.
     fine = ROUNDING * float(reach.min(initial=math.inf)) / 2 / (1 + ROUNDING) / math.sqrt(length)
     fine = min(fine, math.sqrt(float(noise.min(initial=math.inf))) / FINEST, 2.0**-FEWEST_FRACTION_BITS)
@@ -60,9 +60,9 @@ def grid_of(covering: Covering, *, length: int, largest: float) -> FixedPoint:
     return FixedPoint(room, size)
 
 
-def check_pairs(covering: Covering) -> None:
+def check_pairs(noise_layout: NoiseLayout) -> None:
     """Refuse rounds in which somebody shares noise with more clients than the proof is for."""
-    ends = np.concatenate([covering.first, covering.second])
+    ends = np.concatenate([noise_layout.first, noise_layout.second])
     if len(ends) and int(np.bincount(ends).max()) > MOST_PAIRS:
         raise ConfigError(f"A client would share noise with more than {MOST_PAIRS} others. Set neighbours.")
 

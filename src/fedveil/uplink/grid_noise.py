@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
 from fedveil.secrets import SecretSource
@@ -26,8 +26,8 @@ def gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
 @lru_cache(maxsize=8)
 def _gridded(plan: NoisePlan, context: RoundContext, terms: Terms) -> FixedPoint:
     # Remembered by context and terms, which simulated clients share. The weight is a number of the upload, too.
-    covering, most = planned(plan, context, terms.work), max(context.samples())
-    return grid_of(covering, length=terms.layout.length, largest=max(most, most * bounded(terms.work).largest))
+    noise_layout, most = planned(plan, context, terms.work), max(context.samples())
+    return grid_of(noise_layout, length=terms.layout.length, largest=max(most, most * bounded(terms.work).largest))
 
 
 def add_residual(
@@ -40,8 +40,8 @@ def add_residual(
     secrets: SecretSource,
 ) -> None:
     """Add a client's own noise, from fresh randomness, in place."""
-    covering = planned(plan, context, terms.work)
-    variance = float(covering.residual[covering.members.index(client)])
+    noise_layout = planned(plan, context, terms.work)
+    variance = float(noise_layout.residual[noise_layout.members.index(client)])
     seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
     add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
 
@@ -68,12 +68,12 @@ def add_shared(
     add_noise(words, variance=variance, step=step, seed=seed, subtract=(client < peer) != (sign > 0))
 
 
-def partners(covering: Covering, place: int) -> list[tuple[int, float]]:
+def partners(noise_layout: NoiseLayout, place: int) -> list[tuple[int, float]]:
     """(client, variance) of everybody who shares noise with the member at `place`."""
-    here = (covering.first == place) | (covering.second == place)
-    others = covering.first[here] + covering.second[here] - place
+    here = (noise_layout.first == place) | (noise_layout.second == place)
+    others = noise_layout.first[here] + noise_layout.second[here] - place
     return [
-        (covering.members[int(other)], float(variance))
-        for other, variance in zip(others, covering.pairs[here], strict=True)
+        (noise_layout.members[int(other)], float(variance))
+        for other, variance in zip(others, noise_layout.pairs[here], strict=True)
         if variance > 0
     ]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.correlated import Covering, by_peer, charges, worst_collusion
+from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, worst_collusion
 from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
 from fedveil.uplink.graph import complete, covering_graph, default_degree
 from fedveil.uplink.grid import ROUNDING, check_pairs
@@ -217,15 +217,15 @@ class NoisePlan:
             return _paper_strength([1] * len(samples), self.collusion)
         return COMPLETE_STRENGTH if self.neighbours is None else SPARSE_STRENGTH
 
-    def covering(
+    def noise_layout(
         self, members: Sequence[int], samples: Sequence[int], sensitivity: Sequence[float], *, seed: bytes
-    ) -> Covering:
+    ) -> NoiseLayout:
         """The noise of a round with these clients (ascending), scaled to the target."""
         # Everybody computes this alone; another order would deal the same pairs other shares.
         if any(later <= earlier for earlier, later in itertools.pairwise(members)):
             raise ProtocolError("a round must name each of its clients once, in ascending order")
         drawn = b"" if self.neighbours is None else seed  # without a graph to draw, every round is alike
-        return _covering(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
+        return _noise_layout(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
 
     def noise_multiplier(self) -> float:
         """σ over the reach of one record, for secretly sampled records."""
@@ -254,9 +254,9 @@ def _paper_strength(samples: Sequence[int], collusion: float) -> float:
 
 
 @lru_cache(maxsize=32)
-def _covering(
+def _noise_layout(
     plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
-) -> Covering:
+) -> NoiseLayout:
     count = len(members)
     reach = np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
     nobody = np.empty(0, dtype=np.int64)
@@ -269,13 +269,13 @@ def _covering(
             scales = reach / 2.0 * plan.noise_multiplier()
         else:
             scales = reach * math.sqrt(_SAFE / plan.target.per_round())
-        return Covering(members, reach, scales**2, nobody, nobody, np.empty(0))
+        return NoiseLayout(members, reach, scales**2, nobody, nobody, np.empty(0))
     by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
     residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
     if plan.layout == "sum":
-        unit = Covering(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
+        unit = NoiseLayout(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
-        unit = Covering(members, reach, residual, *_pairs(plan, members, samples, seed))
+        unit = NoiseLayout(members, reach, residual, *_pairs(plan, members, samples, seed))
         check_pairs(unit)
     if plan.accounting == "paper":
         scale = plan.paper_scale(max(sensitivity)) ** 2
@@ -293,13 +293,13 @@ def _covering(
     return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
 
 
-def worst_of(covering: Covering, colluders: int) -> NDArray[np.float64]:
+def worst_of(noise_layout: NoiseLayout, colluders: int) -> NDArray[np.float64]:
     """μ² per member against a server with that many clients on its side."""
-    alone = charges(covering)
+    alone = charges(noise_layout)
     if colluders == 0:
         return alone
     # No set of colluders can make do with less than the server alone, but an estimate could.
-    return np.maximum(alone, worst_collusion(covering, colluders).mu2)
+    return np.maximum(alone, worst_collusion(noise_layout, colluders).mu2)
 
 
 def _pairs(

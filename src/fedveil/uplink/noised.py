@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Cover, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
@@ -117,8 +117,8 @@ class Noised(Uplink):
         words = codec.encode(vector)
         add_residual(words[:-1], client, self.plan, context, terms, secrets=secrets)
         if self._paired:
-            covering = planned(self.plan, context, terms.work)
-            for peer, variance in partners(covering, covering.members.index(client)):
+            noise_layout = planned(self.plan, context, terms.work)
+            for peer, variance in partners(noise_layout, noise_layout.members.index(client)):
                 seed = pair_seed(state, peer, context)
                 add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=codec.step)
         payload = torch.from_numpy(words.view(np.int64))
@@ -183,8 +183,8 @@ class Noised(Uplink):
 
     def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
         """The noise of a pair, in whole steps."""
-        covering, client = planned(self.noise, context, terms.work), state.client
-        variance = dict(partners(covering, covering.members.index(client))).get(peer)
+        noise_layout, client = planned(self.noise, context, terms.work), state.client
+        variance = dict(partners(noise_layout, noise_layout.members.index(client))).get(peer)
         if not self._paired or variance is None:
             return None
         words, seed = np.zeros(terms.layout.length, dtype=np.uint64), pair_seed(state, peer, context)
@@ -219,9 +219,9 @@ class Noised(Uplink):
 class NoisedSum(Inbox[Any]):
     """A sum of whole numbers modulo 2⁶⁴; noise that vanished clients have left behind is taken off by their seeds."""
 
-    def __init__(self, covering: Covering, codec: FixedPoint, layout: Layout, context: RoundContext) -> None:
+    def __init__(self, noise_layout: NoiseLayout, codec: FixedPoint, layout: Layout, context: RoundContext) -> None:
         self._context = context
-        self._covering = covering
+        self._noise_layout = noise_layout
         self._codec = codec
         self._words = np.zeros(layout.length, dtype=np.uint64)
         self._arrived: frozenset[int] = frozenset()
@@ -250,7 +250,7 @@ class NoisedSum(Inbox[Any]):
         gone = set(self._context.cohort) - self._arrived if self.closed else set()
         if not gone:
             return ()
-        ends = [(self._covering.members[i], self._covering.members[j]) for i, j in self._ends()]
+        ends = [(self._noise_layout.members[i], self._noise_layout.members[j]) for i, j in self._ends()]
         return tuple((one, other) for one, other in ends if (one in gone) != (other in gone))
 
     def check_repaired(self) -> None:
@@ -263,7 +263,7 @@ class NoisedSum(Inbox[Any]):
             )
 
     def _ends(self) -> list[tuple[int, int]]:
-        return list(zip(self._covering.first.tolist(), self._covering.second.tolist(), strict=True))
+        return list(zip(self._noise_layout.first.tolist(), self._noise_layout.second.tolist(), strict=True))
 
     def _fold(self, reply: Upload | Repaired) -> None:
         if isinstance(reply, Upload):
@@ -272,7 +272,7 @@ class NoisedSum(Inbox[Any]):
         vanished = reply.vanished.tolist()
         if set(vanished) != set(self._context.cohort) - self._arrived:
             raise ProtocolError("a repair for others than those that are missing")
-        variances = dict(partners(self._covering, self._covering.members.index(reply.client)))
+        variances = dict(partners(self._noise_layout, self._noise_layout.members.index(reply.client)))
         words = self._words[:-1]
         for peer, seed in zip(vanished, reply.seeds, strict=True):
             if peer in variances:

@@ -4,11 +4,10 @@ from fedveil.work.batches import Batches, Schedule
 from fedveil.work.gradients import Gradients
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import CrossEntropy, Loss, SquareLoss, make_loss, refuse_head_noise
-from fedveil.work.messages import Bench, ClientData, LocalWork
+from fedveil.work.messages import ClientData, LocalWork, Workspace
 
 __all__ = [
     "Batches",
-    "Bench",
     "ClientData",
     "CrossEntropy",
     "Gradients",
@@ -17,6 +16,7 @@ __all__ = [
     "Loss",
     "Schedule",
     "SquareLoss",
+    "Workspace",
     "make_loss",
     "refuse_head_noise",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint, VectorBatchNorm
+from fedveil.downlink.architecture import Architecture, VectorBatchNorm
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import LARGEST, Layout
@@ -17,16 +17,16 @@ from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import prepare, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData, OneByOne
+from fedveil.work.messages import ClientData, OneByOne, Workspace
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
 
 
-def refuse_batch_norm(blueprint: Blueprint) -> None:
+def refuse_batch_norm(architecture: Architecture) -> None:
     """Refuse a model with a batch normalisation that computes with its batch."""
-    for path, one in blueprint.skeleton.named_modules():
+    for path, one in architecture.skeleton.named_modules():
         if isinstance(one, VectorBatchNorm):
             mixes = one.training or not one.track
         elif isinstance(one, nn.modules.batchnorm._BatchNorm):
@@ -42,15 +42,15 @@ def refuse_batch_norm(blueprint: Blueprint) -> None:
             )
 
 
-def bounded_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
+def bounded_layout(architecture: Architecture, *, tensors: int) -> Layout:
     """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
     if tensors != 1:
         raise ConfigError(
             f"Clipping bounds one gradient, and this downlink asks for {tensors} (head noise). Drop the head noise "
             "or the differential-privacy claim."
         )
-    refuse_batch_norm(blueprint)
-    return Layout((("gradients", (1, blueprint.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+    refuse_batch_norm(architecture)
+    return Layout((("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
 
 SMALLEST_CLIP = 1e-12
@@ -117,25 +117,25 @@ class ClippedSamples:
             return 2.0 * self.clip / self.sampling
         return 2.0 * self.clip * samples / self.batches.batch_size(samples)
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients and weight; nothing else leaves."""
-        if self.sampling is not None and has_random_layers(blueprint.skeleton):
+        if self.sampling is not None and has_random_layers(architecture.skeleton):
             raise ConfigError(
                 "Secret sampling does not go with dropout: which numbers a sample is given would depend on which "
                 "others were drawn, and one record would change the whole sum. Set dropout to 0, or leave "
                 "secret_sampling out."
             )
-        return bounded_layout(blueprint, tensors=tensors)
+        return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's clipped mean gradient."""
-        _, found = next(self.run_many(bench, broadcast, [data], round=round))
+        _, found = next(self.run_many(workspace, broadcast, [data], round=round))
         if isinstance(found, NumericError):
             raise found
         return found
 
     def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Clients with small batches of equal size together, the others one by one."""
         _refuse_head(broadcast)
@@ -144,86 +144,88 @@ class ClippedSamples:
         except NumericError as reason:
             yield from ((position, reason) for position in range(len(clients)))
             return
-        engine = self._engine(bench)
-        prepare(bench.blueprint, engine.module, broadcast)
-        for positions in self._groups(bench, broadcast, clients):
+        engine = self._engine(workspace)
+        prepare(workspace.architecture, engine.module, broadcast)
+        for positions in self._groups(workspace, broadcast, clients):
             part = [clients[position] for position in positions]
-            yield from zip(positions, self._contributions(bench, engine, broadcast, part, round), strict=True)
+            yield from zip(positions, self._contributions(workspace, engine, broadcast, part, round), strict=True)
 
-    def _engine(self, bench: Bench) -> PerSample:
+    def _engine(self, workspace: Workspace) -> PerSample:
         key = (PerSample, self.loss)
-        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        made: dict[object, object] = workspace.captured  # type: ignore[assignment]
         engine = made.get(key)
         if not isinstance(engine, PerSample):
-            engine = made[key] = PerSample(bench.blueprint, self.loss)
+            engine = made[key] = PerSample(workspace.architecture, self.loss)
         return engine
 
-    def _groups(self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
+    def _groups(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
         """Positions to be computed together: launches, not arithmetic, take the time of a small batch."""
         kind = broadcast.parameters.device.type
-        row = max(1, bench.blueprint.size * broadcast.parameters.element_size())
+        row = max(1, workspace.architecture.size * broadcast.parameters.element_size())
         # With dropout each client draws from a seed of its own; secret batches differ in size.
-        alone = has_random_layers(bench.module) or self.sampling is not None
+        alone = has_random_layers(workspace.module) or self.sampling is not None
         by_size: dict[int, list[int]] = {}
         for position, data in enumerate(clients):
             by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
         for size, positions in by_size.items():
             most = min(_SAMPLES_TOGETHER.get(kind, 1) // size, _RESULT_BYTES.get(kind, row) // row)
-            at_once = 1 if alone or not self._may_vectorise(bench) else max(1, most)
+            at_once = 1 if alone or not self._may_vectorise(workspace) else max(1, most)
             for start in range(0, len(positions), at_once):
                 yield positions[start : start + at_once]
 
-    def _may_vectorise(self, bench: Bench) -> bool:
-        return bench.vectorisable and self.vectorise is not False and self.sampling is None
+    def _may_vectorise(self, workspace: Workspace) -> bool:
+        return workspace.vectorisable and self.vectorise is not False and self.sampling is None
 
     def _contributions(
-        self, bench: Bench, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
+        self, workspace: Workspace, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
     ) -> list[Tensor | NumericError]:
-        chosen = [self._chosen(bench, data, round) for data in part]
+        chosen = [self._chosen(workspace, data, round) for data in part]
         if self.sampling is not None and not len(chosen[0]):
-            return [weighted(torch.zeros_like(bench.blueprint.trainable, dtype=_dtype(bench)), len(part[0]))]
-        found = self._together(bench, engine, part, chosen, round) if self._may_vectorise(bench) else None
+            return [weighted(torch.zeros_like(workspace.architecture.trainable, dtype=_dtype(workspace)), len(part[0]))]
+        found = self._together(workspace, engine, part, chosen, round) if self._may_vectorise(workspace) else None
         if found is None:
-            prepare(bench.blueprint, bench.module, broadcast)
-            found = joined([self._loop(bench, data, which, round) for data, which in zip(part, chosen, strict=True)])
+            prepare(workspace.architecture, workspace.module, broadcast)
+            found = joined(
+                [self._loop(workspace, data, which, round) for data, which in zip(part, chosen, strict=True)]
+            )
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
         return [
-            weighted(row, len(data), share=1.0 / expected, dtype=_dtype(bench))
+            weighted(row, len(data), share=1.0 / expected, dtype=_dtype(workspace))
             for row, data in zip(found.sums, part, strict=True)
         ]
 
-    def _chosen(self, bench: Bench, data: ClientData, round: int) -> Tensor:
+    def _chosen(self, workspace: Workspace, data: ClientData, round: int) -> Tensor:
         if self.sampling is None:
             return self.batches.indices(client=data.client, samples=len(data), step=round)
-        drawn = bench.secrets.stream("records", data.client, round).uniform(len(data))
+        drawn = workspace.secrets.stream("records", data.client, round).uniform(len(data))
         return (drawn < self.sampling).nonzero().flatten()
 
     def _together(
-        self, bench: Bench, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
+        self, workspace: Workspace, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
     ) -> Sums | None:
         pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
         try:
             with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
-                return engine(x, y, clients=len(part), clip=self._bound(bench, part[0]))
+                return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0]))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
-            bench.vectorisable = False
+            workspace.vectorisable = False
             return None
 
-    def _loop(self, bench: Bench, data: ClientData, chosen: Tensor, round: int) -> Sums:
+    def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
         x, y = data.take(chosen)
-        with seeded_dropout(bench.module, self.batches.seed, data.client, round):
-            bound = self._bound(bench, data)
-            return looped(bench.module, trained_names(bench.blueprint), self.loss, x, y, bound)
+        with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
+            bound = self._bound(workspace, data)
+            return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)
 
-    def _bound(self, bench: Bench, data: ClientData) -> float:
+    def _bound(self, workspace: Workspace, data: ClientData) -> float:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
         samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
-        return safe_bound(self.clip, _dtype(bench), samples)
+        return safe_bound(self.clip, _dtype(workspace), samples)
 
 
-def _dtype(bench: Bench) -> torch.dtype:
-    return working(next(bench.module.parameters()).dtype)
+def _dtype(workspace: Workspace) -> torch.dtype:
+    return working(next(workspace.module.parameters()).dtype)
 
 
 def refuse_broken(broadcast: Broadcast, round: int) -> None:
@@ -269,16 +271,16 @@ class ClippedUpdate(BoundedUpdate):
 
     reports = False
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k) and weight; nothing else leaves."""
-        return bounded_layout(blueprint, tensors=tensors)
+        return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally, then clip how far the parameters moved; a training that ran away has moved nothing."""
         _refuse_head(broadcast)
         refuse_broken(broadcast, round)
         try:
-            moved = self.local.run(bench, broadcast, data, round=round)[: bench.blueprint.size]
+            moved = self.local.run(workspace, broadcast, data, round=round)[: workspace.architecture.size]
         except NumericError:  # a refusal would tell about the data
             moved = torch.zeros_like(broadcast.parameters)
         return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
@@ -297,20 +299,20 @@ class DividedUpdate(BoundedUpdate):
 
     reports: bool = True
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k), what is reported beside them, and weight."""
         if self.reports:
-            return self.local.layout(blueprint, tensors=tensors)
-        return bounded_layout(blueprint, tensors=tensors)
+            return self.local.layout(architecture, tensors=tensors)
+        return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally; a training that ran away has moved nothing, for a refusal would tell about the data."""
         refuse_broken(broadcast, round)
-        length = bench.layout.length - 1
+        length = workspace.layout.length - 1
         try:
-            moved = self.local.run(bench, broadcast, data, round=round)[:length]
+            moved = self.local.run(workspace, broadcast, data, round=round)[:length]
         except NumericError:
             moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
             if self.reports:  # it travels hidden, and a loss of zero would look like success
-                moved[bench.blueprint.size] = RAN_AWAY * len(data)
+                moved[workspace.architecture.size] = RAN_AWAY * len(data)
         return weighted(moved / len(data), len(data))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import (
-    Blueprint,
+    Architecture,
     TappedLinear,
     batch_norms,
     load_epsilon,
@@ -23,15 +23,15 @@ from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.losses import Loss, SquareLoss
-from fedveil.work.messages import Bench, ClientData, check_finite, reported
+from fedveil.work.messages import ClientData, Workspace, check_finite, reported
 
 
-def contribution_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
+def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
     """gradients (tensors × parameters), values, batch statistics, weight."""
-    statistics = blueprint.statistics_size if _gathers_statistics(blueprint.skeleton) else 0
+    statistics = architecture.statistics_size if _gathers_statistics(architecture.skeleton) else 0
     return Layout(
         (
-            ("gradients", (tensors, blueprint.size)),
+            ("gradients", (tensors, architecture.size)),
             ("values", (tensors,)),
             ("statistics", (statistics,)),
             ("weight", (1,)),
@@ -39,36 +39,36 @@ def contribution_layout(blueprint: Blueprint, *, tensors: int) -> Layout:
     )
 
 
-def prepare(blueprint: Blueprint, module: nn.Module, broadcast: Broadcast) -> None:
+def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:
     """Fill a skeleton with a broadcast."""
     load_parameters(module, broadcast.parameters)
-    load_epsilon(blueprint, module, broadcast.epsilon)
-    if blueprint.table is not None:  # only traced networks can have transitional layers
-        load_multipliers(blueprint, module, broadcast.multipliers)
+    load_epsilon(architecture, module, broadcast.epsilon)
+    if architecture.table is not None:  # only traced networks can have transitional layers
+        load_multipliers(architecture, module, broadcast.multipliers)
     if broadcast.statistics.numel():
         load_statistics(module, broadcast.statistics)
     for _, norm in batch_norms(module):
         norm.statistics.clear()  # a step that was interrupted may have left some
 
 
-def head_alpha(blueprint: Blueprint, module: nn.Module) -> Tensor:
+def head_alpha(architecture: Architecture, module: nn.Module) -> Tensor:
     """α = Σ_j ĥ_j, + 1 if the last layer has a bias; ĥ is what the layer reads, past its multiplier."""
-    assert blueprint.table is not None
-    assert blueprint.table.head is not None
-    layer = module.get_submodule(blueprint.table.head.path)
+    assert architecture.table is not None
+    assert architecture.table.head is not None
+    layer = module.get_submodule(architecture.table.head.path)
     assert isinstance(layer, TappedLinear)
     alpha = layer.tap.sum(1)
     return alpha if layer.bias is None else alpha + 1.0
 
 
 def objectives(
-    blueprint: Blueprint, module: nn.Module, loss: Loss, output: Tensor, target: Tensor, head: PublicHead | None
+    architecture: Architecture, module: nn.Module, loss: Loss, output: Tensor, target: Tensor, head: PublicHead | None
 ) -> Tensor:
     """The functions to differentiate, as one vector: the loss, or φ₀, φ_s, φ_β under head noise."""
     if head is None:
         return loss.mean(output, target).reshape(1)
     assert isinstance(loss, SquareLoss)
-    return loss.basis(output, head_alpha(blueprint, module), target, head)
+    return loss.basis(output, head_alpha(architecture, module), target, head)
 
 
 def collect_statistics(module: nn.Module, like: Tensor) -> Tensor:
@@ -85,13 +85,15 @@ def _gathers_statistics(module: nn.Module) -> bool:
     return any(norm.training for _, norm in batch_norms(module))
 
 
-def step(blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+def step(
+    architecture: Architecture, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
+) -> Tensor:
     """gradients, values and statistics of one batch, in one flat vector (without the weight).
 
     The forward pass is shared; each objective costs one backward pass.
     """
     with torch.enable_grad():
-        phi = objectives(blueprint, module, loss, module(x), y, head)
+        phi = objectives(architecture, module, loss, module(x), y, head)
         parameters = list(module.parameters())
         rows = []
         for number in range(len(phi)):
@@ -124,13 +126,13 @@ class CapturedStep:
     """
 
     def __init__(
-        self, blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
+        self, architecture: Architecture, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
     ) -> None:
         self._x, self._y = x.clone(), y.clone()
         self._head = None
         if head is not None:
             self._head = PublicHead(head.vector.clone(), head.groups.clone(), head.count, head.per_group)
-        self._graph, self._result = _recorded(lambda: step(blueprint, module, loss, self._x, self._y, self._head))
+        self._graph, self._result = _recorded(lambda: step(architecture, module, loss, self._x, self._y, self._head))
 
     def __call__(self, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
         """The step's result; valid until the next call."""
@@ -184,14 +186,16 @@ def _recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]
     return graph, result
 
 
-def steps(blueprint: Blueprint, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+def steps(
+    architecture: Architecture, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
+) -> Tensor:
     """`step` for every client: x and y have a leading client dimension, and so has the result."""
     parameters = {name: value.detach() for name, value in module.named_parameters()}
 
     def one_client(inputs: Tensor, targets: Tensor) -> Tensor:
         def forward(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             output = torch.func.functional_call(module, values, (inputs,))
-            phi = objectives(blueprint, module, loss, output, targets, head)
+            phi = objectives(architecture, module, loss, output, targets, head)
             return phi, collect_statistics(module, phi)
 
         phi, pull, statistics = torch.func.vjp(forward, parameters, has_aux=True)  # type: ignore[misc]
@@ -228,74 +232,74 @@ class Gradients:
     clip = None
     reports = True
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients, values, statistics, weight."""
-        return contribution_layout(blueprint, tensors=tensors)
+        return contribution_layout(architecture, tensors=tensors)
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's step."""
-        prepare(bench.blueprint, bench.module, broadcast)
-        found = self._one(bench, broadcast, data, round)
+        prepare(workspace.architecture, workspace.module, broadcast)
+        found = self._one(workspace, broadcast, data, round)
         if isinstance(found, NumericError):
             raise found
         return found
 
     def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Clients of equal batch size together under vmap, a bounded number at a time, or one by one."""
-        if not self._should_vectorise(bench, clients):
-            prepare(bench.blueprint, bench.module, broadcast)
+        if not self._should_vectorise(workspace, clients):
+            prepare(workspace.architecture, workspace.module, broadcast)
             for position, data in enumerate(clients):
-                yield position, self._one(bench, broadcast, data, round)
+                yield position, self._one(workspace, broadcast, data, round)
             return
         by_size: dict[int, list[int]] = {}
         for position, data in enumerate(clients):
             by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
-        prepare(bench.blueprint, bench.functional, broadcast)
-        row = bench.layout.length * broadcast.parameters.element_size()
+        prepare(workspace.architecture, workspace.functional, broadcast)
+        row = workspace.layout.length * broadcast.parameters.element_size()
         at_once = max(1, min(_MOST_AT_ONCE, _CHUNK_BYTES // row))
         for positions in by_size.values():
             for start in range(0, len(positions), at_once):
-                yield from self._some(bench, broadcast, clients, positions[start : start + at_once], round)
+                yield from self._some(workspace, broadcast, clients, positions[start : start + at_once], round)
 
-    def _one(self, bench: Bench, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
+    def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen)
-        with seeded_dropout(bench.module, self.batches.seed, data.client, round):
-            vector = weighted(self._step(bench, x, y, broadcast.head), len(data))
-        return self._checked(bench, vector, data, round, chosen)
+        with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
+            vector = weighted(self._step(workspace, x, y, broadcast.head), len(data))
+        return self._checked(workspace, vector, data, round, chosen)
 
-    def _step(self, bench: Bench, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
-        if x.device.type != "cuda" or has_random_layers(bench.module):
-            return step(bench.blueprint, bench.module, self.loss, x, y, head)
+    def _step(self, workspace: Workspace, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
+        if x.device.type != "cuda" or has_random_layers(workspace.module):
+            return step(workspace.architecture, workspace.module, self.loss, x, y, head)
         noise = None if head is None else (head.count, head.per_group)
-        key = (self.loss, tuple(x.shape), tuple(y.shape), noise, has_multipliers(bench.module))
-        captured = bench.captured.get(key)
+        key = (self.loss, tuple(x.shape), tuple(y.shape), noise, has_multipliers(workspace.module))
+        captured = workspace.captured.get(key)
         if captured is None:
-            captured = CapturedStep(bench.blueprint, bench.module, self.loss, x, y, head)
-            bench.captured[key] = captured
+            captured = CapturedStep(workspace.architecture, workspace.module, self.loss, x, y, head)
+            workspace.captured[key] = captured
         return captured(x, y, head)
 
     def _some(
         self,
-        bench: Bench,
+        workspace: Workspace,
         broadcast: Broadcast,
         clients: Sequence[ClientData],
         positions: Sequence[int],
         round: int,
     ) -> list[tuple[int, Tensor | NumericError]]:
-        if bench.vectorisable:
+        if workspace.vectorisable:
             try:
-                return list(self._together(bench, broadcast, clients, positions, round))
+                return list(self._together(workspace, broadcast, clients, positions, round))
             except RuntimeError:  # vmap knows no rule for some operation, or memory is short
-                bench.vectorisable = False
-                prepare(bench.blueprint, bench.module, broadcast)
-        return [(position, self._one(bench, broadcast, clients[position], round)) for position in positions]
+                workspace.vectorisable = False
+                prepare(workspace.architecture, workspace.module, broadcast)
+        return [(position, self._one(workspace, broadcast, clients[position], round)) for position in positions]
 
     def _together(
         self,
-        bench: Bench,
+        workspace: Workspace,
         broadcast: Broadcast,
         clients: Sequence[ClientData],
         positions: Sequence[int],
@@ -305,14 +309,14 @@ class Gradients:
         chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
         pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
         x, y = torch.stack([one for one, _ in pairs]), torch.stack([one for _, one in pairs])
-        vectors = steps(bench.blueprint, bench.functional, self.loss, x, y, broadcast.head)
+        vectors = steps(workspace.architecture, workspace.functional, self.loss, x, y, broadcast.head)
         for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):
-            yield position, self._checked(bench, weighted(vector, len(data)), data, round, which)
+            yield position, self._checked(workspace, weighted(vector, len(data)), data, round, which)
 
     def _checked(
-        self, bench: Bench, vector: Tensor, data: ClientData, round: int, chosen: Tensor
+        self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, chosen: Tensor
     ) -> Tensor | NumericError:
-        values = bench.layout.split(vector)["values"]
+        values = workspace.layout.split(vector)["values"]
         if not self.refuses:
             return reported(vector, values)
         try:
@@ -321,9 +325,9 @@ class Gradients:
             return reason
         return vector
 
-    def _should_vectorise(self, bench: Bench, clients: Sequence[ClientData]) -> bool:
-        module = bench.module
-        if len(clients) < 2 or has_random_layers(module) or not bench.vectorisable:
+    def _should_vectorise(self, workspace: Workspace, clients: Sequence[ClientData]) -> bool:
+        module = workspace.module
+        if len(clients) < 2 or has_random_layers(module) or not workspace.vectorisable:
             return False
         if self.vectorise is not None:
             return self.vectorise
@@ -331,5 +335,5 @@ class Gradients:
             return True
         # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy
         # (and on a GPU, captured graphs win).
-        pixels = math.prod(bench.blueprint.input_shape[1:])
+        pixels = math.prod(workspace.architecture.input_shape[1:])
         return self.batches.batch_size(len(clients[0])) * pixels <= _VECTORISED_PIXELS

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint, batch_norms
+from fedveil.downlink.architecture import Architecture, batch_norms
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, Schedule, has_random_layers, seeded_dropout
 from fedveil.work.gradients import CapturedDescent, collect_statistics, contribution_layout, prepare, weighted
 from fedveil.work.losses import Loss
-from fedveil.work.messages import Bench, ClientData, OneByOne, check_finite, reported
+from fedveil.work.messages import ClientData, OneByOne, Workspace, check_finite, reported
 from fedveil.work.per_sample import trained_names
 
 Descent = Callable[[Tensor, Tensor, float], Tensor]
@@ -55,16 +55,16 @@ class LocalSteps(OneByOne):
             return self.steps
         return (self.epochs or 1) * max(1, samples // self.batches.batch_size(samples))
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k), values (the mean loss), statistics, weight."""
-        return contribution_layout(blueprint, tensors=tensors)
+        return contribution_layout(architecture, tensors=tensors)
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally and report how far the parameters moved."""
-        module = bench.module
-        prepare(bench.blueprint, module, broadcast)
+        module = workspace.module
+        prepare(workspace.architecture, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
-        trained = trained_names(bench.blueprint)
+        trained = trained_names(workspace.architecture)
         moving: list[Tensor] = [one for name, one in module.named_parameters() if name in trained]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
@@ -74,7 +74,7 @@ class LocalSteps(OneByOne):
         ]
         # One transfer instead of one a step, each of which a GPU would wait for.
         there = torch.stack(drawn).to(data.x.device)
-        descend = self._descent(bench, broadcast, moving, data, there[0])
+        descend = self._descent(workspace, broadcast, moving, data, there[0])
         with seeded_dropout(module, self.batches.seed, data.client, round):
             for chosen in there:
                 x, y = data.take(chosen)
@@ -87,25 +87,25 @@ class LocalSteps(OneByOne):
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
         if not self.refuses:
-            return reported(vector, bench.layout.split(vector)["values"])
+            return reported(vector, workspace.layout.split(vector)["values"])
         check_finite(vector, value, client=data.client, round=round, chosen=chosen)
         return vector
 
     def _descent(
-        self, bench: Bench, broadcast: Broadcast, moving: list[Tensor], data: ClientData, first: Tensor
+        self, workspace: Workspace, broadcast: Broadcast, moving: list[Tensor], data: ClientData, first: Tensor
     ) -> Descent:
         """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
-        module = bench.module
+        module = workspace.module
         fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
         if data.x.device.type != "cuda" or not fixed:
             return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
         x, y = data.take(first)
         key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
-        made: dict[object, object] = bench.captured  # type: ignore[assignment]
+        made: dict[object, object] = workspace.captured  # type: ignore[assignment]
         captured = made.get(key)
         if not isinstance(captured, CapturedDescent):
             captured = made[key] = CapturedDescent(module, self.loss, moving, x, y)
-            prepare(bench.blueprint, module, broadcast)
+            prepare(workspace.architecture, module, broadcast)
         return lambda x, y, rate: captured(x, y, rate=rate)
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
 from fedveil.secrets import OsSecrets, SecretSource
@@ -64,33 +64,33 @@ class LocalWork(Protocol):
         """Whether the training loss and batch statistics leave with it."""
         ...
 
-    def layout(self, blueprint: Blueprint, *, tensors: int) -> Layout:
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """The sections of one contribution."""
 
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's contribution: n_k × everything, and n_k, in one flat vector."""
 
     def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """The same for many clients at once: (position, contribution or why there is none), in any order."""
 
 
 @dataclass(eq=False)
-class Bench:
+class Workspace:
     """A client machine's workbench: skeletons to fill, kept between rounds to save time.
 
     It holds nothing but the architecture, the client's own source of secrets and, during a round, the
     broadcast values.
     """
 
-    blueprint: Blueprint
+    architecture: Architecture
     layout: Layout
     secrets: SecretSource = field(default_factory=OsSecrets)
 
     def __post_init__(self) -> None:
-        self.module = self.blueprint.new_skeleton()
-        self.functional = self.blueprint.new_skeleton(fused=False)
+        self.module = self.architecture.new_skeleton()
+        self.functional = self.architecture.new_skeleton(fused=False)
         self.vectorisable = True
         self.captured: dict[object, Callable[..., Tensor]] = {}
 
@@ -99,16 +99,16 @@ class OneByOne(ABC):
     """Work that shares nothing between clients."""
 
     @abstractmethod
-    def run(self, bench: Bench, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's contribution."""
 
     def run_many(
-        self, bench: Bench, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """One client after the other."""
         for position, data in enumerate(clients):
             try:
-                yield position, self.run(bench, broadcast, data, round=round)
+                yield position, self.run(workspace, broadcast, data, round=round)
             except NumericError as reason:
                 yield position, reason
 

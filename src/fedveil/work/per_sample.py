@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Blueprint, TappedLinear
+from fedveil.downlink.architecture import Architecture, TappedLinear
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
 
@@ -472,9 +472,9 @@ def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tens
     return Sums(_placed(named, sums, 1), torch.stack(norms, 1), torch.stack(losses)[None])
 
 
-def trained_names(blueprint: Blueprint) -> list[str]:
+def trained_names(architecture: Architecture) -> list[str]:
     """The parameters the model's author did not freeze."""
-    masks = blueprint.parameters.split(blueprint.trainable.cpu())
+    masks = architecture.parameters.split(architecture.trainable.cpu())
     return [name for name, mask in masks.items() if bool(mask.any())]
 
 
@@ -496,10 +496,10 @@ class _Plan:
 class PerSample:
     """A network whose per-sample gradients are taken under vmap, in factors where a layer allows it."""
 
-    def __init__(self, blueprint: Blueprint, loss: Loss) -> None:
-        self.module = blueprint.new_skeleton(fused=False).requires_grad_(False)
+    def __init__(self, architecture: Architecture, loss: Loss) -> None:
+        self.module = architecture.new_skeleton(fused=False).requires_grad_(False)
         self._loss = loss
-        self._trained = set(trained_names(blueprint))
+        self._trained = set(trained_names(architecture))
         self._slot = install(self.module)
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}

@@ -48,7 +48,7 @@ class Run:
 
     def true_outputs(self, x: Tensor) -> Tensor:
         """Those of the server's model in the last recorded round."""
-        model = assemble(self.job.blueprint, self.weights).eval()
+        model = assemble(self.job.architecture, self.weights).eval()
         with torch.no_grad():
             found: Tensor = model(x.to(self.weights.parameters.dtype))
         return found.double()

@@ -13,7 +13,7 @@ from driving import drive
 from federation import server_of
 from fedveil.downlink import Broadcast, assemble
 from fedveil.engine import LocalEngine
-from fedveil.ledger.correlated import Covering
+from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import RoundContext, planned
@@ -21,7 +21,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role
 from fedveil.uplink.grid_noise import gridded
-from fedveil.work.messages import Bench
+from fedveil.work.messages import Workspace
 
 
 @dataclass(eq=False)
@@ -35,24 +35,24 @@ class Heard:
     states: dict[int, ClientState] = field(default_factory=dict)
 
     def true_model(self) -> nn.Module:
-        return assemble(self.job.blueprint, self.state.weights).eval()
+        return assemble(self.job.architecture, self.state.weights).eval()
 
     def gradients(self, round: int, client: int) -> Tensor:
         """The gradients section of an upload, flat."""
-        layout = self.job.scheme.layout(self.job.blueprint)
+        layout = self.job.scheme.layout(self.job.architecture)
         sent = self.uploads[round][client]
         unit = self.step(round) if sent.dtype == torch.int64 else 1.0
         return layout.split(sent.double() * unit)["gradients"].reshape(-1)
 
     def bare(self, round: int, client: int) -> Tensor:
         """A client's contribution before it is covered."""
-        layout = self.job.scheme.layout(self.job.blueprint)
-        bench = Bench(self.job.blueprint, layout)
+        layout = self.job.scheme.layout(self.job.architecture)
+        workspace = Workspace(self.job.architecture, layout)
         data = self.job.pool.clients[client]
-        return self.job.scheme.work.run(bench, self.broadcasts[round], data, round=round).double()
+        return self.job.scheme.work.run(workspace, self.broadcasts[round], data, round=round).double()
 
     def bare_gradients(self, round: int, client: int) -> Tensor:
-        layout = self.job.scheme.layout(self.job.blueprint)
+        layout = self.job.scheme.layout(self.job.architecture)
         return layout.split(self.bare(round, client))["gradients"].reshape(-1)
 
     def context(self, round: int) -> RoundContext:
@@ -60,7 +60,7 @@ class Heard:
         assert keys is not None
         return RoundContext(round, 0, tuple(sorted(self.uploads[round])), keys.directory, keys.beacon)
 
-    def covering(self, round: int) -> Covering:
+    def noise_layout(self, round: int) -> NoiseLayout:
         """The noise of a round, as the ledger charges for it."""
         plan = self.job.scheme.uplink.plan
         assert plan is not None
@@ -70,7 +70,7 @@ class Heard:
         """What one of an upload's whole numbers is, under noise."""
         plan = self.job.scheme.uplink.plan
         assert plan is not None
-        return gridded(plan, self.context(round), self.job.scheme.terms(self.job.blueprint)).step
+        return gridded(plan, self.context(round), self.job.scheme.terms(self.job.architecture)).step
 
 
 class _Wire:

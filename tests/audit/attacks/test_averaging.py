@@ -43,7 +43,7 @@ def run(scheme: str, lr: float = 1e-9) -> Heard:
 
 def uploads(heard: Heard, count: int = ROUNDS) -> tuple[Tensor, list[float]]:
     rows = torch.stack([heard.gradients(round, VICTIM) for round in range(count)])
-    return rows, [remaining_variance(heard.covering(round), VICTIM) for round in range(count)]
+    return rows, [remaining_variance(heard.noise_layout(round), VICTIM) for round in range(count)]
 
 
 def error_ratio(heard: Heard, count: int) -> tuple[float, float]:

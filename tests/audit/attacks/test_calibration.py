@@ -54,7 +54,7 @@ def calibrated(scheme: str) -> Calibrated:
     heard = run(scheme)
     inputs, labels = own()
     queries, _ = test_part(heard)
-    return head_calibration(heard.job.blueprint, heard.broadcasts[-1], inputs=inputs, labels=labels, queries=queries)
+    return head_calibration(heard.job.architecture, heard.broadcasts[-1], inputs=inputs, labels=labels, queries=queries)
 
 
 def true_accuracy(scheme: str) -> float:
@@ -89,9 +89,9 @@ def test_one_unlabelled_input_gives_a_single_secret_away() -> None:
     queries, labels = test_part(heard)
     sent = heard.broadcasts[-1]
     assert sent.head is not None
-    module = received(heard.job.blueprint, sent)
-    one = read_head(heard.job.blueprint, module, own()[0][:1])
-    found = uncovered(read_head(heard.job.blueprint, module, queries), from_total(one, sent.head))
+    module = received(heard.job.architecture, sent)
+    one = read_head(heard.job.architecture, module, own()[0][:1])
+    found = uncovered(read_head(heard.job.architecture, module, queries), from_total(one, sent.head))
     assert torch.allclose(found, calibrated("pbpfl").total[1], atol=1e-4)
     assert not calibrated("lossless").total
     assert percent(found, labels) >= true_accuracy("pbpfl") - 5
@@ -111,7 +111,7 @@ def test_expected_outputs_that_are_the_true_ones_give_the_noise_exactly(scheme: 
     inputs = own()[0][:20].double()
     sent = heard.broadcasts[-1]
     assert sent.head is not None
-    readings = read_head(heard.job.blueprint, received(heard.job.blueprint, sent), inputs)
+    readings = read_head(heard.job.architecture, received(heard.job.architecture, sent), inputs)
     with torch.no_grad():
         truth = heard.true_model()(inputs)
     found = uncovered(readings, from_expected(readings, truth, sent.head))
@@ -122,11 +122,11 @@ def test_expected_outputs_that_are_the_true_ones_give_the_noise_exactly(scheme: 
 def test_noise_comes_off_the_weights_as_off_the_outputs(scheme: str) -> None:
     heard = run(scheme)
     sent, queries = heard.broadcasts[-1], test_part(heard)[0]
-    module = received(heard.job.blueprint, sent)
+    module = received(heard.job.architecture, sent)
     noise = torch.linspace(-1.0, 2.0, 10, dtype=torch.float64)
-    readings = read_head(heard.job.blueprint, module, queries)
+    readings = read_head(heard.job.architecture, module, queries)
     with torch.no_grad():
-        outputs = without_noise(heard.job.blueprint, module, noise)(queries)
+        outputs = without_noise(heard.job.architecture, module, noise)(queries)
         assert torch.allclose(outputs.double(), uncovered(readings, noise), atol=1e-3)
         assert torch.allclose(module(queries).double(), readings.outputs)
 
@@ -139,7 +139,7 @@ def test_calibration_needs_the_public_vector_to_be_the_right_one() -> None:
     sent = heard.broadcasts[-1]
     assert sent.head is not None
     wrong = replace(sent, head=replace(sent.head, vector=sent.head.vector.roll(1)))
-    found = head_calibration(heard.job.blueprint, wrong, inputs=inputs, labels=known, queries=queries, counts=(100,))
+    found = head_calibration(heard.job.architecture, wrong, inputs=inputs, labels=known, queries=queries, counts=(100,))
     assert percent(found.labelled[100], labels) < true_accuracy("pbpfl") - 10
 
 
@@ -150,7 +150,7 @@ def test_labels_that_belong_to_other_samples_do_not_mislead_more_than_no_labels(
     inputs, known = own()
     shuffled = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(3))]
     found = head_calibration(
-        heard.job.blueprint, heard.broadcasts[-1], inputs=inputs, labels=shuffled, queries=queries, counts=(1000,)
+        heard.job.architecture, heard.broadcasts[-1], inputs=inputs, labels=shuffled, queries=queries, counts=(1000,)
     )
     assert percent(found.labelled[1000], labels) >= true_accuracy("lossless") - 3
 
@@ -166,9 +166,9 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
     assert sent.head is not None
     with pytest.raises(ConfigError, match="no head noise"):
         head_calibration(
-            heard.job.blueprint, replace(sent, head=None), inputs=inputs, labels=labels, queries=inputs, counts=(1,)
+            heard.job.architecture, replace(sent, head=None), inputs=inputs, labels=labels, queries=inputs, counts=(1,)
         )
-    readings = read_head(heard.job.blueprint, received(heard.job.blueprint, sent), inputs[:3])
+    readings = read_head(heard.job.architecture, received(heard.job.architecture, sent), inputs[:3])
     with pytest.raises(ConfigError, match="has 10"):
         from_total(readings, sent.head)
     with pytest.raises(DataError, match="at least one"):
@@ -182,7 +182,7 @@ def test_batch_norm_does_not_stand_in_the_way() -> None:
     queries, labels = test_part(heard)
     inputs, known = own()
     found = head_calibration(
-        heard.job.blueprint, heard.broadcasts[-1], inputs=inputs, labels=known, queries=queries, counts=(100,)
+        heard.job.architecture, heard.broadcasts[-1], inputs=inputs, labels=known, queries=queries, counts=(100,)
     )
     with torch.no_grad():
         truth = percent(heard.true_model()(queries), labels)

@@ -174,7 +174,7 @@ def test_clients_that_hold_the_model_attack_what_they_hold(tmp_path: Path) -> No
     named = weights_by_name(outcome.state.weights)
     holding = replace(view, known={**view.known, **{f"weights.{name}": one for name, one in named.items()}})
     with torch.no_grad():
-        truth: Tensor = assemble(job.blueprint, outcome.state.weights).eval()(job.test.x.double())
+        truth: Tensor = assemble(job.architecture, outcome.state.weights).eval()(job.test.x.double())
     assert torch.allclose(received(holding, {}, quiet)["received"], truth, atol=1e-12)
     assert "probe.100" in probe(holding, {}, quiet)
     with pytest.raises(NotApplicableError, match="no head noise"):

@@ -38,7 +38,7 @@ def run(scheme: str, model: str = "mlp", batch: int = 1, groups: int | None = No
 def seen(heard: Heard, client: int) -> BareTensors:
     head = heard.broadcasts[0].head
     assert head is not None
-    return bare_tensors(heard.uploads[0][client], heard.job.scheme.layout(heard.job.blueprint), head)
+    return bare_tensors(heard.uploads[0][client], heard.job.scheme.layout(heard.job.architecture), head)
 
 
 def sample(heard: Heard, client: int) -> tuple[Tensor, Tensor]:
@@ -58,7 +58,7 @@ def loss_of(heard: Heard) -> SquareLoss:
 def test_phi_gives_a_batch_of_one_away_exactly(scheme: str, client: int) -> None:
     heard = run(scheme)
     x, _ = sample(heard, client)
-    found = read_first_layer(heard.job.blueprint, seen(heard, client).phi)
+    found = read_first_layer(heard.job.architecture, seen(heard, client).phi)
     assert float((found.x - x[0]).abs().max()) < 1e-6
     assert psnr(found.x, x[0]) > 60
     assert found.misfit < 1e-9
@@ -68,7 +68,7 @@ def test_phi_gives_a_batch_of_one_away_exactly(scheme: str, client: int) -> None
 def test_psi_gives_it_away_too(client: int) -> None:
     heard = run("mpdp")
     x, _ = sample(heard, client)
-    assert float((read_first_layer(heard.job.blueprint, seen(heard, client).psi).x - x[0]).abs().max()) < 1e-6
+    assert float((read_first_layer(heard.job.architecture, seen(heard, client).psi).x - x[0]).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive"])
@@ -77,7 +77,7 @@ def test_the_tensor_under_noise_does_not(scheme: str) -> None:
     heard = run(scheme)
     for client in range(CLIENTS):
         x, _ = sample(heard, client)
-        found = read_first_layer(heard.job.blueprint, seen(heard, client).first[None])
+        found = read_first_layer(heard.job.architecture, seen(heard, client).first[None])
         assert psnr(found.x, x[0]) < 15
         assert found.misfit > 0.5
 
@@ -87,7 +87,7 @@ def test_masks_leave_nothing_to_read() -> None:
     heard = run("veil-secagg")
     for client in range(CLIENTS):
         x, _ = sample(heard, client)
-        found = read_first_layer(heard.job.blueprint, seen(heard, client).phi)
+        found = read_first_layer(heard.job.architecture, seen(heard, client).phi)
         assert psnr(found.x, x[0]) < 15
         assert found.misfit > 0.5
 
@@ -95,7 +95,7 @@ def test_masks_leave_nothing_to_read() -> None:
 def test_a_larger_batch_gives_a_mixture_and_the_misfit_says_so() -> None:
     heard = run("mpdp", batch=4)
     x, _ = sample(heard, 0)
-    found = read_first_layer(heard.job.blueprint, seen(heard, 0).phi)
+    found = read_first_layer(heard.job.architecture, seen(heard, 0).phi)
     assert found.misfit > 1e-3
     assert all(psnr(found.x, one) < 40 for one in x)
 
@@ -106,13 +106,13 @@ def test_the_label_is_read_off_whatever_the_architecture(model: str, groups: int
     heard = run("mpdp", model, groups=groups)
     for client in range(CLIENTS):
         _, label = sample(heard, client)
-        found = read_label(heard.job.blueprint, heard.broadcasts[0], seen(heard, client), loss=loss_of(heard))
+        found = read_label(heard.job.architecture, heard.broadcasts[0], seen(heard, client), loss=loss_of(heard))
         assert found == int(label)
 
 
 def test_what_a_later_linear_layer_read_is_given_away_too() -> None:
     heard = run("mpdp", "cnn")
-    found = read_layer(heard.job.blueprint, seen(heard, 0).phi, path="linear")
+    found = read_layer(heard.job.architecture, seen(heard, 0).phi, path="linear")
     assert found.misfit < 1e-9
     assert bool((found.x >= -1e-9).all())  # it reads past a ReLU
     assert float(found.x.max()) > 0
@@ -124,7 +124,7 @@ def test_matching_finds_the_input_where_the_first_layer_is_no_linear_one(client:
     x, label = sample(heard, client)
     steps: list[float] = []
     found = invert_bare(
-        heard.job.blueprint,
+        heard.job.architecture,
         heard.broadcasts[0],
         seen(heard, client),
         loss=loss_of(heard),
@@ -142,14 +142,14 @@ def test_matching_finds_nothing_once_psi_and_phi_are_under_the_same_noise() -> N
     heard = run("mpdp", REFERENCE)
     x, _ = sample(heard, 0)
     bare = seen(heard, 0)
-    truth = heard.job.scheme.layout(heard.job.blueprint).split(heard.bare(0, 0))
+    truth = heard.job.scheme.layout(heard.job.architecture).split(heard.bare(0, 0))
     noise = bare.first - truth["gradients"][0] / truth["weight"]
     generator = torch.Generator().manual_seed(1)
     orders = [torch.randperm(len(noise), generator=generator) for _ in range(len(bare.psi) + len(bare.phi))]
     covered = torch.stack([noise[one] for one in orders])
     hidden = replace(bare, psi=bare.psi + covered[: len(bare.psi)], phi=bare.phi + covered[len(bare.psi) :])
     found = invert_bare(
-        heard.job.blueprint,
+        heard.job.architecture,
         heard.broadcasts[0],
         hidden,
         loss=loss_of(heard),
@@ -164,20 +164,20 @@ def test_what_cannot_be_read_is_refused() -> None:
     heard = run("mpdp", "cnn")
     sent, bare = heard.broadcasts[0], seen(heard, 0)
     with pytest.raises(ConfigError, match="Use invert_bare"):
-        read_first_layer(heard.job.blueprint, bare.phi)
+        read_first_layer(heard.job.architecture, bare.phi)
     assert sent.head is not None
-    layout = heard.job.scheme.layout(heard.job.blueprint)
+    layout = heard.job.scheme.layout(heard.job.architecture)
     with pytest.raises(ConfigError, match="has 12 gradients"):
         bare_tensors(heard.uploads[0][0], layout, replace(sent.head, count=1))
     generator = torch.Generator()
     with pytest.raises(ConfigError, match="no head noise"):
-        invert_bare(heard.job.blueprint, replace(sent, head=None), bare, loss=loss_of(heard), generator=generator)
+        invert_bare(heard.job.architecture, replace(sent, head=None), bare, loss=loss_of(heard), generator=generator)
     with pytest.raises(ConfigError, match="at least 1"):
-        invert_bare(heard.job.blueprint, sent, bare, loss=loss_of(heard), generator=generator, restarts=0)
+        invert_bare(heard.job.architecture, sent, bare, loss=loss_of(heard), generator=generator, restarts=0)
 
 
 def test_a_sample_that_activates_nothing_gives_nothing_away() -> None:
     heard = run("mpdp")
-    found = read_first_layer(heard.job.blueprint, torch.zeros(1, heard.job.blueprint.size))
+    found = read_first_layer(heard.job.architecture, torch.zeros(1, heard.job.architecture.size))
     assert found.misfit == 1.0
     assert not bool(found.x.any())

@@ -32,10 +32,10 @@ def own() -> tuple[Tensor, Tensor]:
 
 def probed(heard: Heard, inputs: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
     """Scores of a head fitted to a client's own labelled inputs on the features it received."""
-    blueprint = heard.job.blueprint
-    module = received(blueprint, heard.broadcasts[-1])
-    probe = fit_probe(read_head(blueprint, module, inputs).features, labels, outputs=10)
-    return probe(read_head(blueprint, module, queries).features)
+    architecture = heard.job.architecture
+    module = received(architecture, heard.broadcasts[-1])
+    probe = fit_probe(read_head(architecture, module, inputs).features, labels, outputs=10)
+    return probe(read_head(architecture, module, queries).features)
 
 
 def true_outputs(heard: Heard) -> Tensor:
@@ -67,7 +67,7 @@ def test_it_is_the_trained_features_that_help() -> None:
     """Control: features that say nothing (shuffled against their labels) give chance."""
     heard = run("lossless")
     inputs, labels = own()
-    readings = read_head(heard.job.blueprint, received(heard.job.blueprint, heard.broadcasts[-1]), inputs)
+    readings = read_head(heard.job.architecture, received(heard.job.architecture, heard.broadcasts[-1]), inputs)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))
     probe = fit_probe(readings.features[:500], labels[order][:500], outputs=10)
     # 500 samples at a chance of 10 %: three in a million exceed 17 %.
@@ -77,13 +77,13 @@ def test_it_is_the_trained_features_that_help() -> None:
 @pytest.mark.parametrize("scheme", ["lossless", "mpdp"])
 def test_alpha_is_what_a_client_computes(scheme: str) -> None:
     heard = run(scheme, 2)
-    module = received(heard.job.blueprint, heard.broadcasts[-1])
+    module = received(heard.job.architecture, heard.broadcasts[-1])
     inputs = own()[0][:5]
-    readings = read_head(heard.job.blueprint, module, inputs)
+    readings = read_head(heard.job.architecture, module, inputs)
     with torch.no_grad():
         output = module(inputs)
     assert torch.allclose(readings.outputs, output.double())
-    assert torch.allclose(readings.alpha, head_alpha(heard.job.blueprint, module).detach().double(), rtol=1e-5)
+    assert torch.allclose(readings.alpha, head_alpha(heard.job.architecture, module).detach().double(), rtol=1e-5)
 
 
 def test_constant_features_are_left_out() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fedveil.audit.attack import CPU, AttackContext, attack, require_classes, seen_by
 from fedveil.audit.views import ClientView, View, weights_from
-from fedveil.downlink import Blueprint, Broadcast, PublicHead, assemble
+from fedveil.downlink import Architecture, Broadcast, PublicHead, assemble
 from fedveil.downlink.architecture import VectorBatchNorm, batch_norms, load_statistics
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 from fedveil.tensors import flatten
@@ -68,14 +68,14 @@ def calibration_attack(view: View, context: AttackContext, *, counts: Sequence[i
     and the sum of the outputs, where there is one secret number; `counts` says which N.
     """
     seen = seen_by(view, ClientView)
-    blueprint, module, broadcast = held_model(seen, device=context.device)
+    architecture, module, broadcast = held_model(seen, device=context.device)
     if broadcast is None or broadcast.head is None:
         raise NotApplicableError("no head noise: the client sees the model's own outputs, and nothing is left to do")
     x, y = labelled(seen)
     if y is None:
         require_classes(seen.facts)
     found = head_calibration(
-        blueprint,
+        architecture,
         broadcast,
         inputs=fitting(module, x),
         labels=y,
@@ -108,8 +108,8 @@ def probe_attack(view: View, context: AttackContext, *, counts: Sequence[int] | 
     if y is None:
         raise NotApplicableError("no labels: a head cannot be fitted without them")
     queries = _queries(seen)
-    blueprint, module, _ = held_model(seen, device=context.device)
-    own, asked = (read_head(blueprint, module, fitting(module, one)).to(CPU) for one in (x, queries))
+    architecture, module, _ = held_model(seen, device=context.device)
+    own, asked = (read_head(architecture, module, fitting(module, one)).to(CPU) for one in (x, queries))
     wanted, results = _counts(counts, len(x)), {}
     for done, count in enumerate(wanted):
         head = fit_probe(own.features[:count], y[:count], outputs=seen.facts.outputs)
@@ -152,26 +152,26 @@ def _counts(given: Sequence[int] | None, available: int) -> Sequence[int]:
     return within if within and max(given) <= available else [*within, available]
 
 
-def held_model(view: ClientView, *, device: torch.device = CPU) -> tuple[Blueprint, nn.Module, Broadcast | None]:
+def held_model(view: ClientView, *, device: torch.device = CPU) -> tuple[Architecture, nn.Module, Broadcast | None]:
     """The last model that a client was sent, ready to evaluate, and how it was sent.
 
     A client that keeps the model itself has it in `known` as weights.*, and there is no broadcast. Where batch
     norms came without running statistics, the client makes its own from all inputs it has, labelled or not: a
     sample's outputs then do not depend on which others it is judged with.
     """
-    blueprint = view.facts.blueprint()
+    architecture = view.facts.architecture()
     own = {name[len(_WEIGHTS) :]: one for name, one in view.known.items() if name.startswith(_WEIGHTS)}
     weights = weights_from(own)
     if weights is not None:
-        return blueprint, assemble(blueprint, weights).eval().to(device), None
+        return architecture, assemble(architecture, weights).eval().to(device), None
     sent = view.broadcasts
     if not sent:
         raise NotApplicableError(f"no model: client {view.client} was sent none in the recorded rounds")
     broadcast = sent[-1].broadcast
-    module = received(blueprint, broadcast).to(device)
+    module = received(architecture, broadcast).to(device)
     if not broadcast.statistics.numel():
         _settle_statistics(module, inputs_at_hand(view))
-    return blueprint, module, broadcast
+    return architecture, module, broadcast
 
 
 def calibrated(view: ClientView, *, device: torch.device = CPU) -> nn.Module:
@@ -180,19 +180,19 @@ def calibrated(view: ClientView, *, device: torch.device = CPU) -> nn.Module:
     r̂ is found from its labelled samples, or from its unlabelled ones where it has no label, and taken off the
     last layer: ŷ − α·r̂ is what the layer gives with r̂ subtracted from every column of its weight and its bias.
     """
-    blueprint, module, broadcast = held_model(view, device=device)
+    architecture, module, broadcast = held_model(view, device=device)
     head = None if broadcast is None else broadcast.head
     if head is None:
         raise NotApplicableError("no head noise: the client sees the model's own outputs, and nothing is left to do")
     x, y = labelled(view)
-    readings = read_head(blueprint, module, fitting(module, x)).to(CPU)
+    readings = read_head(architecture, module, fitting(module, x)).to(CPU)
     scale = view.facts.target_scale
     if y is None:
         require_classes(view.facts)
         noise = from_balance(readings, head, scale=scale)
     else:
         noise = from_expected(readings, targets_of(y, outputs=view.facts.outputs, target_scale=scale), head)
-    return without_noise(blueprint, module, noise)
+    return without_noise(architecture, module, noise)
 
 
 def labelled(view: ClientView) -> tuple[Tensor, Tensor | None]:
@@ -260,10 +260,10 @@ class Readings:
         return Readings(self.features.to(device), self.outputs.to(device), self.bias)
 
 
-def received(blueprint: Blueprint, broadcast: Broadcast) -> nn.Module:
+def received(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
     """The model as a client holds it; batch norms use the batch where no running statistics were sent."""
-    module = blueprint.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
-    prepare(blueprint, module, broadcast)
+    module = architecture.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
+    prepare(architecture, module, broadcast)
     module.eval()
     for one in module.modules():
         if isinstance(one, VectorBatchNorm) and not broadcast.statistics.numel():
@@ -271,19 +271,19 @@ def received(blueprint: Blueprint, broadcast: Broadcast) -> nn.Module:
     return module
 
 
-def head_path(blueprint: Blueprint) -> str:
+def head_path(architecture: Architecture) -> str:
     """Where the last linear layer is: as traced, or the last one of the architecture."""
-    if blueprint.table is not None and blueprint.table.head is not None:
-        return blueprint.table.head.path
-    linear: list[str] = [path for path, one in blueprint.skeleton.named_modules() if isinstance(one, nn.Linear)]
+    if architecture.table is not None and architecture.table.head is not None:
+        return architecture.table.head.path
+    linear: list[str] = [path for path, one in architecture.skeleton.named_modules() if isinstance(one, nn.Linear)]
     if not linear:
         raise NotApplicableError("no nn.Linear layer in the model: there is no head to probe or to calibrate")
     return linear[-1]
 
 
-def read_head(blueprint: Blueprint, module: nn.Module, x: Tensor) -> Readings:
+def read_head(architecture: Architecture, module: nn.Module, x: Tensor) -> Readings:
     """Run inputs through a received model and keep what its last linear layer reads and gives."""
-    layer = module.get_submodule(head_path(blueprint))
+    layer = module.get_submodule(head_path(architecture))
     assert isinstance(layer, nn.Linear)
     seen: list[tuple[Tensor, Tensor]] = []
 
@@ -365,10 +365,10 @@ def from_weights(weight: Tensor, bias: Tensor | None, head: PublicHead) -> Tenso
     return (above / below)[head.groups] * vector
 
 
-def without_noise(blueprint: Blueprint, module: nn.Module, noise: Tensor) -> nn.Module:
+def without_noise(architecture: Architecture, module: nn.Module, noise: Tensor) -> nn.Module:
     """A copy of a received model with r̂ off its last layer: (Ŵ − r̂·1ᵀ)·ĥ + b̂ − r̂ = ŷ − α·r̂, as a model."""
     twin = copy.deepcopy(module)
-    layer = twin.get_submodule(head_path(blueprint))
+    layer = twin.get_submodule(head_path(architecture))
     assert isinstance(layer, nn.Linear)
     with torch.no_grad():
         layer.weight.sub_(noise.to(layer.weight)[:, None])
@@ -394,7 +394,7 @@ class Calibrated:
 
 
 def head_calibration(
-    blueprint: Blueprint,
+    architecture: Architecture,
     broadcast: Broadcast,
     *,
     inputs: Tensor,
@@ -412,10 +412,10 @@ def head_calibration(
     head = broadcast.head
     if head is None:
         raise ConfigError("This broadcast has no head noise: its outputs are the true ones, and nothing is left to do.")
-    module = received(blueprint, broadcast) if module is None else module
-    readings = (read_head(blueprint, module, one) for one in (inputs, queries))
+    module = received(architecture, broadcast) if module is None else module
+    readings = (read_head(architecture, module, one) for one in (inputs, queries))
     own, asked = (one.to(head.vector.device) for one in readings)
-    layer = module.get_submodule(head_path(blueprint))
+    layer = module.get_submodule(head_path(architecture))
     assert isinstance(layer, nn.Linear)
     rows = [None if one is None else one.detach().to(head.vector.device) for one in (layer.weight, layer.bias)]
     assert rows[0] is not None

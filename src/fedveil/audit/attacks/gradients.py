@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedveil.audit.attack import AttackContext, OnProgress, require_classes, require_numbers
 from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerView, View
-from fedveil.downlink.architecture import Blueprint
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NotApplicableError, NumericError
 from fedveil.protocol.directory import Announce
@@ -226,7 +226,7 @@ def observed_in(view: View, context: AttackContext) -> Observed:
     seen = exchange_in(view, context)
     return Observed(
         seen.facts,
-        quiet(_model_as_sent(seen.facts.blueprint(), seen.broadcast)),
+        quiet(_model_as_sent(seen.facts.architecture(), seen.broadcast)),
         _as_gradient(seen.facts, _first_tensor(seen), seen.samples),
         batch_seen(seen.facts, seen.samples, context),
         view.labels if isinstance(view, ServerView) else None,
@@ -312,10 +312,10 @@ def _own_model(view: ServerView) -> nn.Module:
     return quiet(view.model())
 
 
-def _model_as_sent(blueprint: Blueprint, broadcast: Broadcast) -> nn.Module:
+def _model_as_sent(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
     """The model on which a client computes, veiled or not."""
-    module = blueprint.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
-    prepare(blueprint, module, broadcast)
+    module = architecture.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
+    prepare(architecture, module, broadcast)
     return module
 
 

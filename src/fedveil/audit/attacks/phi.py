@@ -35,7 +35,7 @@ from fedveil.audit.attacks.gradients import (
     squared_distance,
 )
 from fedveil.audit.views import Facts, ServerView, View
-from fedveil.downlink import Blueprint, Broadcast, PublicHead
+from fedveil.downlink import Architecture, Broadcast, PublicHead
 from fedveil.errors import ConfigError, NotApplicableError, NumericError
 from fedveil.tensors import Layout
 from fedveil.work.gradients import head_alpha
@@ -80,10 +80,10 @@ def phi_attack(
     batch = batch_seen(facts, seen.samples, context)
     if batch > MOST_SAMPLES:
         raise NotApplicableError(f"a gradient of {batch} samples: this attack takes up to {MOST_SAMPLES}")
-    blueprint, broadcast = facts.blueprint().to(device=context.device), _placed(seen.broadcast, context.device)
+    architecture, broadcast = facts.architecture().to(device=context.device), _placed(seen.broadcast, context.device)
     bare = bare_tensors(seen.numbers.to(context.device), Layout(facts.contribution), head)
     try:
-        reading = read_first_layer(blueprint, torch.cat([bare.phi, bare.psi]))
+        reading = read_first_layer(architecture, torch.cat([bare.phi, bare.psi]))
     except ConfigError:  # no closed form for this model
         if facts.task != "classification":
             raise NotApplicableError(
@@ -91,7 +91,7 @@ def phi_attack(
             ) from None
         with applicable():
             found = invert_bare(
-                blueprint,
+                architecture,
                 broadcast,
                 bare,
                 loss=_objective(facts),
@@ -105,21 +105,26 @@ def phi_attack(
         return as_result(Reconstruction(found.inputs, found.labels.argmax(1), found.loss))
     inputs, labels = reading.x[None], torch.full((batch,), UNREAD)
     if batch > 1:
-        inputs = _rows(facts, blueprint, broadcast, bare, batch, context)
+        inputs = _rows(facts, architecture, broadcast, bare, batch, context)
     elif facts.task == "classification":
         with applicable():
-            labels[0] = read_label(blueprint, broadcast, bare, loss=_objective(facts))
+            labels[0] = read_label(architecture, broadcast, bare, loss=_objective(facts))
     context.progress(1.0)
     inputs = inputs if context.box is None else inputs.clamp(*context.box)
     return as_result(Reconstruction(inputs, labels, reading.misfit))
 
 
 def _rows(
-    facts: Facts, blueprint: Blueprint, broadcast: Broadcast, bare: BareTensors, batch: int, context: AttackContext
+    facts: Facts,
+    architecture: Architecture,
+    broadcast: Broadcast,
+    bare: BareTensors,
+    batch: int,
+    context: AttackContext,
 ) -> Tensor:
     """Several samples from the first layer's gradient in Φ, row by row, as from any other gradient."""
     problem = Problem(
-        module=received(blueprint, broadcast),
+        module=received(architecture, broadcast),
         loss=facts.objective(),
         gradient=bare.phi.sum(0),
         input_shape=facts.input_shape,
@@ -185,10 +190,10 @@ class Reading:
     misfit: float
 
 
-def read_layer(blueprint: Blueprint, gradients: Tensor, *, path: str) -> Reading:
+def read_layer(architecture: Architecture, gradients: Tensor, *, path: str) -> Reading:
     """x = Σ G[b]·G[W] / Σ G[b]², the least-squares ratio over all units of a layer and all rows of `gradients`."""
     prefix = f"{path}." if path else ""
-    parts = blueprint.parameters.split(gradients.double())
+    parts = architecture.parameters.split(gradients.double())
     weight = parts[f"{prefix}weight"]
     weight, bias = weight.reshape(-1, weight.shape[-1]), parts[f"{prefix}bias"].reshape(-1)
     largest = bias.abs().max()
@@ -200,31 +205,35 @@ def read_layer(blueprint: Blueprint, gradients: Tensor, *, path: str) -> Reading
     return Reading(x, float(misfit))
 
 
-def read_first_layer(blueprint: Blueprint, gradients: Tensor) -> Reading:
+def read_first_layer(architecture: Architecture, gradients: Tensor) -> Reading:
     """The input itself, where the first layer is linear, has a bias and reads all of it; refused elsewhere."""
-    path, layer = _first_layer(blueprint)
-    if not isinstance(layer, nn.Linear) or layer.bias is None or layer.in_features != math.prod(blueprint.input_shape):
+    path, layer = _first_layer(architecture)
+    if (
+        not isinstance(layer, nn.Linear)
+        or layer.bias is None
+        or layer.in_features != math.prod(architecture.input_shape)
+    ):
         raise ConfigError(
             f"The first layer ({path or 'the model itself'}, {type(layer).__name__}) is no linear layer with a bias "
             "that reads the whole input: there is no closed form. Use invert_bare."
         )
-    found = read_layer(blueprint, gradients, path=path)
-    return Reading(found.x.reshape(blueprint.input_shape), found.misfit)
+    found = read_layer(architecture, gradients, path=path)
+    return Reading(found.x.reshape(architecture.input_shape), found.misfit)
 
 
-def read_label(blueprint: Blueprint, broadcast: Broadcast, bare: BareTensors, *, loss: SquareLoss) -> int:
+def read_label(architecture: Architecture, broadcast: Broadcast, bare: BareTensors, *, loss: SquareLoss) -> int:
     """The class of a batch of one, for any architecture, from Ψ and its values alone.
 
     Ψ gives away what the head read, G_s[W_L]_i / G_s[b_L]_i = ĥ; so ŷ and α are known, and the class is the one
     for which φ_s = α·Σ_{i∈s} a_i·e_i has the values that were uploaded. The entries of a differ, so one s will do.
     """
-    head, path = broadcast.head, head_path(blueprint)
+    head, path = broadcast.head, head_path(architecture)
     assert head is not None
-    parts = blueprint.parameters.split(broadcast.parameters.double())
+    parts = architecture.parameters.split(broadcast.parameters.double())
     prefix = f"{path}." if path else ""
     if f"{prefix}bias" not in parts:
         raise ConfigError("The last layer has no bias, by which Ψ would give away what it reads.")
-    features = read_layer(blueprint, bare.psi, path=path).x
+    features = read_layer(architecture, bare.psi, path=path).x
     output = parts[f"{prefix}weight"] @ features + parts[f"{prefix}bias"]
     classes = torch.arange(len(output), device=output.device)
     alpha = (features.sum() + 1.0).reshape(1)
@@ -243,7 +252,7 @@ class Inverted:
 
 
 def invert_bare(
-    blueprint: Blueprint,
+    architecture: Architecture,
     broadcast: Broadcast,
     bare: BareTensors,
     *,
@@ -269,12 +278,12 @@ def invert_bare(
         raise ConfigError(f"batch, restarts and steps must be at least 1 (got {batch}, {restarts}, {steps}).")
     if not (bool(bare.psi.isfinite().all()) and bool(bare.phi.isfinite().all())):
         raise NumericError("Ψ or Φ holds NaN or infinity; there is nothing to match.")
-    module = received(blueprint, broadcast).double().requires_grad_(True)
+    module = received(architecture, broadcast).double().requires_grad_(True)
     label, readings = None, {}
     if batch == 1:
-        label = read_label(blueprint, broadcast, bare, loss=loss)
-        readings = _linear_readings(blueprint, torch.cat([bare.phi, bare.psi]))
-    search = _Search(blueprint, module, broadcast.head, bare, loss, box, label, readings)
+        label = read_label(architecture, broadcast, bare, loss=loss)
+        readings = _linear_readings(architecture, torch.cat([bare.phi, bare.psi]))
+    search = _Search(architecture, module, broadcast.head, bare, loss, box, label, readings)
     best: Inverted | None = None
     for attempt in range(restarts):
         watched = lambda done, attempt=attempt: progress((attempt + done) / restarts)  # noqa: E731
@@ -289,7 +298,7 @@ def invert_bare(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    blueprint: Blueprint
+    architecture: Architecture
     module: nn.Module
     head: PublicHead
     bare: BareTensors
@@ -301,7 +310,7 @@ class _Search:
     def attempt(
         self, batch: int, generator: torch.Generator, steps: int, rate: float, progress: OnProgress
     ) -> Inverted:
-        shape, device = (batch, *self.blueprint.input_shape), self.bare.phi.device
+        shape, device = (batch, *self.architecture.input_shape), self.bare.phi.device
         low, high = self.box if self.box is not None else (-1.0, 1.0)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device).to(device)
         x = (low + (high - low) * start).requires_grad_()
@@ -332,7 +341,7 @@ class _Search:
         output, read = self._run(x)
         # Soft targets go in as numbers; unequal output weights would need the class itself and count as 1.
         target = self.loss.target_scale * labels
-        basis = self.loss.basis(output, head_alpha(self.blueprint, self.module), target, self.head)
+        basis = self.loss.basis(output, head_alpha(self.architecture, self.module), target, self.head)
         psi, phi = basis[1 : 1 + self.head.count].sum(), basis[1 + self.head.count :].sum()
         gradients = squared_distance(gradient_at(self.module, phi), self.bare.phi.sum(0))
         gradients = gradients + squared_distance(gradient_at(self.module, psi), self.bare.psi.sum(0))
@@ -356,20 +365,20 @@ def _keeper(read: dict[str, Tensor], path: str) -> Callable[[nn.Module, tuple[Te
     return keep
 
 
-def _linear_readings(blueprint: Blueprint, gradients: Tensor) -> dict[str, Tensor]:
+def _linear_readings(architecture: Architecture, gradients: Tensor) -> dict[str, Tensor]:
     """What every linear layer with a bias read, as far as the gradients are those of one sample."""
     found = {}
-    for path, layer in blueprint.skeleton.named_modules():
+    for path, layer in architecture.skeleton.named_modules():
         if isinstance(layer, nn.Linear) and layer.bias is not None:
-            reading = read_layer(blueprint, gradients, path=path)
+            reading = read_layer(architecture, gradients, path=path)
             if reading.misfit < _ONE_SAMPLE:
                 found[path] = reading.x
     return found
 
 
-def _first_layer(blueprint: Blueprint) -> tuple[str, nn.Module]:
+def _first_layer(architecture: Architecture) -> tuple[str, nn.Module]:
     """The first module with parameters of its own."""
-    for path, one in blueprint.skeleton.named_modules():
+    for path, one in architecture.skeleton.named_modules():
         if any(True for _ in one.parameters(recurse=False)):
             return path, one
     raise ConfigError("This model has no parameters: nothing can be read off its gradients.")
