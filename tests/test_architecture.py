@@ -217,6 +217,16 @@ def test_no_module_is_longer_than_a_reader_can_bear() -> None:
     assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
+def test_one_name_means_one_thing() -> None:
+    """Every public class has a name of its own in the whole package."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_nothing_prints_but_the_command_line() -> None:
     printing = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
