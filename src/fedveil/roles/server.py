@@ -194,12 +194,11 @@ class Conductor(ABC):
     def _check_declared(self, ask: Ask) -> None:
         """Refuse a request with a field that no release names."""
         kinds = {type(one): one for one in ask.each.values()}
-        for sent in (ask.common, *kinds.values()):
-            fields = released_fields(sent)
-            if not self._named.issuperset(fields):
-                check_declared(fields, self._declared)
+        fields = [field for sent in (ask.common, *kinds.values()) for field in released_fields(sent)]
         if isinstance(ask.into, Inbox):
-            check_declared(ask.into.awaits(), self._declared)
+            fields += ask.into.awaits()
+        if not self._named.issuperset(fields):
+            check_declared(fields, self._declared)
 
     @property
     def left_out(self) -> dict[int, str]:
