@@ -109,7 +109,7 @@ def test_changes_are_checked_before_anybody_sees_them(tmp_path: Path) -> None:
         pytest.param("= nonsense", "no valid", id="broken"),
         pytest.param("[tool.flwr.app.config]\nlr = 1.0\n", 'no key settings = ""', id="older"),
         pytest.param(
-            '[tool.flwr.app.components]\nserverapp = "fedveil.flower:server_app"\n[tool.flwr.app.config]\n',
+            '[tool.flwr.app.components]\nserverapp = "fedveil.engines.flower:server_app"\n[tool.flwr.app.config]\n',
             "earlier version.*fedveil flower init",
             id="moved",
         ),

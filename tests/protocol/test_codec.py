@@ -23,7 +23,7 @@ from fedveil.protocol.messages import Reply, Upload
 from fedveil.shapes import Declared, Number, Shape, declared, reals
 from fedveil.uplink import noised
 
-KINDS = [kind for kind in registered() if not kind.__module__.startswith("fedveil.engine.")]
+KINDS = [kind for kind in registered() if not kind.__module__.startswith("fedveil.flower.")]
 TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=9)
 
 

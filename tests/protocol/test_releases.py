@@ -133,7 +133,7 @@ def last_is_missing_in_round_two(request: Any, client: int) -> bool:
 
 def test_every_message_class_has_its_place_here() -> None:
     # An engine may have messages of its own, and declares them where it stands.
-    ours = {kind for kind in registered() if not kind.__module__.startswith("fedveil.engine.")}
+    ours = {kind for kind in registered() if not kind.__module__.startswith("fedveil.flower.")}
     assert ours == {*INSIDE, *REQUESTS, *REPLIES, *HELD_MESSAGES}
     assert set(SPEAKS) == {*NAMES, *VARIANTS}
     assert set.union(*SPEAKS.values()) == {*REQUESTS, *REPLIES}

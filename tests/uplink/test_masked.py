@@ -387,7 +387,7 @@ def test_clients_who_cannot_agree_on_keys_stop_the_run_with_a_reason() -> None:
         ({"threshold": 0.4}, "threshold must lie in"),
         ({"neighbours": 3}, "even number"),
         ({"neighbours": 0}, "even number"),
-        ({"unmask": "never"}, "unmask mode"),
+        ({"unmask": "never"}, "Unknown unmask"),
         ({"value_range": 0.0}, "value_range"),
         ({"value_range": -1.0}, "value_range"),
     ],

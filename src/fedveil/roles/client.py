@@ -280,8 +280,8 @@ class ClientRole(Participant):
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
         state = self._uplink.admit(state, context, private)
+        self._policy.check_cohort(state.client, len(context.cohort))
         if context.directory is not None:
-            self._policy.check_cohort(state.client, len(context.cohort))
             context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         spent = state.spent
         plan = self._uplink.plan
