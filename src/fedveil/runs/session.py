@@ -83,10 +83,10 @@ def continue_in(
     done = folder.finished(config)
     if done is not None:
         try:
-            for one in follow:
-                one.begin(folder, config, folder.metrics())
-            for one in follow:
-                one.end(done)
+            for callback in follow:
+                callback.begin(folder, config, folder.metrics())
+            for callback in follow:
+                callback.end(done)
         finally:
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
@@ -150,29 +150,29 @@ def train_into(
 
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
-        for one in follow:
-            one.round(row)
+        for callback in follow:
+            callback.round(row)
         every = config.checkpoint_every
         if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
-            for one in follow:
-                one.kept()
+            for callback in follow:
+                callback.kept()
         bar.update(row)
 
     try:
-        for one in follow:
-            one.begin(folder, config, earlier)
+        for callback in follow:
+            callback.begin(folder, config, earlier)
         with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
             outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
         outcome.rows = [*earlier, *outcome.rows]
         summary = _leave(job, folder, outcome, say)
-        for one in follow:
-            one.end(summary)
+        for callback in follow:
+            callback.end(summary)
     except BaseException as reason:
-        for one in follow:
-            one.stopped(reason)
+        for callback in follow:
+            callback.stopped(reason)
         raise
     finally:
         folder.release()
