@@ -70,7 +70,7 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
     offered = vars(options)
     parameters = inspect.signature(function).parameters
     try:
-        given: Any = function(**{one: offered[one] for one in parameters if one in offered})
+        given: Any = function(**{option: offered[option] for option in parameters if option in offered})
     except FedVeilError:
         raise
     except Exception as error:
@@ -86,7 +86,7 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
             f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), or (x, y) to "
             "train and (x, y) to test."
         )
-    parts = [Part(name, *(np.asarray(one) for one in pair)) for pair in pairs]
+    parts = [Part(name, *(np.asarray(array) for array in pair)) for pair in pairs]
     return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
 
 
