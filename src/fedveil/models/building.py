@@ -75,13 +75,13 @@ def parameters_of(
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
     except (RuntimeError, OverflowError, ValueError) as error:
         raise ConfigError(f"Model {name!r} cannot be built with {dict(options)}: {error}") from error
-    found = sum(one.numel() for one in model.parameters())
-    if found > MOST_PARAMETERS:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > MOST_PARAMETERS:
         raise ConfigError(
-            f"Model {name!r} would have {found:,} parameters with {dict(options)}; {MOST_PARAMETERS:,} are the most."
+            f"Model {name!r} would have {size:,} parameters with {dict(options)}; {MOST_PARAMETERS:,} are the most."
         )
     check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
-    return found
+    return size
 
 
 @contextmanager
