@@ -110,7 +110,7 @@ class ClientState:
         """Encrypted and authenticated bytes, for storage outside the process."""
         from fedveil.crypto.keys import seal
 
-        facts = {_STORED.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
+        facts = {_STORED.get(fact.name, fact.name): getattr(self, fact.name) for fact in fields(self)}
         facts |= {
             "keys": None if self.keys is None else self.keys.stored(),
             "group": None if self.group is None else self.group.stored(),
@@ -127,7 +127,7 @@ class ClientState:
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
         try:
-            known = {field.name: facts[_STORED.get(field.name, field.name)] for field in fields(ClientState)}
+            known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
             keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort")}
             known |= {
