@@ -288,8 +288,22 @@ def audit_run(
         run: The folder of a recorded run.
         attacks: Only these, by name.
         own_attacks: Attacks of one's own besides, as FILE.py:function or package.module:function.
+        quick: Whether to make do with less effort.
+        seed: What attacks draw from.
+        device: Where attacks compute.
+        out: Another folder for the findings than RUN/audit.
+        workers: How many trials run at once (default: one per core, within bounds).
         own: The caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names
             is not run.
+        say: Gets remarks, a line each.
+        tick: Gets the progress.
+
+    Returns:
+        The findings of the attacks asked for, and the sentences that sum up all that was ever tried.
+
+    Raises:
+        CheckpointError: The folder holds no recorded run, or its files are damaged.
+        ConfigError: An attack is unknown, or the run has no held-out data to compare with.
     """
     started = time.perf_counter()
     known = with_own(own_attacks)

@@ -59,11 +59,27 @@ def compare(
 ) -> Comparison:
     """Train schemes with the same data, settings and seeds, each in the run folder out/SCHEME/seed-N.
 
-    `settings` are those of `fedveil run`, and hold for every scheme that has them; `only` holds those of single
-    schemes, {"nadp": {"lr": 3}}. At most `jobs` runs go on at once, each in a process with one thread (default: one
-    per core, and one on a GPU). A scheme that fails ends no other. With `resume`, finished runs are kept and others
-    go on from their checkpoints; schemes, seeds and settings are then those of before unless they are given.
-    `watch` sees all cells whenever something happens to one.
+    A scheme that fails ends no other.
+
+    Args:
+        schemes: Their names.
+        out: The comparison's folder.
+        seeds: Every scheme is trained with each of them.
+        jobs: How many runs go on at once, each in a process with one thread (default: one per core, and one on a GPU).
+        resume: Keep finished runs and continue others from their checkpoints; schemes, seeds and settings are those of
+            before unless they are given.
+        only: Settings of single schemes, {"nadp": {"lr": 3}}.
+        tracked: Trackers that follow each run.
+        say: Gets remarks, a line each.
+        watch: Sees all cells whenever something happens to one.
+        settings: Those of `fedveil run`; they hold for every scheme that has them.
+
+    Returns:
+        Every cell with its outcome, also of those that failed.
+
+    Raises:
+        ConfigError: A scheme or setting is unknown, or settings do not go together.
+        CheckpointError: The folder holds something else, or no comparison to resume.
     """
     if "scheme" in settings or "seed" in settings:
         raise ConfigError("A comparison takes schemes and seeds, not scheme and seed.")

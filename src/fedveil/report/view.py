@@ -322,11 +322,23 @@ def _text(value: Any) -> str:
 
 
 def write_report(sources: Sequence[Path], out: Path, *, with_records: bool = False) -> Path:
-    """Write a report on run folders, comparisons and audits to `out`; returns it.
+    """Write a report on run folders, comparisons and audits.
 
     The file holds everything it shows, opens from disk, and its own policy forbids browsers any connection.
-    Pictures of clients' samples, and of what attacks rebuilt of them, are left out; `with_records` puts them in, and
-    then the file's name says so: report.html becomes report.with-records.html.
+
+    Args:
+        sources: The folders to report on.
+        out: The file to write.
+        with_records: Whether to put in pictures of clients' samples, and of what attacks rebuilt of them; the file's
+            name then says so: report.html becomes report.with-records.html.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        ConfigError: There is nothing to report on, or `out` is a folder.
+        CheckpointError: A source holds nothing to report on, or is damaged.
+        MissingExtraError: plotly is not installed.
     """
     plotly = _plotly()
     if out.is_dir():

@@ -223,6 +223,10 @@ def scheme(
         summary: What it does.
         protects: What it protects from whom.
         default_loss: square, cross-entropy, or auto, which goes by the data.
+
+    Returns:
+        A decorator that registers the function and gives it back as it is; it raises ConfigError where the name is
+        that of a scheme that comes with FedVeil.
     """
 
     def register(build: Callable[..., Scheme]) -> Callable[..., Scheme]:
