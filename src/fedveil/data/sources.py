@@ -156,7 +156,7 @@ def load(
         test_fraction: How much is held out where the source has no test part of its own.
         seed: What draws the held-out samples.
         text: The column of a CSV table to learn from, alone.
-        group: The column of a CSV table that says who belongs together.
+        group: The column of a CSV table that says which samples belong together.
         max_tokens: How many ids a text has at most.
         vocabulary: How many different ids there are.
         normalise: Whether pictures stored as bytes are standardised per channel and numeric columns each, by

@@ -210,10 +210,10 @@ def _soft(problem: Problem, output: Tensor, logits: Tensor) -> Tensor:
     batch, classes = logits.shape
     every = torch.arange(classes, device=output.device)
 
-    def one(sample: Tensor, label: Tensor) -> Tensor:
+    def loss_of(sample: Tensor, label: Tensor) -> Tensor:
         return problem.loss.mean(sample[None], label[None])
 
-    table = torch.func.vmap(torch.func.vmap(one, in_dims=(None, 0)), in_dims=(0, None))(output, every)
+    table = torch.func.vmap(torch.func.vmap(loss_of, in_dims=(None, 0)), in_dims=(0, None))(output, every)
     return (logits.softmax(1) * table).sum() / batch
 
 
