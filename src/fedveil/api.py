@@ -47,8 +47,8 @@ class Trained:
     @property
     def ledger(self) -> dict[str, Any]:
         """What the run has proven, against whom, and what it has not: the content of ledger.json."""
-        found: dict[str, Any] = self.summary["ledger"]
-        return found
+        ledger: dict[str, Any] = self.summary["ledger"]
+        return ledger
 
 
 def train(
@@ -104,7 +104,7 @@ def train(
     )
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
     device, dtype = device_of(config), dtype_of(config)
-    pairs = [_pair(one, dtype=dtype, device=device, who=f"Client {k}") for k, one in enumerate(clients)]
+    pairs = [_pair(samples, dtype=dtype, device=device, who=f"Client {k}") for k, samples in enumerate(clients)]
     pool = ClientPool.separate(pairs)
     task = _task(pairs)
     held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
@@ -146,7 +146,7 @@ def _stored_seed(out: str | Path) -> dict[str, Any]:
 
 def _listed(clients: Any) -> list[Any]:
     single = isinstance(clients, Tensor | TorchDataset | DataLoader | Mapping) or not isinstance(clients, Iterable)
-    if single or (isinstance(clients, tuple) and any(isinstance(one, Tensor) for one in clients)):
+    if single or (isinstance(clients, tuple) and any(isinstance(part, Tensor) for part in clients)):
         raise DataError(
             f"clients is {type(clients).__name__}: give a list with one entry per client, [(x, y), (x, y)]."
         )
@@ -155,7 +155,7 @@ def _listed(clients: Any) -> list[Any]:
 
 def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     """Settings as a configuration has them: what only the scheme knows is an option of its own."""
-    known = {one.name: one for one in fields(RunConfig)}
+    known = {field.name: field for field in fields(RunConfig)}
     settings, options = {}, dict(given.get("options") or {})
     for name, value in given.items():
         if name in _GIVEN_OTHERWISE:
@@ -224,8 +224,8 @@ def _tensors(samples: Any, who: str) -> tuple[Tensor, Tensor]:
         rows = samples.dataset
         whole = isinstance(rows, IterableDataset)
         batches = list(samples) if whole else [samples.collate_fn([row]) for row in _rows(rows)]
-        return _joined([_of_row(one, who) for one in batches], who, torch.cat)
-    return _joined([_of_row(one, who) for one in _rows(samples)], who, torch.stack)
+        return _joined([_of_row(batch, who) for batch in batches], who, torch.cat)
+    return _joined([_of_row(row, who) for row in _rows(samples)], who, torch.stack)
 
 
 def _rows(samples: Any) -> list[Any]:
@@ -236,12 +236,12 @@ def _joined(pairs: list[tuple[Any, Any]], who: str, join: Callable[..., Tensor])
     if not pairs:
         raise DataError(f"{who} has no samples. Give it data or leave it out.")
 
-    def tensor(one: Any) -> Tensor:
+    def tensor(value: Any) -> Tensor:
         # What a loader makes of lists: one tensor per place in them.
-        listed = isinstance(one, list) and bool(one) and isinstance(one[0], Tensor)
-        return torch.stack(one, dim=1) if listed else torch.as_tensor(one)
+        listed = isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
+        return torch.stack(value, dim=1) if listed else torch.as_tensor(value)
 
-    x, y = (join([tensor(one) for one in column]) for column in zip(*pairs, strict=True))
+    x, y = (join([tensor(value) for value in column]) for column in zip(*pairs, strict=True))
     return x, y
 
 
@@ -285,17 +285,17 @@ def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Modul
     if not isinstance(output, Tensor) or output.dim() != 2:
         given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
-    found = int(output.shape[1])
+    outputs = int(output.shape[1])
     if task == "regression":
         widths = {int(targets.shape[1]) for _, targets in pairs}
-        if widths != {found}:
-            raise DataError(f"The model gives {found} outputs, the targets have {sorted(widths)} columns.")
-        return found
+        if widths != {outputs}:
+            raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")
+        return outputs
     for client, (_, labels) in enumerate(pairs):
-        outside = labels[(labels < 0) | (labels >= found)]
+        outside = labels[(labels < 0) | (labels >= outputs)]
         if len(outside):
             raise DataError(
-                f"Client {client} has class {int(outside[0])}, but the model has {found} outputs "
-                f"(classes 0 to {found - 1})."
+                f"Client {client} has class {int(outside[0])}, but the model has {outputs} outputs "
+                f"(classes 0 to {outputs - 1})."
             )
-    return found
+    return outputs

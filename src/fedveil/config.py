@@ -240,16 +240,16 @@ class RunConfig:
     record_clients: str | None = _setting(_AUDIT, "Which clients: 0,1.", shown="0 and 1", shapes_run=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, check = getattr(self, one.name), one.metadata.get("check")
+        for setting in fields(self):
+            value, check = getattr(self, setting.name), setting.metadata.get("check")
             if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{one.name} must be a finite number (got {value}).")
+                raise ConfigError(f"{setting.name} must be a finite number (got {value}).")
             if value is None:
                 continue
             if check is not None and not check[0](value):
-                raise ConfigError(f"{one.name} {check[1]} (got {value}).")
-            if one.metadata.get("choices") and value not in one.metadata["choices"]:
-                raise unknown_name(one.name, str(value), one.metadata["choices"])
+                raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
+            if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
+                raise unknown_name(setting.name, str(value), setting.metadata["choices"])
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number (got {value}).")
@@ -272,7 +272,9 @@ class RunConfig:
     @property
     def scheme_options(self) -> dict[str, int | float | str | bool | None]:
         """The settings that belong to the scheme."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.metadata.get("of_scheme")}
+        return {
+            setting.name: getattr(self, setting.name) for setting in fields(self) if setting.metadata.get("of_scheme")
+        }
 
     def with_changes(self, **changes: Any) -> RunConfig:
         """The same run with some settings changed."""
@@ -280,7 +282,7 @@ class RunConfig:
 
     def fingerprint(self) -> str:
         """A digest of everything that decides the trained model (except how long it trains)."""
-        skipped = {one.name for one in fields(self) if not one.metadata.get("shapes_run", True)}
+        skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
         skipped -= {"rounds"} if self.lr_schedule == "cosine" else set()
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
         if self.options is None:  # as it was before schemes could have options of their own
@@ -294,13 +296,13 @@ class RunConfig:
     def to_toml(self) -> str:
         """The configuration as a TOML document; settings left to defaults of others are omitted."""
         lines, tables = [], []
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for setting in fields(self):
+            value = getattr(self, setting.name)
             if isinstance(value, dict):
                 rows = [f"{key} = {toml_of(item)}" for key, item in value.items()]
-                tables += ["", f"[{one.name}]", *rows] if rows else []
+                tables += ["", f"[{setting.name}]", *rows] if rows else []
             elif value is not None:
-                lines.append(f"{one.name} = {toml_of(value)}")
+                lines.append(f"{setting.name} = {toml_of(value)}")
         return "\n".join([*lines, *tables]) + "\n"
 
     @staticmethod
@@ -334,20 +336,20 @@ class RunConfig:
         return {key.replace("-", "_"): value for key, value in settings.items()}
 
 
-_FIELDS = {one.name: one for one in fields(RunConfig)}
+_FIELDS = {setting.name: setting for setting in fields(RunConfig)}
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:
     """Whole numbers as they are typed, 1,2,10 or 0-9: ascending, each once."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     for word in text.split(","):
         first, dash, last = (part.strip() for part in word.partition("-"))
         ends = (first, last) if dash else (first, first)
-        fit = all(one.isascii() and one.isdigit() and len(one) <= _MOST_DIGITS for one in ends)
+        fit = all(end.isascii() and end.isdigit() and len(end) <= _MOST_DIGITS for end in ends)
         if not fit or int(ends[0]) > int(ends[1]):
             raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
-        found.update(range(int(ends[0]), int(ends[1]) + 1))
-    return tuple(sorted(found))
+        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
+    return tuple(sorted(numbers))
 
 
 def toml_of(value: object) -> str:
@@ -368,8 +370,8 @@ def _checked(name: str, value: object, kind: str, where: str) -> object:
     if type(value) is int and name != "seed" and abs(value) > _LARGEST_WHOLE:
         raise ConfigError(f"{where}: {name} is too large a number.")
     if isinstance(value, dict):
-        for option, one in value.items():
-            if not isinstance(option, str) or not isinstance(one, int | float | str | bool):
+        for option, choice in value.items():
+            if not isinstance(option, str) or not isinstance(choice, int | float | str | bool):
                 raise ConfigError(f"{where}: {name} holds numbers, texts and true or false by name.")
     # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
     return float(value) if float in accepted and type(value) is int and name != "cohort" else value

@@ -31,9 +31,9 @@ class Check:
     todo: str = ""
 
 
-def _judged(what: str, found: str, wrong: bool, state: str, todo: str) -> Check:
+def _judged(what: str, told: str, wrong: bool, state: str, todo: str) -> Check:
     """What was found: fine, or else in some state with something to do about it."""
-    return Check(what, state, found, todo) if wrong else Check(what, OK, found)
+    return Check(what, state, told, todo) if wrong else Check(what, OK, told)
 
 
 PURPOSES = {
@@ -71,15 +71,15 @@ class Requirement:
         """The versions that will do, in words."""
         return ", ".join(f"{sign} {bound}" for sign, bound in self.bounds)
 
-    def allows(self, found: str) -> bool:
+    def allows(self, installed: str) -> bool:
         """Whether a version will do."""
-        return all(_SIGNS[sign](numbers_of(found), numbers_of(bound)) for sign, bound in self.bounds)
+        return all(_SIGNS[sign](numbers_of(installed), numbers_of(bound)) for sign, bound in self.bounds)
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
     """The leading numbers of a version: 2.13.0+cpu is (2, 13)."""
     start = re.match(r"\d+(\.\d+)*", text)
-    numbers = [] if start is None else [int(one) for one in start.group().split(".")]
+    numbers = [] if start is None else [int(part) for part in start.group().split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -89,14 +89,14 @@ def parse(text: str) -> Requirement:
     """A requirement as a package's metadata has it."""
     parts = _PARTS.match(text)
     assert parts is not None, text
-    bounds = sorted(_BOUND.findall(parts["bounds"]), key=lambda one: one[0] not in (">=", ">"))
+    bounds = sorted(_BOUND.findall(parts["bounds"]), key=lambda bound: bound[0] not in (">=", ">"))
     return Requirement(parts["name"], tuple((sign, bound) for sign, bound in bounds), parts["extra"] or "")
 
 
 def requirements() -> list[Requirement]:
     """What the installed FedVeil asks for; none where it is not installed as a package."""
     try:
-        return [parse(one) for one in requires("fedveil") or ()]
+        return [parse(line) for line in requires("fedveil") or ()]
     except PackageNotFoundError:
         return []
 
@@ -111,37 +111,41 @@ def version_of(name: str) -> str | None:
 
 def core_packages() -> Iterator[Check]:
     """Those without which nothing works."""
-    needed = [one for one in requirements() if not one.extra]
+    needed = [package for package in requirements() if not package.extra]
     if not needed:
         todo = "pip install . in the source's folder, for its commands and its list of packages"
         yield Check("packages", ADVICE, "fedveil runs from source files and is not installed", todo)
         return
-    wrong = [one for one in needed if (found := version_of(one.name)) is None or not one.allows(found)]
-    for one in wrong:
-        found = version_of(one.name)
-        there = "not installed" if found is None else f"{found}; needed: {one.wanted}"
-        written = ",".join(f"{sign}{bound}" for sign, bound in one.bounds)
-        yield Check(f"package {one.name}", PROBLEM, there, f"pip install -U '{one.name}{written}'")
+    wrong = [
+        package for package in needed if (version := version_of(package.name)) is None or not package.allows(version)
+    ]
+    for package in wrong:
+        version = version_of(package.name)
+        there = "not installed" if version is None else f"{version}; needed: {package.wanted}"
+        written = ",".join(f"{sign}{bound}" for sign, bound in package.bounds)
+        yield Check(f"package {package.name}", PROBLEM, there, f"pip install -U '{package.name}{written}'")
     if not wrong:
-        yield Check("packages", OK, ", ".join(f"{one.name} {version_of(one.name)}" for one in needed))
+        yield Check("packages", OK, ", ".join(f"{package.name} {version_of(package.name)}" for package in needed))
 
 
 def extras() -> Iterator[Check]:
     """One finding per extra: its packages' versions and what it is for."""
     known = requirements()
-    for extra in dict.fromkeys(one.extra for one in known if one.extra):
-        yield _extra(extra, [one for one in known if one.extra == extra])
+    for extra in dict.fromkeys(package.extra for package in known if package.extra):
+        yield _extra(extra, [package for package in known if package.extra == extra])
 
 
 def _extra(extra: str, parts: list[Requirement]) -> Check:
     purpose, command = PURPOSES.get(extra, "see pyproject.toml"), f"pip install -U 'fedveil[{extra}]'"
-    found = {one.name: version_of(one.name) for one in parts}
-    told = ", ".join(f"{name} {there}" for name, there in found.items() if there is not None)
-    unfit = [one for one in parts if (there := found[one.name]) is not None and not one.allows(there)]
+    installed = {package.name: version_of(package.name) for package in parts}
+    told = ", ".join(f"{name} {there}" for name, there in installed.items() if there is not None)
+    unfit = [
+        package for package in parts if (there := installed[package.name]) is not None and not package.allows(there)
+    ]
     if unfit:
-        wanted = "; ".join(f"{one.name} must be {one.wanted}" for one in unfit)
+        wanted = "; ".join(f"{package.name} must be {package.wanted}" for package in unfit)
         return Check(f"extra {extra}", PROBLEM, f"{told} ({wanted}): {purpose}", command)
-    missing = [name for name, there in found.items() if there is None]
+    missing = [name for name, there in installed.items() if there is None]
     if missing:
         lacks = f"not installed: {', '.join(missing)}" + (f"; there: {told}" if told else "")
         return Check(f"extra {extra}", ADVICE, f"{lacks}; for {purpose}", f"if you want that: {command}")
@@ -154,9 +158,9 @@ def flower_commands() -> Iterator[Check]:
         return
     places = {name: shutil.which(name) for name in FLOWER_COMMANDS}
     missing = [name for name, place in places.items() if place is None]
-    found = f"not on PATH: {', '.join(missing)}" if missing else ", ".join(map(str, places.values()))
+    told = f"not on PATH: {', '.join(missing)}" if missing else ", ".join(map(str, places.values()))
     todo = "activate the environment that flwr is installed in, so that its bin folder is on PATH"
-    yield _judged("Flower's commands", found, bool(missing), ADVICE, todo)
+    yield _judged("Flower's commands", told, bool(missing), ADVICE, todo)
 
 
 def homomorphic() -> Iterator[Check]:
@@ -191,10 +195,10 @@ def same_model() -> Iterator[Check]:
 
 def judged(apart: float, seconds: float) -> Check:
     """What a relative difference between the two models means."""
-    found = f"two rounds of veil-secagg end {apart:.1e} from fedavg (relative), in {seconds:.1f} s"
+    told = f"two rounds of veil-secagg end {apart:.1e} from fedavg (relative), in {seconds:.1f} s"
     wrong = not apart <= CLOSE  # also for NaN
     todo = "this installation computes wrongly: reinstall torch and numpy, then report it with this table"
-    return _judged("self-test", found + f"; at most {CLOSE:g} is rounding" * wrong, wrong, PROBLEM, todo)
+    return _judged("self-test", told + f"; at most {CLOSE:g} is rounding" * wrong, wrong, PROBLEM, todo)
 
 
 def difference(scheme: str) -> float:
@@ -214,7 +218,7 @@ def difference(scheme: str) -> float:
                 torch.nn.Linear(_INPUTS, _WIDTH), torch.nn.ReLU(), torch.nn.Linear(_WIDTH, _CLASSES)
             )
         done = train(net, clients, scheme=name, rounds=2, lr=0.1, seed=1, loss="square", progress=False)
-        ends.append(torch.cat([one.detach().double().flatten() for one in done.model.parameters()]))
+        ends.append(torch.cat([parameter.detach().double().flatten() for parameter in done.model.parameters()]))
     return float((ends[0] - ends[1]).norm() / ends[0].norm())
 
 
@@ -231,8 +235,8 @@ _LITTLE_DISK, _NO_DISK = 2.0, 0.1
 
 def python() -> Iterator[Check]:
     """Python's and our own version."""
-    found = f"{sys.version.split()[0]} ({sys.executable}), fedveil {__version__} ({Path(__file__).parents[1]})"
-    yield _judged("Python", found, sys.version_info < OLDEST_PYTHON, PROBLEM, "use Python 3.11 or newer")
+    told = f"{sys.version.split()[0]} ({sys.executable}), fedveil {__version__} ({Path(__file__).parents[1]})"
+    yield _judged("Python", told, sys.version_info < OLDEST_PYTHON, PROBLEM, "use Python 3.11 or newer")
 
 
 def torch_and_device() -> Iterator[Check]:
@@ -244,7 +248,7 @@ def torch_and_device() -> Iterator[Check]:
         return
     yield Check("torch", OK, torch.__version__)
     if torch.cuda.is_available():
-        names = ", ".join(torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count()))
+        names = ", ".join(torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count()))
         yield Check("device", OK, f"cpu, and cuda: {names} (use it with --device cuda)")
     elif shutil.which("nvidia-smi"):
         todo = "install a build of torch for CUDA (pytorch.org says which), or go on with the CPU"
@@ -310,14 +314,14 @@ def disk() -> Iterator[Check]:
 
 def disk_finding(free: float) -> Check:
     """What so many free gigabytes mean."""
-    found, state = f"{free:.1f} GB free for {Path.cwd()}", PROBLEM if free < _NO_DISK else ADVICE
+    told, state = f"{free:.1f} GB free for {Path.cwd()}", PROBLEM if free < _NO_DISK else ADVICE
     todo = "make room: a run keeps checkpoints, and --record every message of some rounds"
-    return _judged("disk", found, free < _LITTLE_DISK, state, todo)
+    return _judged("disk", told, free < _LITTLE_DISK, state, todo)
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """FedVeil's own variables, and those that look like them."""
-    for name in sorted(one for one in environment if one.startswith("FEDVEIL_")):
+    for name in sorted(variable for variable in environment if variable.startswith("FEDVEIL_")):
         value = environment[name]
         if name == DATA_VARIABLE:
             yield _data(Path(value).expanduser())
@@ -336,11 +340,11 @@ def variables(environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
 def _data(place: Path) -> Check:
     if not place.is_dir():
         return Check(DATA_VARIABLE, PROBLEM, f"{place} is no folder", "set it to the folder of the data sets' folders")
-    found = [name for name in DATA_SETS if (place / name).is_dir()]
-    if not found:
+    names = [name for name in DATA_SETS if (place / name).is_dir()]
+    if not names:
         todo = f"put data sets there, each in a folder of its own: {', '.join(DATA_SETS)}"
         return Check(DATA_VARIABLE, ADVICE, f"{place}: no data set of a known name", todo)
-    return Check(DATA_VARIABLE, OK, f"{place}: {', '.join(found)}")
+    return Check(DATA_VARIABLE, OK, f"{place}: {', '.join(names)}")
 
 
 Checks = Sequence[Callable[[], Iterable[Check]]]

@@ -79,8 +79,11 @@ def vouched_settings(
     stored: Mapping[str, str], given: Mapping[str, str], *, where: str, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Every setting that may name code, as `vouched` has it."""
-    found = {one: vouched(stored.get(one), given.get(one), where=where, say=say, what=one) for one in SETTINGS}
-    return {name: value for name, value in found.items() if value is not None}
+    settings = {
+        setting: vouched(stored.get(setting), given.get(setting), where=where, say=say, what=setting)
+        for setting in SETTINGS
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def load(reference: OwnCode, *, what: str) -> object:
@@ -91,21 +94,21 @@ def load(reference: OwnCode, *, what: str) -> object:
         raise ConfigError(f"{kind.capitalize()} {reference!r} is not of the form package.module:factory.")
     module = load_file(Path(place), what=what) if place.endswith(".py") else _import(place, what)
     try:
-        found: object = operator.attrgetter(attribute)(module)
+        member: object = operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise ConfigError(
             f"{kind.capitalize()} {reference!r}: {module.__file__ or place} was imported but has no {attribute!r}."
         ) from error
-    return found
+    return member
 
 
 def load_callable(reference: OwnCode, *, what: str) -> Callable[..., object]:
     """The function that ``module:attribute`` names."""
-    found = load(reference, what=what)
-    if not callable(found):
+    function = load(reference, what=what)
+    if not callable(function):
         kind, attribute = what.split()[-1].capitalize(), reference.rpartition(":")[2]
-        raise ConfigError(f"{kind} {reference!r}: {attribute!r} is {found!r}, not a callable.")
-    return found
+        raise ConfigError(f"{kind} {reference!r}: {attribute!r} is {function!r}, not a callable.")
+    return function
 
 
 def _import(name: str, what: str) -> ModuleType:

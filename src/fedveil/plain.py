@@ -71,10 +71,10 @@ def figure(value: object) -> TypeGuard[int | float]:
 def made(kind: type[T], data: object, *, where: str) -> T:
     """A dataclass from plain data: every field there, none besides, each of its type, at every depth."""
     try:
-        found: T = _made(kind, data)
+        value: T = _made(kind, data)
     except (_WrongError, ValueError, OverflowError, RecursionError) as reason:
         raise CheckpointError(f"{where} is damaged, or of another version: {_short(reason)}.") from reason
-    return found
+    return value
 
 
 class _WrongError(Exception):
@@ -85,15 +85,15 @@ def _made(kind: Any, data: object) -> Any:
     if not isinstance(data, Mapping):
         raise _WrongError(f"{_shown(data)} stands where values by name belong")
     hints = get_type_hints(kind)
-    own = {one.name: one for one in dataclasses.fields(kind)}
+    own = {field.name: field for field in dataclasses.fields(kind)}
     strange = [name for name in data if name not in own]
     if strange:
         raise _WrongError(f"{_shown(strange[0])} is no name in it")
     given: dict[str, Any] = {}
-    for name, one in own.items():
+    for name, field in own.items():
         if name in data:
             given[name] = _fitting(hints[name], data[name], name)
-        elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise _WrongError(f"{name} is missing")
     return kind(**given)
 
@@ -113,7 +113,7 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
         return _several(inner, value, name)
     elif origin in (dict, Mapping):
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return {key: _fitting(inner[1], one, name) for key, one in value.items()}
+            return {key: _fitting(inner[1], item, name) for key, item in value.items()}
         fits = False
     elif hint is float:
         fits = figure(value)
@@ -129,7 +129,7 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
 
 def _of_several(kinds: tuple[Any, ...], value: Any, name: str) -> Any:
     # A whole number is taken as one where both are allowed.
-    for kind in sorted(kinds, key=lambda one: one is float):
+    for kind in sorted(kinds, key=lambda candidate: candidate is float):
         try:
             return _fitting(kind, value, name)
         except _WrongError:
@@ -141,10 +141,10 @@ def _several(kinds: tuple[Any, ...], value: Any, name: str) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise _WrongError(f"{name} is {_shown(value)}")
     if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return tuple(_fitting(kinds[0], one, name) for one in value)
+        return tuple(_fitting(kinds[0], item, name) for item in value)
     if len(value) != len(kinds):
         raise _WrongError(f"{name} is {_shown(value)}")
-    return tuple(_fitting(kind, one, name) for kind, one in zip(kinds, value, strict=True))
+    return tuple(_fitting(kind, item, name) for kind, item in zip(kinds, value, strict=True))
 
 
 def _shown(value: object) -> str:

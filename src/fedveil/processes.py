@@ -60,7 +60,7 @@ def python(entry: str) -> list[str]:
 
 def _code_paths() -> list[str]:
     here, own = Path.cwd(), str(Path(__file__).parents[1])
-    paths = [own, *(one for one in sys.path if one and Path(one).is_absolute() and Path(one) != here)]
+    paths = [own, *(path for path in sys.path if path and Path(path).is_absolute() and Path(path) != here)]
     return list(dict.fromkeys(paths))
 
 
@@ -230,8 +230,8 @@ _living: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 def _forked() -> None:
     # A copy of this process that held the pipes would keep children alive that have lost their parent.
-    for one in list(_living):
-        one.disown()
+    for process in list(_living):
+        process.disown()
 
 
 if hasattr(os, "register_at_fork"):
@@ -308,12 +308,12 @@ def descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
-    found, waiting = [], [root]
+    pids, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(0), [])
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def _parents() -> Iterator[tuple[int, int]]:
@@ -354,12 +354,12 @@ def _sweep(spare: bytes) -> None:
 
 def _spared(word: bytes) -> set[int]:
     """The processes below this one with this word in their command lines, and what they started."""
-    found: set[int] = set()
+    pids: set[int] = set()
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if word in (_PROC / str(pid) / "cmdline").read_bytes():
-                found |= {pid, *descendants(pid)}
-    return found
+                pids |= {pid, *descendants(pid)}
+    return pids
 
 
 def _reap_adopted(but: int = 0) -> None:

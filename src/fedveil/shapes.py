@@ -50,7 +50,7 @@ class Shape:
     ascending: bool = False
 
     def __str__(self) -> str:
-        kinds = " or ".join(str(one).removeprefix("torch.") for one in self.dtypes)
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         return f"{kinds} of shape ({', '.join(map(str, self.sizes))})"
 
 
@@ -99,18 +99,18 @@ def declared(kind: type[Any]) -> Mapping[str, Declared]:
     """What the fields of a message are declared to be; a tensor without a shape is an error of whoever wrote it."""
     if kind in _DECLARED:
         return _DECLARED[kind]
-    found = {}
+    fields = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         metadata: Sequence[Any] = ()
         if get_origin(hint) is Annotated:
             hint, *metadata = get_args(hint)
-        rule = next((one for one in metadata if isinstance(one, (Shape, Number))), None)
+        rule = next((mark for mark in metadata if isinstance(mark, (Shape, Number))), None)
         types = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         wanted = Shape if Tensor in types else (Number, type(None))
-        if not isinstance(rule, wanted) or not all(isinstance(one, type) for one in types):
+        if not isinstance(rule, wanted) or not all(isinstance(accepted, type) for accepted in types):
             raise TypeError(f"{kind.__name__}.{name} may not travel: declare it as Annotated[Tensor, a shape]")
-        found[name] = Declared(types, rule, tuple(metadata))
-    return _DECLARED.setdefault(kind, MappingProxyType(found))
+        fields[name] = Declared(types, rule, tuple(metadata))
+    return _DECLARED.setdefault(kind, MappingProxyType(fields))
 
 
 def named(kind: type[Any]) -> str:
@@ -136,8 +136,8 @@ class _Check:
 
     def message(self, value: object) -> None:
         kind = type(value)
-        for name, one in declared(kind).items():
-            self._field(f"the {name} of {named(kind)}", name, getattr(value, name), one)
+        for name, field in declared(kind).items():
+            self._field(f"the {name} of {named(kind)}", name, getattr(value, name), field)
         while self._below:
             what, tensor, name = self._below.pop()
             if tensor.numel() and int(tensor.max()) >= self._found[name]:

@@ -129,4 +129,4 @@ def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:
     """Concatenate tensors into one new vector; none at all give an empty vector like `like`."""
     if not tensors:
         return torch.empty(0) if like is None else like.new_empty(0)
-    return torch.cat([one.reshape(-1) for one in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -67,8 +67,8 @@ def ledger_in_words(summary: Mapping[str, Any]) -> str:
         "| against | result | protected | why |",
         "| --- | --- | --- | --- |",
         *(
-            f"| {one.adversary} | {one.result} | {one.unit or '–'} | {one.why} |".replace("\n", " ")
-            for one in ledger.lines
+            f"| {line.adversary} | {line.result} | {line.unit or '–'} | {line.why} |".replace("\n", " ")
+            for line in ledger.lines
         ),
     ]
     assumed = list(dict.fromkeys(text for line in ledger.lines for text in line.assumptions))
@@ -204,12 +204,12 @@ class MlflowRun:
         """Open the run, or the one that is there already; it then holds all of `rows`."""
         self._folder = folder
         tag = folder.lineage
-        found = self._client.search_runs([self._experiment], f"tags.`{LINEAGE}` = '{tag}'", max_results=1)
-        if found:
-            self._run = found[0].info.run_id
+        runs = self._client.search_runs([self._experiment], f"tags.`{LINEAGE}` = '{tag}'", max_results=1)
+        if runs:
+            self._run = runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
             history = self._client.get_metric_history(self._run, _ALWAYS_THERE)
-            self._there = {one.step for one in history}
+            self._there = {point.step for point in history}
         else:
             tags = {LINEAGE: tag, "fedveil.version": __version__, "fedveil.folder": str(folder.path.resolve())}
             self._run = self._client.create_run(self._experiment, run_name=self._title, tags=tags).info.run_id
@@ -258,16 +258,16 @@ class MlflowRun:
 
     def _found_experiment(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _EXPERIMENT)
-        found = self._client.get_experiment_by_name(name)
-        if found is None:
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
             try:
                 return str(self._client.create_experiment(name))
             except Exception:
                 # Another process may have made it in between.
-                found = self._client.get_experiment_by_name(name)
-                if found is None:
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
                     raise
-        return str(found.experiment_id)
+        return str(experiment.experiment_id)
 
     def _tell_settings(self, config: RunConfig) -> None:
         from mlflow.entities import Param
@@ -317,12 +317,12 @@ def trackers(
     What goes wrong later is said once and ends the tracking, not the run.
     """
     folder = Path(run)
-    found: list[_Tracker] = []
+    chosen: list[_Tracker] = []
     if tracked.tensorboard is not None:
-        found.append(EventFiles(Path(tracked.tensorboard or folder / "tensorboard"), run=folder))
+        chosen.append(EventFiles(Path(tracked.tensorboard or folder / "tensorboard"), run=folder))
     if tracked.mlflow is not None:
-        found.append(MlflowRun(tracked.mlflow or None, title=title or folder.resolve().name))
-    return [_Guarded(one, say) for one in found]
+        chosen.append(MlflowRun(tracked.mlflow or None, title=title or folder.resolve().name))
+    return [_Guarded(tracker, say) for tracker in chosen]
 
 
 class _Guarded:

@@ -201,9 +201,9 @@ def test_each_planted_secret_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = observe(monkeypatch, options=BATCH_NORM)
     assert seen.leaks() == []
     for name, plant in PLANTED.items():
-        seen.role._bench.souvenir = plant(seen)  # type: ignore[attr-defined]
+        seen.role._workspace.souvenir = plant(seen)  # type: ignore[attr-defined]
         assert seen.leaks(), f"{name} was not found"
-        del seen.role._bench.souvenir  # type: ignore[attr-defined]
+        del seen.role._workspace.souvenir  # type: ignore[attr-defined]
     assert seen.leaks() == []
 
 

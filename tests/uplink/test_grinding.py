@@ -120,7 +120,7 @@ class Grinder:
     def sent(self, client: int, context: RoundContext) -> NDArray[np.uint64]:
         """A client's contribution, as it is before anything covers it."""
         work = self.job.scheme.work
-        vector = work.run(self.role._bench, self.train(context).broadcast, self.data[client], round=context.round)
+        vector = work.run(self.role._workspace, self.train(context).broadcast, self.data[client], round=context.round)
         return self.uplink.codec(context, self.role._terms).encode(vector)
 
 

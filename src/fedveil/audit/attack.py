@@ -132,7 +132,7 @@ class AttackContext:
     @staticmethod
     def of(settings: Settings, progress: OnProgress = silent) -> AttackContext:
         """From plain data; settings that are an attack's own are left out."""
-        told = {one.name for one in fields(AttackContext)} - {"progress"}
+        told = {field.name for field in fields(AttackContext)} - {"progress"}
         given = {name: value for name, value in settings.items() if name in told}
         return AttackContext(
             **{
@@ -185,7 +185,11 @@ class Attack:
     def _spelt(self) -> dict[str, str]:
         """Settings by name; one that is a word of Python's is spelt with an underscore behind it."""
         parameters = inspect.signature(self.function).parameters.values()
-        return {one.name.rstrip("_"): one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        return {
+            parameter.name.rstrip("_"): parameter.name
+            for parameter in parameters
+            if parameter.kind is parameter.KEYWORD_ONLY
+        }
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -196,7 +200,7 @@ class Attack:
     @property
     def listing(self) -> tuple[str, str, str]:
         """Who makes it, on what, how."""
-        by, on = (dict.fromkeys(SIGHTS[one][place] for one in self.sees) for place in (0, 1))
+        by, on = (dict.fromkeys(SIGHTS[sight][place] for sight in self.sees) for place in (0, 1))
         return ", ".join(by), ", ".join(on), self.how
 
 
@@ -239,10 +243,10 @@ def attack(
         ("grant to an attack", tuple(granted), GRANTS),
         ("reference run", (reference,) if isinstance(reference, str) else (), REFERENCES),
     ):
-        for one in given:
-            if one not in known:
-                raise unknown_name(what, one, known)
-    if {asset in _OF_THE_MODEL} != {one == MODEL for one in seen}:
+        for word in given:
+            if word not in known:
+                raise unknown_name(what, word, known)
+    if {asset in _OF_THE_MODEL} != {sight == MODEL for sight in seen}:
         raise ConfigError(
             f"The attack {name!r} sees {', '.join(seen) or 'nothing'} and is after {asset}, of which that shows "
             "nothing an audit could score: data and labels are looked for in uploads, all else in the model."
@@ -275,12 +279,12 @@ def attacks() -> Mapping[str, Attack]:
     """The package's own attacks by name: by what they see, then by what they are after, the quick ones first."""
     from fedveil.audit import attacks as package
 
-    names = sorted(one.name for one in pkgutil.iter_modules(package.__path__))
-    modules = [importlib.import_module(f"{package.__name__}.{one}") for one in names]
-    found = [one for module in modules for one in _declared_in(module)]
+    names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    declared = [attack for module in modules for attack in _declared_in(module)]
     sights, assets = list(SIGHTS), list(ASSETS)
-    found.sort(key=lambda one: (sights.index(one.sees[0]), assets.index(one.asset), one.slow))
-    return {one.name: one for one in found}
+    declared.sort(key=lambda attack: (sights.index(attack.sees[0]), assets.index(attack.asset), attack.slow))
+    return {attack.name: attack for attack in declared}
 
 
 def attack_at(target: str) -> Attack:
@@ -300,32 +304,34 @@ def attack_at(target: str) -> Attack:
             module, digest = importlib.import_module(place), ""
         except Exception as reason:
             raise ConfigError(f"The attack {target} cannot be loaded: {type(reason).__name__}: {reason}.") from reason
-    found = getattr(module, name, None)
-    if not isinstance(found, Attack):
-        known = ", ".join(one.target.rpartition(":")[2] for one in _declared_in(module))
+    member = getattr(module, name, None)
+    if not isinstance(member, Attack):
+        known = ", ".join(attack.target.rpartition(":")[2] for attack in _declared_in(module))
         raise ConfigError(
             f"The attack {target} cannot be loaded: {module.__file__} declares no attack {name!r}"
             + (f" (but {known})." if known else "; put @attack(…) of fedveil.audit.attack over the function.")
         )
-    return replace(found, target=target, digest=digest)
+    return replace(member, target=target, digest=digest)
 
 
 def with_own(own: Sequence[str] = ()) -> Mapping[str, Attack]:
     """The package's attacks and, by FILE.py:function or package.module:function, one's own."""
     known = dict(attacks())
-    for one in map(attack_at, own):
-        if one.name in known:
-            raise ConfigError(f"There is an attack {one.name!r} already: give {one.target} another name.")
-        known[one.name] = one
+    for attack in map(attack_at, own):
+        if attack.name in known:
+            raise ConfigError(f"There is an attack {attack.name!r} already: give {attack.target} another name.")
+        known[attack.name] = attack
     return known
 
 
 def _declared_in(module: ModuleType) -> Iterator[Attack]:
-    return (one for one in vars(module).values() if isinstance(one, Attack) and _home(one) == module.__name__)
+    return (
+        member for member in vars(module).values() if isinstance(member, Attack) and _home(member) == module.__name__
+    )
 
 
-def _home(one: Attack) -> str:
-    return one.function.__module__
+def _home(attack: Attack) -> str:
+    return attack.function.__module__
 
 
 _ROLES: dict[type, str] = {
@@ -385,7 +391,7 @@ def _box(given: Any) -> tuple[float, float] | None:
     if given is None:
         return None
     try:
-        low, high = (float(one) for one in given)
+        low, high = (float(end) for end in given)
     except (TypeError, ValueError) as reason:
         raise ConfigError(f"box must be two numbers, the least and the greatest input value (got {given}).") from reason
     return low, high

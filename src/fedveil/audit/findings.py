@@ -194,11 +194,11 @@ class Trial:
 
     def score(self, found: Sequence[Found]) -> Score:
         """The figure of what was found on the views."""
-        return self.measure.score(found, [one.truth for one in self.attempts])
+        return self.measure.score(found, [attempt.truth for attempt in self.attempts])
 
     def twin_score(self, found: Sequence[Found]) -> Score:
         """The figure of what was found on the twins."""
-        truths = [one.truth if one.twin_truth is None else one.twin_truth for one in self.attempts]
+        truths = [attempt.truth if attempt.twin_truth is None else attempt.twin_truth for attempt in self.attempts]
         return self.measure.score(found, truths)
 
 
@@ -255,7 +255,9 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
             return "not decided", "too few samples: it may be chance, and it may be the unprotected figure"
         return "nothing", ""
     enough = enough_above(chance, measure)
-    ours, theirs = (min(one.value if one.capped is None else one.capped, enough) for one in (score, twin))
+    ours, theirs = (
+        min(measured.value if measured.capped is None else measured.capped, enough) for measured in (score, twin)
+    )
     reached = (ours - chance) / (theirs - twin.blind(measure))
     return ("as if unprotected" if reached >= 0.8 else "in part"), ""
 
@@ -283,8 +285,8 @@ _WHO = ("server", "clients", "wire", "client")
 def sentences(findings: Iterable[Finding]) -> dict[str, str]:
     """What each adversary got, by its best attack on every asset, with chance and no protection beside it."""
     by_adversary: dict[str, list[Finding]] = {}
-    for one in findings:
-        by_adversary.setdefault(one.adversary, []).append(one)
+    for finding in findings:
+        by_adversary.setdefault(finding.adversary, []).append(finding)
     order = sorted(by_adversary, key=lambda who: (_WHO.index(who.split()[-1]) if who.split()[-1] in _WHO else 1, who))
     return {who: _sentence(who, by_adversary[who]) for who in order}
 
@@ -292,27 +294,31 @@ def sentences(findings: Iterable[Finding]) -> dict[str, str]:
 def best_of(findings: Iterable[Finding]) -> list[Finding]:
     """For every adversary and asset the attack that got most."""
     groups: dict[tuple[str, str], list[Finding]] = {}
-    for one in findings:
-        groups.setdefault((one.adversary, one.asset), []).append(one)
-    return [min(found, key=_rank) for found in groups.values()]
+    for finding in findings:
+        groups.setdefault((finding.adversary, finding.asset), []).append(finding)
+    return [min(group, key=_rank) for group in groups.values()]
 
 
 def _sentence(who: str, findings: Sequence[Finding]) -> str:
-    parts = [_about(one, [each for each in findings if each.asset == one.asset]) for one in best_of(findings)]
+    parts = [
+        _about(finding, [each for each in findings if each.asset == finding.asset]) for finding in best_of(findings)
+    ]
     return f"{who[0].upper()}{who[1:]} {'; '.join(parts)}."
 
 
 def _about(best: Finding, findings: Sequence[Finding]) -> str:
     """One asset: by the attack that got most, and what could not be tried where it got nothing."""
     said = _got(best)
-    untried = [one for one in findings if one.verdict in ("not applicable", "failed") and one is not best]
+    untried = [
+        finding for finding in findings if finding.verdict in ("not applicable", "failed") and finding is not best
+    ]
     if best.verdict in ("nothing", "not decided", "not effective") and untried:
-        said += f" (not measured: {', '.join(dict.fromkeys(_untried(one) for one in untried))})"
+        said += f" (not measured: {', '.join(dict.fromkeys(_untried(finding) for finding in untried))})"
     return said
 
 
-def _untried(one: Finding) -> str:
-    return one.reason.rstrip(".") if one.attack == NOT_TRIED else f"{one.attack} on {one.seen}"
+def _untried(finding: Finding) -> str:
+    return finding.reason.rstrip(".") if finding.attack == NOT_TRIED else f"{finding.attack} on {finding.seen}"
 
 
 def _got(best: Finding) -> str:
@@ -335,14 +341,19 @@ def _got(best: Finding) -> str:
     return f"was not measured on {asset}: {best.reason.rstrip('.') or best.verdict}"
 
 
-def _rank(one: Finding) -> tuple[int, float, float]:
-    return _ORDER.index(one.verdict), -_reached(one), -(one.value or 0.0)
+def _rank(finding: Finding) -> tuple[int, float, float]:
+    return _ORDER.index(finding.verdict), -_reached(finding), -(finding.value or 0.0)
 
 
-def _reached(one: Finding) -> float:
-    if one.value is None or one.chance is None or one.unprotected is None or one.unprotected == one.chance:
+def _reached(finding: Finding) -> float:
+    if (
+        finding.value is None
+        or finding.chance is None
+        or finding.unprotected is None
+        or finding.unprotected == finding.chance
+    ):
         return 0.0
-    return (one.value - one.chance) / (one.unprotected - one.chance)
+    return (finding.value - finding.chance) / (finding.unprotected - finding.chance)
 
 
 FORMAT = "fedveil-audit-1"
@@ -364,7 +375,7 @@ class AuditStore:
         if self.path.exists():
             stored = read_audit(self.path)
             if stored["identity"] == self._identity:
-                self.findings = {one.name: one for one in map(finding_from, stored["findings"])}
+                self.findings = {finding.name: finding for finding in map(finding_from, stored["findings"])}
                 self._own_code = {str(name): str(digest) for name, digest in stored.get("own", {}).items()}
             elif {**stored["identity"], "quick": True} == self._identity and stored["findings"]:
                 raise ConfigError(
@@ -402,7 +413,7 @@ class AuditStore:
             "versions": {"fedveil": __version__, "torch": torch.__version__},
             **({"own": self._own_code} if self._own_code else {}),
             "adversaries": self._sentences,
-            "findings": [asdict(one) for one in self.findings.values()],
+            "findings": [asdict(finding) for finding in self.findings.values()],
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -425,7 +436,7 @@ def read_audit(path: Path) -> dict[str, Any]:
 
 def finding_from(data: object) -> Finding:
     """A finding back from plain data."""
-    own = {one.name for one in fields(Finding)}
+    own = {field.name for field in fields(Finding)}
     given = {name: value for name, value in data.items() if name in own} if isinstance(data, Mapping) else data
     try:
         return made(Finding, given, where="A finding of an audit")

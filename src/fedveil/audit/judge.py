@@ -64,8 +64,8 @@ class Judge:
     def scores(self, x: Tensor) -> Tensor:
         """Class scores, samples × classes."""
         with torch.no_grad():
-            found: Tensor = self.head(self.features(x))
-            return found
+            scores: Tensor = self.head(self.features(x))
+            return scores
 
 
 def train_judge(

@@ -57,9 +57,9 @@ class Likeness:
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """The mean over all samples of all attempts."""
         inputs, originals, labels = [], [], []
-        for one, truth in zip(found, truths, strict=True):
+        for result, truth in zip(found, truths, strict=True):
             x = truth["x"].double()
-            guess = tamed(one["inputs"], x)
+            guess = tamed(result["inputs"], x)
             inputs.append(guess[assignment(guess, x)])
             originals.append(x)
             labels.append(truth["y"])
@@ -136,7 +136,7 @@ class Labels(Share):
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
-        hits = [_matched(one["labels"], truth["y"]) for one, truth in zip(found, truths, strict=True)]
+        hits = [_matched(result["labels"], truth["y"]) for result, truth in zip(found, truths, strict=True)]
         return self.of(torch.cat(hits))
 
 
@@ -167,15 +167,17 @@ class Accuracy(Share):
         """Over all attempts."""
         ways = _ways(found)
         rights = {
-            way: torch.cat([one[way].argmax(1).cpu() == truth["y"] for one, truth in zip(found, truths, strict=True)])
+            way: torch.cat(
+                [result[way].argmax(1).cpu() == truth["y"] for result, truth in zip(found, truths, strict=True)]
+            )
             for way in ways
         }
         more = {way: float(hits.double().mean()) for way, hits in rights.items()}
         return self.of(rights[max(ways, key=_labels_used)], more)
 
 
-def _ways(found: Sequence[Found]) -> list[str]:
-    return sorted(set.intersection(*(set(one) for one in found)))
+def _ways(results: Sequence[Found]) -> list[str]:
+    return sorted(set.intersection(*(set(result) for result in results)))
 
 
 def _labels_used(way: str) -> int:
@@ -199,7 +201,7 @@ class Fit(_Percent):
         spread = float((y - y.mean(0)).square().sum())
         more = {}
         for way in ways:
-            guess = torch.cat([one[way].double().cpu() for one in found]).reshape(y.shape)
+            guess = torch.cat([result[way].double().cpu() for result in found]).reshape(y.shape)
             more[way] = max(0.0, 1.0 - float((guess - y).square().sum()) / spread)
         return Score(more[max(ways, key=_labels_used)], more=more)
 
@@ -232,7 +234,7 @@ class Members(_Percent):
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of all attempts together; each is cut at the attacker's own threshold."""
-        scores = torch.cat([one["scores"].double() - float(one["threshold"]) for one in found])
+        scores = torch.cat([result["scores"].double() - float(result["threshold"]) for result in found])
         member = torch.cat([truth["member"].bool() for truth in truths])
         judged = rates(scores, member=member, threshold=0.0)
         strict = rates(scores, member=member, threshold=0.0, confidence=_DECIDING)
@@ -262,8 +264,8 @@ class ClassMeasure(Share):
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all pictures."""
         assert self.judge is not None
-        x = torch.cat([one["inputs"].float() for one in found])
-        y = torch.cat([one["labels"] for one in found])
+        x = torch.cat([result["inputs"].float() for result in found])
+        y = torch.cat([result["labels"] for result in found])
         judge = self.judge()
         with torch.no_grad():
             hits = judge.scores(x).argmax(1).cpu() == y

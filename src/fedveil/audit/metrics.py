@@ -140,10 +140,10 @@ def random_level(original: Tensor, *, generator: torch.Generator, draws: int = 6
     return float(psnr(noise.flatten(0, 1), original.expand_as(noise).flatten(0, 1)).mean())
 
 
-def _check_alike(found: Tensor, original: Tensor) -> None:
-    if found.shape != original.shape or found.dim() < 2 or math.prod(found.shape) == 0:
+def _check_alike(rebuilt: Tensor, original: Tensor) -> None:
+    if rebuilt.shape != original.shape or rebuilt.dim() < 2 or math.prod(rebuilt.shape) == 0:
         raise DataError(
-            f"Reconstructions of shape {tuple(found.shape)} and originals of shape {tuple(original.shape)} cannot be "
+            f"Reconstructions of shape {tuple(rebuilt.shape)} and originals of shape {tuple(original.shape)} cannot be "
             "compared sample by sample: both must be (batch, ...), equal and not empty."
         )
 
@@ -360,10 +360,10 @@ def parameter_knowledge(received: Tensor, true: Tensor, architecture: Architectu
 def _tables(architecture: Architecture, got: Tensor, truth: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Every weight with its bias as rows × columns × kernel, received and true; lone vectors are left out."""
     ours, theirs = architecture.parameters.split(got), architecture.parameters.split(truth)
-    for name, one in ours.items():
+    for name, table in ours.items():
         path, _, own = name.rpartition(".")
         bias = f"{path}.{own.replace('weight', 'bias')}" if path else own.replace("weight", "bias")
-        if "weight" not in own or (one.dim() < 2 and bias not in ours):
+        if "weight" not in own or (table.dim() < 2 and bias not in ours):
             continue
         transposed = isinstance(architecture.skeleton.get_submodule(path), _TRANSPOSED)
         tables = [_table(side[name], side.get(bias), transposed=transposed) for side in (ours, theirs)]

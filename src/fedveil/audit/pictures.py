@@ -55,7 +55,7 @@ def contact_sheet(rows: Sequence[tuple[str, Tensor]], path: Path, *, box: tuple[
     lines = []
     for _, pictures in rows:
         scaled = ((pictures[:MOST_PICTURES].double().cpu().nan_to_num() - low) / (high - low)).clamp(0, 1)
-        lines.append([_tile(one) for one in scaled])
+        lines.append([_tile(picture) for picture in scaled])
     side = max(max(tile.shape[1:]) for line in lines for tile in line)
     width = max(len(line) for line in lines) * (side + _GAP) + _GAP
     channels = max(tile.shape[0] for line in lines for tile in line)
@@ -83,14 +83,19 @@ def sheet_of(trial: Trial, found: Sequence[Found], bare: Sequence[Found], *, fol
         return ""
     rows: list[tuple[str, Tensor]] = []
     if rebuilt:
-        rows.append((ROWS[0], torch.cat([one.truth["x"] for one in trial.attempts])))
-        made = [_in_order(one["inputs"], each.truth["x"]) for one, each in zip(found, trial.attempts, strict=True)]
+        rows.append((ROWS[0], torch.cat([attempt.truth["x"] for attempt in trial.attempts])))
+        made = [
+            _in_order(result["inputs"], each.truth["x"]) for result, each in zip(found, trial.attempts, strict=True)
+        ]
         rows.append((ROWS[1], torch.cat(made)))
     else:
-        rows.append((ROWS[1], torch.cat([one["inputs"] for one in found])))
+        rows.append((ROWS[1], torch.cat([result["inputs"] for result in found])))
     if bare:
         rows.append(
-            (ROWS[2], torch.cat([_twin_in_order(one, each) for one, each in zip(bare, trial.attempts, strict=True)]))
+            (
+                ROWS[2],
+                torch.cat([_twin_in_order(result, each) for result, each in zip(bare, trial.attempts, strict=True)]),
+            )
         )
     box = trial.settings.get("box")
     name = trial.name.replace("/", "-") + (RECORDS if rebuilt else ".png")
@@ -98,12 +103,12 @@ def sheet_of(trial: Trial, found: Sequence[Found], bare: Sequence[Found], *, fol
     return name
 
 
-def _twin_in_order(found: Found, attempt: Attempt) -> Tensor:
+def _twin_in_order(result: Found, attempt: Attempt) -> Tensor:
     truth = attempt.truth if attempt.twin_truth is None else attempt.twin_truth
-    return _in_order(found["inputs"], truth["x"]) if "x" in truth else found["inputs"]
+    return _in_order(result["inputs"], truth["x"]) if "x" in truth else result["inputs"]
 
 
-def _in_order(found: Tensor, originals: Tensor) -> Tensor:
+def _in_order(rebuilt: Tensor, originals: Tensor) -> Tensor:
     """A batch's reconstructions in the order of the originals they are compared with."""
-    found = tamed(found, originals)
-    return found[assignment(found, originals.double())].to(originals.dtype)
+    rebuilt = tamed(rebuilt, originals)
+    return rebuilt[assignment(rebuilt, originals.double())].to(originals.dtype)

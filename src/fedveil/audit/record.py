@@ -149,17 +149,19 @@ class Record:
         """The entries for which everything given holds, in the order in which they passed."""
         wanted = {"round": round, "attempt": attempt, "phase": phase, "kind": kind, "client": client}
         asked = {name: value for name, value in wanted.items() if value is not None}
-        return tuple(one for one in self.entries if all(getattr(one, name) == asked[name] for name in asked))
+        return tuple(entry for entry in self.entries if all(getattr(entry, name) == asked[name] for name in asked))
 
     @property
     def rounds(self) -> tuple[tuple[int, int], ...]:
         """(round, attempt) of every round that was recorded."""
-        return tuple(dict.fromkeys((one.round, one.attempt) for one in self.entries if one.round))
+        return tuple(dict.fromkeys((entry.round, entry.attempt) for entry in self.entries if entry.round))
 
     @property
     def clients(self) -> tuple[int, ...]:
         """Whose replies were recorded."""
-        return tuple(sorted({one.client for one in self.entries if one.kind == "reply" and one.client is not None}))
+        return tuple(
+            sorted({entry.client for entry in self.entries if entry.kind == "reply" and entry.client is not None})
+        )
 
     def read(self, entry: RecordEntry) -> bytes:
         """The bytes of one piece; damaged ones are refused."""
@@ -210,7 +212,7 @@ def _entries(index: Path) -> Iterator[RecordEntry]:
 def client_view(record: Record, client: int, *, data: tuple[Tensor, Tensor] | None = None) -> ClientView:
     """Everything that was sent to `client` in the recorded rounds; `data` are its own samples."""
     _check_client(record, client)
-    sent = (one for one in record.entries if one.kind in ("request", "private") and client in one.to)
+    sent = (entry for entry in record.entries if entry.kind in ("request", "private") and client in entry.to)
     x, y = (None, None) if data is None else data
     return ClientView(record.facts, client, _read(record, sent), x, y)
 
@@ -218,7 +220,8 @@ def client_view(record: Record, client: int, *, data: tuple[Tensor, Tensor] | No
 def outsider_view(record: Record) -> OutsiderView:
     """Every recorded message, both ways."""
     return OutsiderView(
-        record.facts, _read(record, (one for one in record.entries if one.kind in ("request", "private", "reply")))
+        record.facts,
+        _read(record, (entry for entry in record.entries if entry.kind in ("request", "private", "reply"))),
     )
 
 
@@ -239,7 +242,11 @@ def server_view(
     attempt = _last_attempt(record, round) if attempt is None else attempt
     here = record.find(round=round, attempt=attempt)
     # What went to others alone is the server's too, but says nothing about the victim.
-    seen = (one for one in here if one.kind == "request" or (one.kind in ("private", "reply") and one.client == victim))
+    seen = (
+        entry
+        for entry in here
+        if entry.kind == "request" or (entry.kind in ("private", "reply") and entry.client == victim)
+    )
     view = ServerView(
         record.facts,
         round,
@@ -262,8 +269,8 @@ def server_history(
     uploads = record.find(kind="reply", phase="train", client=victim)
     return ServerHistory(
         tuple(
-            server_view(record, victim, round=one.round, attempt=one.attempt, colluders=colluders, labels=labels)
-            for one in uploads
+            server_view(record, victim, round=upload.round, attempt=upload.attempt, colluders=colluders, labels=labels)
+            for upload in uploads
         )
     )
 
@@ -277,8 +284,8 @@ def _with_colluders(
     """
     if view.victim in colluders:
         raise ConfigError(f"Client {view.victim} cannot be both the victim and a colluder.")
-    for one in colluders:
-        _check_client(record, one)
+    for colluder in colluders:
+        _check_client(record, colluder)
     upload, recovered = view.upload, view.recovered
     if upload is None:
         return replace(view, colluders=tuple(sorted(colluders)))
@@ -297,44 +304,47 @@ def _with_colluders(
 
 
 def _read(record: Record, entries: Iterable[RecordEntry]) -> Messages:
-    return tuple(Message(one.round, one.attempt, one.phase, one.kind, one.client, record.read(one)) for one in entries)
+    return tuple(
+        Message(entry.round, entry.attempt, entry.phase, entry.kind, entry.client, record.read(entry))
+        for entry in entries
+    )
 
 
 def _weights(record: Record, here: Iterable[RecordEntry]) -> Weights | None:
-    for one in here:
-        if one.kind == "weights":
-            return weights_from(from_stored(record.read(one))[1])
+    for entry in here:
+        if entry.kind == "weights":
+            return weights_from(from_stored(record.read(entry))[1])
     return None
 
 
 def _opened(record: Record, here: Iterable[RecordEntry], kind: str, client: int | None) -> Opened | None:
-    for one in here:
-        if one.kind == kind and one.client == client:
-            fields, tensors = from_stored(record.read(one))
+    for entry in here:
+        if entry.kind == kind and entry.client == client:
+            fields, tensors = from_stored(record.read(entry))
             return Opened(tensors["gradient"], fields["loss"], tensors["statistics"])
     return None
 
 
 def _samples(record: Record, here: Iterable[RecordEntry], victim: int) -> int | None:
     """n_k, as the server learnt it: announced before the first round, or beside the upload's gradients."""
-    for one in record.find(kind="reply", client=victim, round=0):
-        said = decode(record.read(one))
+    for entry in record.find(kind="reply", client=victim, round=0):
+        said = decode(record.read(entry))
         if isinstance(said, Announce):
             return said.samples
     if not record.facts.readable:
         return None
-    for one in here:
-        if one.kind == "reply" and one.phase == "train" and one.client == victim:
-            said = decode(record.read(one))
+    for entry in here:
+        if entry.kind == "reply" and entry.phase == "train" and entry.client == victim:
+            said = decode(record.read(entry))
             if isinstance(said, Upload):
                 return round(float(record.facts.contributed(said.payload)["weight"]))
     return None
 
 
 def _last_attempt(record: Record, round: int) -> int:
-    attempts = [attempt for one, attempt in record.rounds if one == round]
+    attempts = [attempt for number, attempt in record.rounds if number == round]
     if not attempts:
-        known = ", ".join(str(one) for one in sorted({one for one, _ in record.rounds}))
+        known = ", ".join(str(number) for number in sorted({number for number, _ in record.rounds}))
         raise ConfigError(f"Round {round} was not recorded; recorded are the rounds {known or 'none'}.")
     return max(attempts)
 
@@ -366,9 +376,9 @@ class Choice:
         if strangers:
             raise ConfigError(f"Victims are recorded clients, and {strangers[0]} is none: add it to the clients.")
 
-    def shares(self, one: int, other: int) -> bool:
+    def shares(self, client: int, other: int) -> bool:
         """Whether what two recorded clients share is kept."""
-        return self.victims is None or one in self.victims or other in self.victims
+        return self.victims is None or client in self.victims or other in self.victims
 
     @staticmethod
     def of(*, rounds: str | None, clients: str | None, last: int, count: int) -> Choice:
@@ -376,9 +386,9 @@ class Choice:
         first = (*range(1, min(FIRST_ROUNDS, last) + 1), last)
         chosen = frozenset(first if rounds is None else numbers_of(rounds, "record_rounds"))
         some = range(min(FIRST_CLIENTS, count)) if clients is None else numbers_of(clients, "record_clients")
-        if not all(1 <= one <= last for one in chosen):
+        if not all(1 <= number <= last for number in chosen):
             raise ConfigError(f"record_rounds must lie between 1 and {last}, the last round (got {rounds}).")
-        if not all(0 <= one < count for one in some):
+        if not all(0 <= client < count for client in some):
             raise ConfigError(f"record_clients must lie between 0 and {count - 1} (got {clients}).")
         return Choice(chosen, frozenset(some))
 

@@ -56,20 +56,20 @@ def audit(
     """Try `attacks` (all that are `known`, unless some are named) on a run; what `store` holds is not made again."""
     effort = effort or Effort()
     known = with_own() if known is None else known
-    for one in attacks:
-        if one not in known:
-            raise unknown_name("attack", one, known)
+    for name in attacks:
+        if name not in known:
+            raise unknown_name("attack", name, known)
     device_of(subject.config.with_changes(device=effort.device))
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1 (got {workers}).")
     with tempfile.TemporaryDirectory(prefix="fedveil-audit-") as scratch:
         scene = scene_of(subject, effort, Path(scratch), say=say)
-        trials = list(all_trials(scene, [one for name, one in known.items() if not attacks or name in attacks]))
+        trials = list(all_trials(scene, [attack for name, attack in known.items() if not attacks or name in attacks]))
         if not trials:
             raise ConfigError(f"None of these attacks fits a run of {subject.config.scheme}: {', '.join(attacks)}.")
         if store.replaced:
             say(f"{store.path} holds an audit of another record or effort: it is replaced.")
-        waiting = [one for one in trials if not store.has(one.name, code=known[one.attack].digest)]
+        waiting = [trial for trial in trials if not store.has(trial.name, code=known[trial.attack].digest)]
         if len(waiting) < len(trials):
             say(f"{len(trials) - len(waiting)} of {len(trials)} trials are in {store.path} already.")
         runner = _Runner(known, References(Path(scratch), effort), store, tick, total=len(trials), waiting=len(waiting))
@@ -77,7 +77,7 @@ def audit(
     untried = [] if attacks else list(missing_trials(scene))
     for finding in untried:
         store.keep(finding)
-    return [*(store.findings[one.name] for one in trials), *untried]
+    return [*(store.findings[trial.name] for trial in trials), *untried]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class _Runner:
     def run(self, trials: Sequence[Trial], *, workers: int) -> None:
         """Attacks side by side, the trials of one attack after the other."""
         groups: dict[str, list[Trial]] = {}
-        for one in trials:
-            groups.setdefault(one.attack, []).append(one)
+        for trial in trials:
+            groups.setdefault(trial.attack, []).append(trial)
         # The slowest first, so that no long one is left for the end.
         order = sorted(groups, key=lambda name: not self._known[name].slow)
         # Processes that each take all cores stand in one another's way.
@@ -179,7 +179,7 @@ class _Runner:
             return _Proof()
         trial = reference.trial
         try:
-            score = trial.score([attack(one.view, trial.told(one)) for one in trial.attempts])
+            score = trial.score([attack(attempt.view, trial.told(attempt)) for attempt in trial.attempts])
         except _UNUSABLE as reason:
             return _Proof(verdict="failed", reason=f"on its reference ({reference.what}): {reason}")
         if score.value > reference.threshold:
@@ -211,9 +211,9 @@ class _Runner:
         if proof.verdict:
             return replace(finding, verdict=proof.verdict, reason=proof.reason)  # type: ignore[arg-type]
         try:
-            found = [attack(one.view, trial.told(one)) for one in trial.attempts]
-            bare = self._unprotected(trial, attack, found)
-            score = trial.score(found)
+            results = [attack(attempt.view, trial.told(attempt)) for attempt in trial.attempts]
+            bare = self._unprotected(trial, attack, results)
+            score = trial.score(results)
             twin = trial.unprotected or trial.twin_score(bare)
         except NotApplicableError as reason:
             return replace(finding, verdict="not applicable", reason=str(reason))
@@ -239,19 +239,19 @@ class _Runner:
                 "unprotected": text(twin.value),
             },
             chance=score.blind(trial.measure),
-            pictures=sheet_of(trial, found, bare, folder=self._store.pictures),
+            pictures=sheet_of(trial, results, bare, folder=self._store.pictures),
         )
 
-    def _unprotected(self, trial: Trial, attack: Tried, found: Sequence[Found]) -> list[Found]:
+    def _unprotected(self, trial: Trial, attack: Tried, protected: Sequence[Found]) -> list[Found]:
         """Results on the twins; where nothing was hidden, or nothing hides, they are the same ones."""
         if trial.unprotected is not None:
             return []
         results = []
-        for one, own in zip(trial.attempts, found, strict=True):
-            if one.twin is None or (not one.settings and alike(one.view, one.twin)):
+        for attempt, own in zip(trial.attempts, protected, strict=True):
+            if attempt.twin is None or (not attempt.settings and alike(attempt.view, attempt.twin)):
                 results.append(own)
             else:
-                results.append(attack(one.twin, trial.twin_settings))
+                results.append(attack(attempt.twin, trial.twin_settings))
         return results
 
 
@@ -288,8 +288,22 @@ def audit_run(
         run: The folder of a recorded run.
         attacks: Only these, by name.
         own_attacks: Attacks of one's own besides, as FILE.py:function or package.module:function.
+        quick: Whether to make do with less effort.
+        seed: What attacks draw from.
+        device: Where attacks compute.
+        out: Another folder for the findings than RUN/audit.
+        workers: How many trials run at once (default: one per core, within bounds).
         own: The caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names
             is not run.
+        say: Gets remarks, a line each.
+        tick: Gets the progress.
+
+    Returns:
+        The findings of the attacks asked for, and the sentences that sum up all that was ever tried.
+
+    Raises:
+        CheckpointError: The folder holds no recorded run, or its files are damaged.
+        ConfigError: An attack is unknown, or the run has no held-out data to compare with.
     """
     started = time.perf_counter()
     known = with_own(own_attacks)

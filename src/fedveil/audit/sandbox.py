@@ -115,7 +115,7 @@ class AttackProcess:
         try:
             kind, content = child.conversation(told, view, on_progress, deadline=time.monotonic() + time_limit)
             said = "" if kind is _Frame.RESULT else content.decode(errors="replace")
-            found = from_stored(content)[1] if kind is _Frame.RESULT else {}
+            result = from_stored(content)[1] if kind is _Frame.RESULT else {}
         except BaseException as reason:
             self.close()  # whatever it would still say belongs to nothing
             if isinstance(reason, TimeoutError):
@@ -132,7 +132,7 @@ class AttackProcess:
             raise NotApplicableError(said)
         if kind is not _Frame.RESULT:
             raise AttackError(f"The attack {self.name!r} failed: {said}")
-        return found
+        return result
 
 
 class _Frame(IntEnum):
@@ -148,7 +148,7 @@ class _Child(ChildProcess):
 
     def __init__(self, name: str, threads: int | None) -> None:
         fewer = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-        passed_on = {one: os.environ[one] for one in _PASSED_ON if one in os.environ}
+        passed_on = {variable: os.environ[variable] for variable in _PASSED_ON if variable in os.environ}
         self._empty = tempfile.TemporaryDirectory(prefix="fedveil-attack-")
         try:
             super().__init__(
@@ -199,8 +199,8 @@ def _share(fraction: float) -> float:
 def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[_Frame, bytes]:
     """The kind and content of an attack's answer, whatever becomes of it."""
     try:
-        found = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)
-        return _Frame.RESULT, as_bytes({}, found)
+        result = attack_at(told["attack"])(from_bytes(view), told["settings"], progress)
+        return _Frame.RESULT, as_bytes({}, result)
     except NotApplicableError as reason:
         return _Frame.NOT_APPLICABLE, str(reason).encode()
     except FedVeilError as reason:

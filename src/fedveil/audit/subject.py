@@ -104,7 +104,7 @@ class Subject:
 
     def samples_of(self, clients: Iterable[int]) -> tuple[Tensor, Tensor]:
         """All samples of several clients, one after the other."""
-        parts = [self.own(one) for one in clients]
+        parts = [self.own(client) for client in clients]
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
     def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
@@ -272,12 +272,12 @@ def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:
 
 def unprotected_history(subject: Subject, history: ServerHistory) -> ServerHistory:
     """The same for several rounds."""
-    return ServerHistory(tuple(unprotected_upload(subject, one) for one in history.rounds))
+    return ServerHistory(tuple(unprotected_upload(subject, view) for view in history.rounds))
 
 
 def unprotected_model(subject: Subject, view: ClientView) -> ClientView:
     """The view of a client to which the last model was sent as it is."""
-    last = max(place for place, one in enumerate(view.messages) if isinstance(one.opened(), Train))
+    last = max(place for place, message in enumerate(view.messages) if isinstance(message.opened(), Train))
     message = view.messages[last]
     said = message.opened()
     assert isinstance(said, Train)
@@ -298,9 +298,9 @@ def less_colluders(subject: Subject, view: ServerView, *, cohort: tuple[int, ...
     assert view.summed is not None
     weights = {client: len(subject.job.pool.clients[client]) for client in cohort}
     left = view.summed.gradient.double() * sum(weights.values())
-    for one in view.colluders:
-        own = server_view(subject.record, one, round=view.round, attempt=view.attempt)
-        left = left - weights[one] * plain_gradient(subject, own)
+    for colluder in view.colluders:
+        own = server_view(subject.record, colluder, round=view.round, attempt=view.attempt)
+        left = left - weights[colluder] * plain_gradient(subject, own)
     honest = [weights[client] for client in cohort if client not in view.colluders]
     samples = sum(view.facts.batch_of(count) for count in honest)
     return replace(view, summed=Opened(left / sum(honest), None, torch.empty(0))), samples

@@ -66,14 +66,14 @@ def _fits(attack: Attack, subject: Subject, *, head: bool) -> bool:
         "numbers": subject.test.x.is_floating_point(),
         "head noise": head,
     }
-    return all(there[one] for one in (*attack.needs, *ASSETS[attack.asset].needs))
+    return all(there[need] for need in (*attack.needs, *ASSETS[attack.asset].needs))
 
 
 def _grants(subject: Subject, attack: Attack) -> dict[str, Tensor]:
     """What the auditor lets an attack know besides: the half of the held-out data that it is not asked about."""
     public, _ = subject.halves()
     given = {name: {f"{name}.x": public.x.cpu(), f"{name}.y": public.y.cpu()} for name in attack.granted}
-    return {name: one for parts in given.values() for name, one in parts.items()}
+    return {name: tensor for parts in given.values() for name, tensor in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,24 @@ class SeenUpload:
 def uploads_of(subject: Subject) -> list[SeenUpload]:
     """Every recorded upload, one round after the other."""
     record = subject.record
-    asked = {(one.round, one.attempt): one.to for one in record.find(kind="request", phase="train")}
+    asked = {(entry.round, entry.attempt): entry.to for entry in record.find(kind="request", phase="train")}
     return [
-        SeenUpload(one.client, one.round, one.attempt, tuple(sorted(asked[one.round, one.attempt])))
-        for one in record.find(kind="reply", phase="train")
-        if one.client is not None
+        SeenUpload(entry.client, entry.round, entry.attempt, tuple(sorted(asked[entry.round, entry.attempt])))
+        for entry in record.find(kind="reply", phase="train")
+        if entry.client is not None
     ]
 
 
 def upload_trials(scene: Scene, tried: Iterable[Attack]) -> Iterator[Trial]:
     """Trials on uploads; none where the server holds no model, for it then reads no gradient."""
     subject = scene.close
-    chosen = [one for one in tried if MODEL not in one.sees]
+    chosen = [attack for attack in tried if MODEL not in attack.sees]
     if subject.held or not chosen or not (uploads := uploads_of(subject)):
         return
     if subject.config.secret_sampling:
         return  # nobody knows which records were in an upload, so nothing can be scored
     shown = _Uploads(scene, uploads)
-    for sight, exhibit in shown.exhibits({one for attack in chosen for one in attack.sees}):
+    for sight, exhibit in shown.exhibits({sight for attack in chosen for sight in attack.sees}):
         for attack in chosen:
             if sight in attack.sees and _fits(attack, subject, head=shown.bare_tensors):
                 yield shown.trial(attack, exhibit)
@@ -132,14 +132,14 @@ class _Uploads:
         self.facts = scene.close.record.facts
         self.uploads = uploads
         self.masked = not self.subject.job.scheme.readable
-        self.largest = max(len(self.truth(one)["y"]) for one in uploads)
+        self.largest = max(len(self.truth(upload)["y"]) for upload in uploads)
         self.sent = self.view(uploads[0]).broadcast
         self.bare_tensors = not self.masked and self.sent is not None and self.sent.head is not None
         self.of = f"of {self.largest} sample{'s' * (self.largest != 1)}"
 
     def truth(self, upload: SeenUpload, clients: Sequence[int] | None = None) -> Truth:
         """The samples behind an upload, or behind several clients' of that round."""
-        parts = [self.subject.batch(one, round=upload.round) for one in clients or (upload.client,)]
+        parts = [self.subject.batch(client, round=upload.round) for client in clients or (upload.client,)]
         return {"x": torch.cat([x for x, _ in parts]).cpu(), "y": torch.cat([y for _, y in parts]).cpu()}
 
     def view(self, upload: SeenUpload, colluders: Sequence[int] = ()) -> ServerView:
@@ -158,7 +158,7 @@ class _Uploads:
             attack.name,
             exhibit.seen,
             self._measure(attack.asset, exhibit.samples),
-            tuple(_granted(one, known) if known else one for one in attempts),
+            tuple(_granted(attempt, known) if known else attempt for attempt in attempts),
             settings={**base, **exhibit.settings},
             twin_settings=base,
             adaptive=attack.adaptive or exhibit.adaptive,
@@ -182,7 +182,7 @@ class _Uploads:
                 yield "bare tensors", _Exhibit("server", SERVER, beside, attempts, self.largest)
         for sight, shown in (("sum", self._sum), ("rounds", self._rounds), ("coalition", self._coalitions)):
             if sight in wanted:
-                yield from ((sight, one) for one in shown())
+                yield from ((sight, exhibit) for exhibit in shown())
         on_the_wire = "bare tensors on the wire" if self.bare_tensors else "wire"
         if on_the_wire in wanted and self.sent is not None:
             yield on_the_wire, self._wire()
@@ -190,37 +190,37 @@ class _Uploads:
     def _alone(self) -> list[Attempt]:
         """One client's upload, by the server alone."""
         return [
-            Attempt(view, unprotected_upload(self.subject, view), self.truth(one))
-            for one in self.uploads[: self.scene.effort.easy_attempts]
-            for view in (self.view(one),)
+            Attempt(view, unprotected_upload(self.subject, view), self.truth(upload))
+            for upload in self.uploads[: self.scene.effort.easy_attempts]
+            for view in (self.view(upload),)
         ]
 
     def _sum(self) -> Iterator[_Exhibit]:
         """The sum of all uploads, which masks and noise that cancels leave in the open."""
-        one = self.uploads[0]
-        view, truth = self.view(one), self.truth(one, one.cohort)
+        upload = self.uploads[0]
+        view, truth = self.view(upload), self.truth(upload, upload.cohort)
         twin = unprotected_upload(self.subject, view)
         if view.summed is None or alike(view, twin):
             return  # an upload that lies open says more than any sum
         samples = len(truth["y"])
-        seen = f"the sum of {len(one.cohort)} uploads ({samples} samples)"
-        attempt = Attempt(view, twin, truth, twin_truth=self.truth(one))
+        seen = f"the sum of {len(upload.cohort)} uploads ({samples} samples)"
+        attempt = Attempt(view, twin, truth, twin_truth=self.truth(upload))
         yield _Exhibit("server/sum", SERVER, seen, [attempt], samples, {"target": "sum", "batch": samples})
 
     def _rounds(self) -> Iterator[_Exhibit]:
         """Many rounds' uploads of one client that trains on the same samples each time."""
-        came = Counter(one.client for one in self.uploads)
+        came = Counter(upload.client for upload in self.uploads)
         often = [client for client, rounds in came.most_common(self.scene.effort.attempts) if rounds >= _FEWEST_ROUNDS]
         if self.masked or self.subject.config.batch_size != 0 or not often:
             return
-        found = []
+        attempts = []
         for client in often:
             history = server_history(self.subject.record, client)
-            first = next(one for one in self.uploads if one.client == client)
-            found.append(Attempt(history, unprotected_history(self.subject, history), self.truth(first)))
+            first = next(upload for upload in self.uploads if upload.client == client)
+            attempts.append(Attempt(history, unprotected_history(self.subject, history), self.truth(first)))
         still = self.scene.replayed and self.facts.returns == "gradient"
         seen = f"{came[often[0]]} of {self.scene.run.config.rounds} rounds' uploads of one client, {self.of}"
-        yield _Exhibit("server/rounds", SERVER, seen + ", the model standing still" * still, found, self.largest)
+        yield _Exhibit("server/rounds", SERVER, seen + ", the model standing still" * still, attempts, self.largest)
 
     def _coalitions(self) -> Iterator[_Exhibit]:
         """The server and τ clients, who take off what they share with the victim, or put into the sum."""
@@ -229,17 +229,17 @@ class _Uploads:
             return  # clients share nothing: they can add nothing to what the server sees
         if self.masked and self.subject.job.scheme.plan is not None:
             return  # colluders would take off their own noise too, which no record holds; the ledger counts it
-        others = min(len(set(recorded) & set(one.cohort)) for one in self.uploads) - 1
+        others = min(len(set(recorded) & set(upload.cohort)) for upload in self.uploads) - 1
         if not others:
             return
         for count in sorted({max(1, others // 2), others}):
             adversary = f"the server with {count} of {self.subject.config.clients} clients"
-            found, seen, samples = [], "", self.largest
-            for one in self.uploads[: self.scene.effort.easy_attempts]:
-                there = [each for each in recorded if each in one.cohort and each != one.client]
-                attempt, seen, samples = self._less(one, there[:count])
-                found.append(attempt)
-            yield _Exhibit(f"server+{count}", adversary, seen, found, samples, adaptive=True)
+            attempts, seen, samples = [], "", self.largest
+            for upload in self.uploads[: self.scene.effort.easy_attempts]:
+                there = [each for each in recorded if each in upload.cohort and each != upload.client]
+                attempt, seen, samples = self._less(upload, there[:count])
+                attempts.append(attempt)
+            yield _Exhibit(f"server+{count}", adversary, seen, attempts, samples, adaptive=True)
 
     def _less(self, upload: SeenUpload, colluders: list[int]) -> tuple[Attempt, str, int]:
         view = self.view(upload, colluders)
@@ -247,7 +247,7 @@ class _Uploads:
         if not self.masked:
             seen = f"one upload {self.of}, less what the others share with it"
             return Attempt(view, twin, self.truth(upload)), seen, self.largest
-        honest = [one for one in upload.cohort if one not in colluders]
+        honest = [client for client in upload.cohort if client not in colluders]
         view, samples = less_colluders(self.subject, view, cohort=upload.cohort)
         seen = f"the sum less the others' own parts ({samples} sample{'s' * (samples != 1)})"
         truth, settings = self.truth(upload, honest), {"target": "sum", "batch": samples}
@@ -256,14 +256,14 @@ class _Uploads:
     def _wire(self) -> _Exhibit:
         """Somebody who reads every message and knows no secret: what encryption in transit has to hide."""
         everything = outsider_view(self.subject.record)
-        found = []
-        for one in self.uploads[: self.scene.effort.easy_attempts]:
-            heard = tuple(each for each in everything.messages if each.round in (0, one.round))
-            twin = unprotected_upload(self.subject, self.view(one))
-            where = {"client": one.client, "round": one.round}
-            found.append(Attempt(OutsiderView(everything.facts, heard), twin, self.truth(one), where))
+        attempts = []
+        for upload in self.uploads[: self.scene.effort.easy_attempts]:
+            heard = tuple(each for each in everything.messages if each.round in (0, upload.round))
+            twin = unprotected_upload(self.subject, self.view(upload))
+            where = {"client": upload.client, "round": upload.round}
+            attempts.append(Attempt(OutsiderView(everything.facts, heard), twin, self.truth(upload), where))
         seen = f"messages both ways, no secret; one upload {self.of}"
-        return _Exhibit("wire", OUTSIDER, seen, found, self.largest)
+        return _Exhibit("wire", OUTSIDER, seen, attempts, self.largest)
 
 
 def _granted(attempt: Attempt, known: dict[str, Tensor]) -> Attempt:
@@ -273,14 +273,14 @@ def _granted(attempt: Attempt, known: dict[str, Tensor]) -> Attempt:
 
 def _knowing(view: View, known: dict[str, Tensor]) -> View:
     if isinstance(view, ServerHistory):
-        return ServerHistory(tuple(replace(one, known=known) for one in view.rounds))
+        return ServerHistory(tuple(replace(seen, known=known) for seen in view.rounds))
     return replace(view, known=known)
 
 
 def model_trials(scene: Scene, tried: Iterable[Attack] | None = None) -> Iterator[Trial]:
     """Trials on the model a client holds after the last recorded round."""
     every = attacks().values() if tried is None else tried
-    chosen = [one for one in every if MODEL in one.sees]
+    chosen = [attack for attack in every if MODEL in attack.sees]
     if not chosen:
         return
     shown = _Model(scene)
@@ -353,7 +353,9 @@ class _Model:
             return None if self.held else unprotected_model(self.run, view)
         client = plain.record.clients[0]
         sent = client_view(plain.record, client, data=_cpu(self.run.own(self.client)))
-        return replace(sent, known={name: one for name, one in view.known.items() if not name.startswith("weights.")})
+        return replace(
+            sent, known={name: tensor for name, tensor in view.known.items() if not name.startswith("weights.")}
+        )
 
     @cached_property
     def _function(self) -> _Case:
@@ -409,9 +411,9 @@ class _Model:
         """Candidates with half of their memberships, and the truth about the other half."""
         generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
         cohort = self.run.job.cohort
-        took_part = {one for round in range(self.run.config.rounds) for one in cohort.draw(round)}
+        took_part = {client for round in range(self.run.config.rounds) for client in cohort.draw(round)}
         if cohort.shuffled:  # by beacons that only the record tells of
-            took_part = {one for asked in self.run.record.find(kind="request") if asked.round for one in asked.to}
+            took_part = {client for asked in self.run.record.find(kind="request") if asked.round for client in asked.to}
         others = sorted(took_part - {self.client}) or [self.client]
         x, y = _cpu(self.run.samples_of(others))
         inside, outside = _paired(y, self.asked.y.cpu(), most=self.scene.effort.candidates, generator=generator)
@@ -436,7 +438,7 @@ def _paired(members: Tensor, others: Tensor, *, most: int, generator: torch.Gene
     """Equally many rows of both with the same labels: whose labels differ could be told apart without any model."""
     inside, outside = [], []
     for label in range(int(max(members.max(), others.max())) + 1):
-        ours, theirs = ((one == label).nonzero().flatten() for one in (members, others))
+        ours, theirs = ((indices == label).nonzero().flatten() for indices in (members, others))
         count = min(len(ours), len(theirs))
         inside.append(ours[torch.randperm(len(ours), generator=generator)[:count]])
         outside.append(theirs[torch.randperm(len(theirs), generator=generator)[:count]])
@@ -448,11 +450,13 @@ def _paired(members: Tensor, others: Tensor, *, most: int, generator: torch.Gene
 def _attacker(scene: Scene) -> int:
     """A recorded client; of those that are sent models, one that has the newest and answered."""
     record = scene.run.record
-    answered = [one for one in record.find(kind="reply", phase="train") if one.client is not None]
+    answered = [entry for entry in record.find(kind="reply", phase="train") if entry.client is not None]
     if not answered:
         return record.clients[0]
-    newest = max((one.round, one.attempt) for one in answered)
-    return min(one.client for one in answered if (one.round, one.attempt) == newest and one.client is not None)
+    newest = max((entry.round, entry.attempt) for entry in answered)
+    return min(
+        entry.client for entry in answered if (entry.round, entry.attempt) == newest and entry.client is not None
+    )
 
 
 def _weights(scene: Scene) -> Weights:
@@ -487,14 +491,14 @@ class References:
 
     def of(self, attack: Attack | str) -> Reference | None:
         """An attack's reference, on one attempt."""
-        one = attacks()[attack] if isinstance(attack, str) else attack
-        if one.reference is None:
+        tried = attacks()[attack] if isinstance(attack, str) else attack
+        if tried.reference is None:
             return None
         with self._lock:
-            scene = self._scene(one.reference)
-            for trial in all_trials(scene, [one]):
-                return Reference(one.reference.what, replace(trial, attempts=trial.attempts[:1]), one.asked)
-        raise ConfigError(f"The attack {one.name!r} is not tried in its own reference run ({one.reference.what}).")
+            scene = self._scene(tried.reference)
+            for trial in all_trials(scene, [tried]):
+                return Reference(tried.reference.what, replace(trial, attempts=trial.attempts[:1]), tried.asked)
+        raise ConfigError(f"The attack {tried.name!r} is not tried in its own reference run ({tried.reference.what}).")
 
     def _scene(self, run: ReferenceRun) -> Scene:
         for known, scene in self._scenes:

@@ -95,10 +95,10 @@ class Facts:
         """The architecture as both roles of the run had it."""
         example = torch.zeros((2, *self.input_shape), dtype=_DTYPES[self.input_dtype])
         model = self.module().to(_DTYPES[self.dtype]).train()
-        found, _ = draw(model, example, traced=self.traced)
-        if found.parameters.sections != self.parameters:
+        architecture, _ = draw(model, example, traced=self.traced)
+        if architecture.parameters.sections != self.parameters:
             raise ConfigError(f"The model {self.model!r} is not the one this run had: its parameters differ.")
-        return found
+        return architecture
 
     def objective(self) -> Loss:
         """The training loss."""
@@ -135,8 +135,8 @@ class Message:
 
     def opened(self) -> Request | Reply:
         """What it says."""
-        found: Request | Reply = decode(self.raw)
-        return found
+        message: Request | Reply = decode(self.raw)
+        return message
 
 
 Messages = tuple[Message, ...]
@@ -153,8 +153,12 @@ class Sent:
 
 def broadcasts_in(messages: Messages) -> tuple[Sent, ...]:
     """Every model among the messages, in order."""
-    opened = ((one, one.opened()) for one in messages if one.phase == "train" and one.kind == "request")
-    return tuple(Sent(one.round, one.attempt, said.broadcast) for one, said in opened if isinstance(said, Train))
+    opened = (
+        (message, message.opened()) for message in messages if message.phase == "train" and message.kind == "request"
+    )
+    return tuple(
+        Sent(message.round, message.attempt, said.broadcast) for message, said in opened if isinstance(said, Train)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +193,7 @@ class OutsiderView:
 
     def uploads_of(self, client: int) -> tuple[Upload, ...]:
         """Every upload of one client that passed."""
-        opened = (one.opened() for one in self.messages if one.kind == "reply" and one.client == client)
+        opened = (message.opened() for message in self.messages if message.kind == "reply" and message.client == client)
         return tuple(said for said in opened if isinstance(said, Upload))
 
 
@@ -230,8 +234,8 @@ class ServerView:
     @property
     def upload(self) -> Tensor | None:
         """The victim's upload as it was received: numbers, or words under masks; None if none came."""
-        for one in self.messages:
-            said = one.opened() if one.kind == "reply" and one.phase == "train" else None
+        for message in self.messages:
+            said = message.opened() if message.kind == "reply" and message.phase == "train" else None
             if isinstance(said, Upload):
                 return said.payload
         return None
@@ -271,15 +275,15 @@ def to_bytes(view: View) -> bytes:
     code that builds the model, which files cannot.
     """
     if isinstance(view, ServerHistory):
-        parts = {f"view.{place}": _as_tensor(to_bytes(one)) for place, one in enumerate(view.rounds)}
+        parts = {f"view.{place}": _as_tensor(to_bytes(round)) for place, round in enumerate(view.rounds)}
         return as_bytes({"view": "history", "count": len(view.rounds)}, parts)
     fields: dict[str, Any] = {
         "facts": view.facts.as_data(),
         "vouched": isinstance(view.facts.model, OwnCode),
-        "messages": [_envelope(one) for one in view.messages],
+        "messages": [_envelope(message) for message in view.messages],
     }
-    tensors = {f"message.{place}": _as_tensor(one.raw) for place, one in enumerate(view.messages)}
-    tensors |= {f"known.{name}": one for name, one in view.known.items()}
+    tensors = {f"message.{place}": _as_tensor(message.raw) for place, message in enumerate(view.messages)}
+    tensors |= {f"known.{name}": tensor for name, tensor in view.known.items()}
     if isinstance(view, ClientView):
         fields |= {"view": "client", "client": view.client}
         tensors |= _given({"x": view.x, "y": view.y})
@@ -297,10 +301,10 @@ def to_bytes(view: View) -> bytes:
         tensors |= _given({"labels": view.labels, "uncovered": view.uncovered})
         if view.weights is not None:
             tensors |= {f"weights.{name}": value for name, value in weights_by_name(view.weights).items()}
-        for name, one in (("recovered", view.recovered), ("summed", view.summed)):
-            if one is not None:
-                fields[name] = one.loss
-                tensors |= {f"{name}.gradient": one.gradient, f"{name}.statistics": one.statistics}
+        for name, opened in (("recovered", view.recovered), ("summed", view.summed)):
+            if opened is not None:
+                fields[name] = opened.loss
+                tensors |= {f"{name}.gradient": opened.gradient, f"{name}.statistics": opened.statistics}
     return as_bytes(fields, tensors)
 
 
@@ -316,15 +320,15 @@ def from_bytes(data: bytes) -> View:
         raise ProtocolError(f"a view is damaged: {reason}") from reason
 
 
-def _envelope(one: Message) -> list[Any]:
-    return [one.round, one.attempt, one.phase, one.kind, one.client]
+def _envelope(message: Message) -> list[Any]:
+    return [message.round, message.attempt, message.phase, message.kind, message.client]
 
 
 def _messages(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Messages:
     raw = (tensors[f"message.{place}"].numpy().tobytes() for place in range(len(fields["messages"])))
     return tuple(
-        Message(round, attempt, phase, kind, client, one)
-        for (round, attempt, phase, kind, client), one in zip(fields["messages"], raw, strict=True)
+        Message(round, attempt, phase, kind, client, content)
+        for (round, attempt, phase, kind, client), content in zip(fields["messages"], raw, strict=True)
     )
 
 
@@ -368,7 +372,7 @@ def _server(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
 
 def _history(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> View:
     views = [from_bytes(tensors[f"view.{place}"].numpy().tobytes()) for place in range(fields["count"])]
-    return ServerHistory(tuple(one for one in views if isinstance(one, ServerView)))
+    return ServerHistory(tuple(view for view in views if isinstance(view, ServerView)))
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Tensor]], View]] = {
@@ -393,7 +397,7 @@ def weights_from(tensors: Mapping[str, Tensor]) -> Weights | None:
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) + 1 :]: one for name, one in tensors.items() if name.startswith(f"{prefix}.")}
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def weights_by_name(weights: Weights) -> dict[str, Tensor]:
@@ -403,7 +407,7 @@ def weights_by_name(weights: Weights) -> dict[str, Tensor]:
 
 
 def _given(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    return {name: one for name, one in tensors.items() if one is not None}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _as_tensor(raw: bytes) -> Tensor:

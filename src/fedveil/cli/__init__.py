@@ -47,4 +47,7 @@ def _complain(text: str) -> None:
 
 def printable(text: str) -> str:
     """A text that may be anybody's, with what a terminal would obey instead of showing it spelt out."""
-    return "".join(one if one in "\n\t" or category(one) not in _OBEYED else ascii(one)[1:-1] for one in text)
+    return "".join(
+        character if character in "\n\t" or category(character) not in _OBEYED else ascii(character)[1:-1]
+        for character in text
+    )

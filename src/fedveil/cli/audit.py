@@ -71,9 +71,9 @@ def audit(
         raise ConfigError(
             "Name the folder of a recorded run: fedveil audit RUN. `fedveil audit --list` says with what."
         )
-    names = [one.strip() for one in (attacks or "").split(",") if one.strip()]
+    names = [name.strip() for name in (attacks or "").split(",") if name.strip()]
     with _bar() as tick:
-        found = audit_run(
+        audited = audit_run(
             run,
             attacks=names,
             own_attacks=own,
@@ -87,34 +87,34 @@ def audit(
             tick=tick,
         )
     if json:
-        typer.echo((found.folder / "audit.json").read_text(encoding="utf-8").rstrip())
+        typer.echo((audited.folder / "audit.json").read_text(encoding="utf-8").rstrip())
         return
-    _show(found)
+    _show(audited)
 
 
-def _show(found: Audit) -> None:
+def _show(audited: Audit) -> None:
     from fedveil.audit.findings import CAVEAT, SHORT
 
     columns = ("attack", "gets", "by chance", "unprotected", "verdict")
-    for title, findings in _by_adversary(found.findings):
+    for title, findings in _by_adversary(audited.findings):
         rows = [
             (
-                f"{one.attack}{' *' * one.adaptive}",
-                _figure(one),
-                one.shown.get("chance", _DASH),
-                one.shown.get("unprotected", _DASH),
-                SHORT[one.verdict],
+                f"{finding.attack}{' *' * finding.adaptive}",
+                _figure(finding),
+                finding.shown.get("chance", _DASH),
+                finding.shown.get("unprotected", _DASH),
+                SHORT[finding.verdict],
             )
-            for one in findings
+            for finding in findings
         ]
         table(title, columns, rows, right=(1, 2, 3), whole=(0, 1))
     plainly("* made for this kind of protection")
-    listed("In one sentence each", list(found.adversaries.values()))
-    listed("Why nothing follows from some", _reasons(found.findings))
+    listed("In one sentence each", list(audited.adversaries.values()))
+    listed("Why nothing follows from some", _reasons(audited.findings))
     plainly(CAVEAT)
-    plainly(f"in full: {found.folder / 'audit.json'} ({found.seconds:.0f} s)")
-    if any(one.pictures for one in found.findings):
-        plainly(f"pictures: {found.folder / 'pictures'} (rows: original, this run, without protection)")
+    plainly(f"in full: {audited.folder / 'audit.json'} ({audited.seconds:.0f} s)")
+    if any(finding.pictures for finding in audited.findings):
+        plainly(f"pictures: {audited.folder / 'pictures'} (rows: original, this run, without protection)")
         plainly("those named ….records.png show clients' samples: keep them as you keep the data")
 
 
@@ -123,34 +123,34 @@ def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Findi
     from fedveil.audit.findings import NOT_TRIED
 
     groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in findings:
-        if one.attack != NOT_TRIED:
-            groups.setdefault((one.adversary, one.asset, one.seen), []).append(one)
-    for (adversary, asset, seen), found in groups.items():
-        yield f"{adversary[0].upper()}{adversary[1:]}, after {asset}, from {seen}", found
+    for finding in findings:
+        if finding.attack != NOT_TRIED:
+            groups.setdefault((finding.adversary, finding.asset, finding.seen), []).append(finding)
+    for (adversary, asset, seen), group in groups.items():
+        yield f"{adversary[0].upper()}{adversary[1:]}, after {asset}, from {seen}", group
 
 
 def _reasons(findings: Sequence[Finding]) -> list[str]:
     """Why some say nothing; attacks with the same reason together."""
     groups: dict[str, list[str]] = {}
-    for one in findings:
-        if one.reason:
-            groups.setdefault(one.reason, []).append(one.name)
+    for finding in findings:
+        if finding.reason:
+            groups.setdefault(finding.reason, []).append(finding.name)
     return [f"{', '.join(names)}: {reason}" for reason, names in groups.items()]
 
 
-def _figure(one: Finding) -> str:
-    if "value" not in one.shown:
+def _figure(finding: Finding) -> str:
+    if "value" not in finding.shown:
         return _DASH
-    if one.low is None or one.high is None:
-        return one.shown["value"]
-    return f"{one.shown['value']} [{100 * one.low:.0f}–{100 * one.high:.0f}]"
+    if finding.low is None or finding.high is None:
+        return finding.shown["value"]
+    return f"{finding.shown['value']} [{100 * finding.low:.0f}–{100 * finding.high:.0f}]"
 
 
 def _show_attacks(own: Sequence[str]) -> None:
     from fedveil.audit.attack import with_own
 
-    rows = [(name, *one.listing) for name, one in with_own(own).items()]
+    rows = [(name, *attack.listing) for name, attack in with_own(own).items()]
     table("Attacks", ("name", "by", "on", "how"), rows)
 
 

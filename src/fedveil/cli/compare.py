@@ -49,57 +49,58 @@ def shown_live(*, quiet: bool) -> Iterator[Watch]:
 
 def _in_lines(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
     if event is None:
-        kept = [one for one in standings if one.state == "kept"]
+        kept = [progress for progress in standings if progress.state == "kept"]
         if kept:
             aside(f"{len(kept)} of {len(standings)} runs are there already")
         return
-    one = event.standing
+    progress = event.standing
     over = f"{sum(each.over for each in standings)}/{len(standings)}"
     if event.kind == "say":
-        aside(f"{one.cell.name}: {event.text}")
+        aside(f"{progress.cell.name}: {event.text}")
     elif event.kind == "start":
-        aside(f"{one.cell.name}: started")
-    elif event.kind == "over" and one.state == "failed":
-        aside(f"{one.cell.name}: failed: {one.reason} [{over}]")
+        aside(f"{progress.cell.name}: started")
+    elif event.kind == "over" and progress.state == "failed":
+        aside(f"{progress.cell.name}: failed: {progress.reason} [{over}]")
     elif event.kind == "over":
-        aside(f"{one.cell.name}: {_score(one)} after {one.round} rounds in {one.seconds:.1f} s [{over}]")
+        rounds = f"{progress.round} rounds in {progress.seconds:.1f} s"
+        aside(f"{progress.cell.name}: {_score(progress)} after {rounds} [{over}]")
 
 
 def _live_table(standings: Sequence[CellProgress], *, most: int) -> Table:
     """All cells; where they are too many for the terminal, those that are not over."""
     many = len(standings) > most
-    over = sum(one.over for one in standings)
+    over = sum(progress.over for progress in standings)
     made = Table(title=f"{over} of {len(standings)} runs are over" if many else None, title_justify="left")
     for number, column in enumerate(_COLUMNS):
         made.add_column(column, justify="right" if 0 < number < len(_COLUMNS) - 1 else "left", no_wrap=True)
-    for one in [one for one in standings if not (many and one.over)][: max(most, 1)]:
-        colour = _COLOURS.get(one.state, "dim")
-        begun = bool(one.round)
+    for progress in [progress for progress in standings if not (many and progress.over)][: max(most, 1)]:
+        colour = _COLOURS.get(progress.state, "dim")
+        begun = bool(progress.round)
         made.add_row(
-            one.cell.scheme,
-            str(one.cell.seed),
-            f"{one.round}/{one.cell.config.rounds}",
-            "–" if one.loss is None else f"{one.loss:.4f}",
-            _score(one),
-            _epsilon(one),
-            size(one.bytes_down) if begun else "–",
-            size(one.bytes_up) if begun else "–",
-            f"{one.seconds:.1f}" if begun else "–",
-            f"[{colour}]{one.state}[/{colour}]",
+            progress.cell.scheme,
+            str(progress.cell.seed),
+            f"{progress.round}/{progress.cell.config.rounds}",
+            "–" if progress.loss is None else f"{progress.loss:.4f}",
+            _score(progress),
+            _epsilon(progress),
+            size(progress.bytes_down) if begun else "–",
+            size(progress.bytes_up) if begun else "–",
+            f"{progress.seconds:.1f}" if begun else "–",
+            f"[{colour}]{progress.state}[/{colour}]",
         )
     return made
 
 
-def _score(one: CellProgress) -> str:
-    if one.score is None:
+def _score(progress: CellProgress) -> str:
+    if progress.score is None:
         return "–"
-    return f"MSE {one.score:.4f}" if one.regression else percent(one.score)
+    return f"MSE {progress.score:.4f}" if progress.regression else percent(progress.score)
 
 
-def _epsilon(one: CellProgress) -> str:
-    if one.summary is None:
+def _epsilon(progress: CellProgress) -> str:
+    if progress.summary is None:
         return "–"
-    server = one.summary["ledger"]["lines"][0]
+    server = progress.summary["ledger"]["lines"][0]
     return "–" if server["epsilon"] is None else f"{server['epsilon']:.4g}"
 
 
@@ -108,20 +109,30 @@ def show_comparison(done: Comparison) -> None:
     results = done.results
     common, seeds = results["common"], ", ".join(map(str, results["seeds"]))
     what = f"{common['dataset']}, {common['model']}, {common['clients']} clients, {common['rounds']} rounds"
-    regression = any("test_mse" in one for one in results["schemes"].values())
+    regression = any("test_mse" in figures for figures in results["schemes"].values())
     columns = ("scheme", "test MSE" if regression else "accuracy", "loss", "down", "up", "seconds", "runs")
-    rows = [_figures(name, one, regression=regression) for name, one in results["schemes"].items()]
+    rows = [_figures(name, figures, regression=regression) for name, figures in results["schemes"].items()]
     table(f"{what}, seed {seeds}", columns, rows, right=range(1, len(columns)))
     _show_verdicts(results["schemes"])
     for note in _notes(results):
         plainly(note)
 
 
-def _figures(name: str, one: dict[str, Any], *, regression: bool) -> tuple[str, ...]:
-    score = _spread(one.get("test_mse"), "{:.4f}") if regression else _spread(one.get("test_accuracy"), "{:.1%}")
-    runs = f"{one['n']}" + (f", {one['failed']} failed" if one["failed"] else "")
-    down, up = (size(one[way]["mean"]) if way in one else "–" for way in ("bytes_down", "bytes_up"))
-    return name, score, _spread(one.get("train_loss"), "{:.4f}"), down, up, _spread(one.get("seconds"), "{:.1f}"), runs
+def _figures(name: str, figures: dict[str, Any], *, regression: bool) -> tuple[str, ...]:
+    score = (
+        _spread(figures.get("test_mse"), "{:.4f}") if regression else _spread(figures.get("test_accuracy"), "{:.1%}")
+    )
+    runs = f"{figures['n']}" + (f", {figures['failed']} failed" if figures["failed"] else "")
+    down, up = (size(figures[way]["mean"]) if way in figures else "–" for way in ("bytes_down", "bytes_up"))
+    return (
+        name,
+        score,
+        _spread(figures.get("train_loss"), "{:.4f}"),
+        down,
+        up,
+        _spread(figures.get("seconds"), "{:.1f}"),
+        runs,
+    )
 
 
 def _spread(figure: dict[str, float | None] | None, form: str) -> str:
@@ -132,11 +143,15 @@ def _spread(figure: dict[str, float | None] | None, form: str) -> str:
 
 
 def _show_verdicts(schemes: dict[str, dict[str, Any]]) -> None:
-    adversaries = list(dict.fromkeys(name for one in schemes.values() for name in one.get("privacy", {})))
+    adversaries = list(dict.fromkeys(name for figures in schemes.values() for name in figures.get("privacy", {})))
     shown = [name for name in adversaries if name != _OUTSIDER]
     if not shown:
         return
-    rows = [(name, *(_verdict(one["privacy"].get(who)) for who in shown)) for name, one in schemes.items() if one["n"]]
+    rows = [
+        (name, *(_verdict(figures["privacy"].get(who)) for who in shown))
+        for name, figures in schemes.items()
+        if figures["n"]
+    ]
     table("Against whom what is proven", ("scheme", *shown), rows, ruled=True)
 
 
@@ -151,13 +166,13 @@ def _verdict(line: dict[str, Any] | None) -> str:
 
 def _notes(results: dict[str, Any]) -> list[str]:
     schemes = results["schemes"]
-    losses = {one["loss"] for one in schemes.values() if "loss" in one}
+    losses = {figures["loss"] for figures in schemes.values() if "loss" in figures}
     notes = [
         f"note: {name} has {', '.join(f'{key} = {value}' for key, value in own.items())} of its own"
         for name, own in results["only"].items()
     ]
-    for one in results["runs"]:
-        summary, who = one.get("summary", {}), f"{one['scheme']}, seed {one['seed']}"
+    for run in results["runs"]:
+        summary, who = run.get("summary", {}), f"{run['scheme']}, seed {run['seed']}"
         if "stopped" in summary:
             notes.append(f"note: {who} ended after {summary['rounds']} rounds: {summary['stopped']}")
         if "warning" in summary:
@@ -238,7 +253,7 @@ def _report(done: Comparison, *, quiet: bool) -> None:
     """Write the page about everything that finished; without its packages the figures stand all the same."""
     from fedveil.errors import MissingExtraError
 
-    if all(one.summary is None for one in done.standings):
+    if all(progress.summary is None for progress in done.standings):
         return
     try:
         from fedveil.report import write_report

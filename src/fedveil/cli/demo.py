@@ -29,16 +29,16 @@ def demo(
         ]
     rows = [
         (
-            one["scheme"],
-            percent(one["test_accuracy"]),
-            f"{one['train_loss']:.5f}",
-            percent(one["client_view_accuracy"]),
-            percent(one.get("client_view_uncovered_accuracy")),
-            size(one["bytes_down"]),
-            size(one["bytes_up"]),
-            f"{one['seconds']:.1f} s",
+            summary["scheme"],
+            percent(summary["test_accuracy"]),
+            f"{summary['train_loss']:.5f}",
+            percent(summary["client_view_accuracy"]),
+            percent(summary.get("client_view_uncovered_accuracy")),
+            size(summary["bytes_down"]),
+            size(summary["bytes_up"]),
+            f"{summary['seconds']:.1f} s",
         )
-        for one in summaries
+        for summary in summaries
     ]
     title = f"digits, mlp, {clients} clients, {rounds} rounds, seed {seed}"
     columns = ("scheme", "server", "loss", "client\nsaw", "noise\noff", "down", "up", "time")

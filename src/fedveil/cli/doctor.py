@@ -29,12 +29,12 @@ def doctor(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
     if sys.stderr.isatty():
         with complaints.status("looking") as status:
             findings = []
-            for one in examine():
-                findings.append(one)
-                status.update(f"{one.what}: {one.state}")
+            for check in examine():
+                findings.append(check)
+                status.update(f"{check.what}: {check.state}")
     else:
         findings = list(examine())
-    states = [one.state for one in findings]
+    states = [check.state for check in findings]
     if json:
         rows = list(map(vars, findings))
         typer.echo(
@@ -43,7 +43,9 @@ def doctor(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
     else:
         from rich.text import Text
 
-        shown = [(one.what, Text(one.state, style=_COLOURS[one.state]), one.found, one.todo) for one in findings]
+        shown = [
+            (check.what, Text(check.state, style=_COLOURS[check.state]), check.found, check.todo) for check in findings
+        ]
         table("This installation", ("what", "state", "found", "what to do"), shown, whole=(0,))
         problems, advice = states.count(PROBLEM), states.count(ADVICE)
         plainly(

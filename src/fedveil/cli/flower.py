@@ -232,7 +232,7 @@ def _elsewhere() -> list[tuple[str, list[str]]]:
         (
             "Whoever submits runs, there or through `ssh -L 8000:127.0.0.1:8000`, with fedveil flower run APP "
             "--superlink NAME: in ~/.flwr/config.toml",
-            [one for one in known if one],
+            [line for line in known if line],
         ),
     ]
 
@@ -404,11 +404,11 @@ def client(
 def _show_terms(home: Path) -> None:
     from fedveil.flower.home import Home
 
-    found = Home.read(home.expanduser().resolve())
+    client_home = Home.read(home.expanduser().resolve())
     table(
-        f"What client {found.client} accepts of a run",
+        f"What client {client_home.client} accepts of a run",
         ("setting", "accepted", "by"),
-        [(one.setting, one.accepted, one.source) for one in found.terms()],
+        [(term.setting, term.accepted, term.source) for term in client_home.terms()],
     )
 
 
@@ -494,11 +494,11 @@ def worker(
     if stop:
         plainly("the worker has ended" if worker_client.stop(home) else "no worker was running")
     elif status:
-        found = worker_client.ping(home)
-        if found is None:
+        answer = worker_client.ping(home)
+        if answer is None:
             plainly("no worker is running")
             raise typer.Exit(1)
-        plainly(", ".join(f"{name} {value}" for name, value in found.items()))
+        plainly(", ".join(f"{name} {value}" for name, value in answer.items()))
     else:
         from fedveil.flower.worker import main
 

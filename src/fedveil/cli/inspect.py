@@ -57,28 +57,30 @@ def inspect(
         architecture, weights = draw(net.train(), example, traced=True)
         assert architecture.table is not None
         verify(architecture, weights, example)
-    found = coverage(
+    covered = coverage(
         architecture.table,
         head_noise=head_noise and architecture.table.head is not None,
         secret_epsilon=bn_eps == "secret",
     )
     shape = tuple(example.shape[1:])
     if json:
-        typer.echo(json_module.dumps({"model": model, "input_shape": list(shape), **found.as_data()}, indent=2))
+        typer.echo(json_module.dumps({"model": model, "input_shape": list(shape), **covered.as_data()}, indent=2))
         return
-    rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in found.parameters]
+    rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in covered.parameters]
     table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", "hidden"), rows, right=(3,))
     console.print(
-        f"coverage {percent(found.fraction)} of {architecture.size:,} parameters on at least one side; "
-        f"{found.secrets} secret scales per round"
+        f"coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one side; "
+        f"{covered.secrets} secret scales per round"
     )
-    if found.visible:
-        plainly("visible: " + ", ".join(one.name for one in found.visible))
-    if head_noise and found.head_refusal:
-        plainly(f"head noise cannot be used: {found.head_refusal}")
-    if found.pins:
+    if covered.visible:
+        plainly("visible: " + ", ".join(parameter.name for parameter in covered.visible))
+    if head_noise and covered.head_refusal:
+        plainly(f"head noise cannot be used: {covered.head_refusal}")
+    if covered.pins:
         table(
-            "Operations that pin", ("operation", "where", "why"), [(p.operation, p.where, p.reason) for p in found.pins]
+            "Operations that pin",
+            ("operation", "where", "why"),
+            [(p.operation, p.where, p.reason) for p in covered.pins],
         )
     else:
         console.print("no operation pins, except the model's input and output")

@@ -23,7 +23,7 @@ _SAME = 5e-4
 
 def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     """Against whom what is proven; assumptions; the paper's figure; what is not protected."""
-    rows = [(one.adversary, one.result, one.unit or "–", _why(one)) for one in ledger.lines]
+    rows = [(line.adversary, line.result, line.unit or "–", _why(line)) for line in ledger.lines]
     counted = f" after {ledger.rounds} rounds" if ledger.rounds else ""
     table(
         title or f"Ledger of {ledger.scheme}{counted}",
@@ -33,7 +33,7 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
         ruled=True,
     )
     listed("Assumed", _assumptions(ledger.lines))
-    listed("What may change", list(dict.fromkeys(one.relation for one in ledger.lines if one.relation)))
+    listed("What may change", list(dict.fromkeys(line.relation for line in ledger.lines if line.relation)))
     if ledger.paper is not None:
         listed("The paper's own figure", _paper(ledger.paper, summed(ledger)))
     listed("Not protected", ledger.unprotected)
@@ -48,12 +48,12 @@ def _why(line: Line) -> str:
 
 
 def _assumptions(lines: Sequence[Line]) -> list[str]:
-    everywhere = dict.fromkeys(one for line in lines for one in line.assumptions)
+    everywhere = dict.fromkeys(assumption for line in lines for assumption in line.assumptions)
     claims = [line for line in lines if line.assumptions]
     shown = []
-    for one in everywhere:
-        where = [line.adversary for line in claims if one in line.assumptions]
-        shown.append(one if len(where) == len(claims) else f"{one} (against {', '.join(where)})")
+    for assumption in everywhere:
+        where = [line.adversary for line in claims if assumption in line.assumptions]
+        shown.append(assumption if len(where) == len(claims) else f"{assumption} (against {', '.join(where)})")
     return shown
 
 
@@ -69,7 +69,7 @@ def _paper(figure: PaperFigure, what: str) -> list[str]:
 
 def summed(ledger: Ledger) -> str:
     """What clients' uploads are: gradients, or the updates of local training."""
-    return "updates" if any(one.unit.startswith("all data") for one in ledger.lines) else "gradients"
+    return "updates" if any(line.unit.startswith("all data") for line in ledger.lines) else "gradients"
 
 
 def compared(noise: float, other: float) -> str:
@@ -146,11 +146,11 @@ def ledger(
     if (run is None) is not asked:
         raise ConfigError("Give a run folder (fedveil ledger runs/a), or ask about a scheme (--scheme nadp), not both.")
     if run is not None:
-        found = read_ledger(run, own=own, say=aside)
+        statement = read_ledger(run, own=own, say=aside)
         if json:
-            typer.echo(json_module.dumps(found.as_data(), indent=2, ensure_ascii=False))
+            typer.echo(json_module.dumps(statement.as_data(), indent=2, ensure_ascii=False))
         else:
-            show_ledger(found)
+            show_ledger(statement)
         return
     given = flag.settings_given(flags, {})
     if sizes is not None:
@@ -183,7 +183,7 @@ def _numbers(text: str) -> list[int]:
     from fedveil.errors import ConfigError
 
     try:
-        return [int(one) for one in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
         raise ConfigError(f"Sizes are written like 480,600,720 (got {text!r}).") from None
 
@@ -225,12 +225,12 @@ def _show_noise(answer: Planned, exact: Noise, paper: Noise, who: str, samples: 
     plainly(f"Exact accounting takes {how} noise {joint} the paper's formula; this run would use: {answer.accounting}.")
 
 
-def _sampling(found: Sampled) -> list[str]:
+def _sampling(sampled: Sampled) -> list[str]:
     return [
-        f"each record takes part in a round with probability {found.rate:g}, drawn by its client and seen by nobody",
-        f"σ of {found.multiplier:.4g} clipping bounds on the sum of a batch meets the target; "
-        f"{found.multiplier_without:.4g} would be needed if the server knew the batch",
-        f"neighbouring relation: {found.relation}",
+        f"each record takes part in a round with probability {sampled.rate:g}, drawn by its client and seen by nobody",
+        f"σ of {sampled.multiplier:.4g} clipping bounds on the sum of a batch meets the target; "
+        f"{sampled.multiplier_without:.4g} would be needed if the server knew the batch",
+        f"neighbouring relation: {sampled.relation}",
     ]
 
 

@@ -59,22 +59,26 @@ _TABLES = {"model_options": ("model_option", "--model-option", "-o"), "options":
 def _flags() -> dict[str, inspect.Parameter]:
     """A command's parameter for every setting, by name."""
     hints = get_type_hints(RunConfig)
-    settings = sorted(dataclasses.fields(RunConfig), key=lambda one: PANELS.index(one.metadata.get("panel", "")))
-    found = {}
-    for one in settings:
-        kinds = {kind for kind in (get_args(hints[one.name]) or (hints[one.name],)) if kind is not type(None)}
-        name, names = one.name, [f"--{one.name.replace('_', '-')}"]
+    settings = sorted(
+        dataclasses.fields(RunConfig), key=lambda setting: PANELS.index(setting.metadata.get("panel", ""))
+    )
+    flags = {}
+    for setting in settings:
+        kinds = {kind for kind in (get_args(hints[setting.name]) or (hints[setting.name],)) if kind is not type(None)}
+        name, names = setting.name, [f"--{setting.name.replace('_', '-')}"]
         kind: Any = str if len(kinds) > 1 else kinds.pop()
-        if one.name in _TABLES:
-            name, *names = _TABLES[one.name]
+        if setting.name in _TABLES:
+            name, *names = _TABLES[setting.name]
         elif kind is bool:
             names = [f"{names[0]}/--no-{names[0].removeprefix('--')}"]
-        told = typer.Option(*names, help=one.metadata["help"], rich_help_panel=one.metadata.get("panel") or None)
-        table = one.name in _TABLES
+        told = typer.Option(
+            *names, help=setting.metadata["help"], rich_help_panel=setting.metadata.get("panel") or None
+        )
+        table = setting.name in _TABLES
         annotation: Any = Annotated[list[str], told] if table else Annotated[kind | None, told]
         default: Any = [] if table else None
-        found[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-    return found
+        flags[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return flags
 
 
 FLAGS = _flags()
@@ -96,19 +100,19 @@ def takes_flags(
 
     def give(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command, eval_str=True).parameters.values()
-        own = {one.name for one in parameters}
+        own = {parameter.name for parameter in parameters}
         wanted = FLAGS if only is None else only
         shared = [FLAGS[name] for name in wanted if name not in own and name not in without]
 
         @functools.wraps(command)
         def taking(**given: Any) -> None:
-            flags = {one.name: given.pop(one.name) for one in shared}
+            flags = {parameter.name: given.pop(parameter.name) for parameter in shared}
             command(**given, flags=flags)
 
-        placed = [part for one in parameters for part in (shared if one.name == "flags" else [one])]
-        placed = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in placed]
+        placed = [part for parameter in parameters for part in (shared if parameter.name == "flags" else [parameter])]
+        placed = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in placed]
         taking.__signature__ = inspect.Signature(placed)  # type: ignore[attr-defined]
-        taking.__annotations__ = {one.name: one.annotation for one in placed}
+        taking.__annotations__ = {parameter.name: parameter.annotation for parameter in placed}
         return taking
 
     return give
@@ -141,8 +145,8 @@ def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
 
 
 def _table(stored: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = stored.get(name, {})
-    return found if isinstance(found, dict) else {}
+    table = stored.get(name, {})
+    return table if isinstance(table, dict) else {}
 
 
 def cohort_of(text: str) -> float | int:

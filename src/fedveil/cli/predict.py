@@ -24,10 +24,10 @@ def export(
     from fedveil.runs.model_file import export_run
 
     with working("exporting"):
-        found = export_run(run, out, spread=spread, model=flag.own_code(model=model).get("model"), say=aside)
-    plainly(f"wrote {out}: {percent(found.fraction)} of the parameters rescaled; predictions equal the model's")
-    if found.visible:
-        names = ", ".join(one.name for one in found.visible)
+        exported = export_run(run, out, spread=spread, model=flag.own_code(model=model).get("model"), say=aside)
+    plainly(f"wrote {out}: {percent(exported.fraction)} of the parameters rescaled; predictions equal the model's")
+    if exported.visible:
+        names = ", ".join(parameter.name for parameter in exported.visible)
         plainly(f"visible, as in any usable model (the output is not rescaled): {names}")
 
 
@@ -71,7 +71,7 @@ def predict(
         figures.append(f"accuracy {percent(result.accuracy)}")
     if result.mse is not None:
         figures.append(f"MSE {result.mse:.6f}")
-    plainly(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {one}" for one in figures))
+    plainly(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {figure}" for figure in figures))
     if not result.split_known:
         plainly(
             "note: an export does not tell how the run split its data; if the data has no test part of its own, this "

@@ -29,13 +29,13 @@ def _papers(folder: Path | None) -> Any:
     """
     from fedveil.errors import ConfigError
 
-    found = _CHECKOUT / "papers" if folder is None else folder.resolve()
-    if not (found / "__init__.py").is_file():
+    papers = _CHECKOUT / "papers" if folder is None else folder.resolve()
+    if not (papers / "__init__.py").is_file():
         raise ConfigError(
-            f"The papers' tables are not part of an installed FedVeil, and {found} does not hold them: get a checkout "
+            f"The papers' tables are not part of an installed FedVeil, and {papers} does not hold them: get a checkout "
             "of FedVeil and give --papers CHECKOUT/papers, or run the command of a checkout (make setup)."
         )
-    sys.path.insert(0, str(found.parent))
+    sys.path.insert(0, str(papers.parent))
     return importlib.import_module("papers")
 
 
@@ -90,7 +90,7 @@ def reproduce(
     if name is None:
         known = ", ".join(entry.name for entry in tables.entries())
         raise ConfigError(f"Name what to run again: {known}. `fedveil reproduce --list` says what each is.")
-    patterns = [one.strip() for one in (only or "").split(",") if one.strip()]
+    patterns = [pattern.strip() for pattern in (only or "").split(",") if pattern.strip()]
     options = tables.Options(
         out=out,
         device=device,
@@ -108,7 +108,7 @@ def reproduce(
         with _bar() as tick:
             outcomes = tables.reproduce_all(replace(options, tick=tick), done=_told)
         _show_all(outcomes, out, json=json)
-        if any(one.report is None for one in outcomes):
+        if any(outcome.report is None for outcome in outcomes):
             raise typer.Exit(1)
         return
     with _bar() as tick:
@@ -140,12 +140,12 @@ def _show_entries(tables: Any, json: bool, results: Path) -> None:
             for word, quick in (("full", False), ("quick", True))
             if tables.stored_result(results, entry, quick=quick)
         ]
-        rows.append({**{one: str(getattr(entry, one)) for one in fields}, "stored": ", ".join(forms)})
+        rows.append({**{field: str(getattr(entry, field)) for field in fields}, "stored": ", ".join(forms)})
     if json:
         typer.echo(json_module.dumps(rows, indent=2, ensure_ascii=False))
         return
     columns = ("name", "paper", "what it reproduces", "with --quick", "in full", "needs", "stored")
-    table("What can be run again", columns, [[one or "–" for one in row.values()] for row in rows], whole=(0,))
+    table("What can be run again", columns, [[cell or "–" for cell in row.values()] for row in rows], whole=(0,))
     plainly(f"stored: in {results} (--from)")
 
 
@@ -155,13 +155,16 @@ def _told(outcome: Outcome) -> None:
 
 def _show_all(outcomes: list[Outcome], out: Path, *, json: bool) -> None:
     if json:
-        typer.echo(json_module.dumps([one.as_data() for one in outcomes], indent=2, ensure_ascii=False))
+        typer.echo(json_module.dumps([outcome.as_data() for outcome in outcomes], indent=2, ensure_ascii=False))
         return
-    for one in outcomes:
-        if one.report is not None:
-            _show_figures(one.report)
-            plainly(f"verdict: {one.report.verdict}\n")
-    rows = [(one.entry.name, one.entry.paper, one.word, one.failed, f"{one.seconds:.0f} s") for one in outcomes]
+    for outcome in outcomes:
+        if outcome.report is not None:
+            _show_figures(outcome.report)
+            plainly(f"verdict: {outcome.report.verdict}\n")
+    rows = [
+        (outcome.entry.name, outcome.entry.paper, outcome.word, outcome.failed, f"{outcome.seconds:.0f} s")
+        for outcome in outcomes
+    ]
     table("Every entry", ("name", "paper", "verdict", "why not", "time"), rows, right=(4,), whole=(0,))
     plainly(f"tables, figures and verdicts: {out}")
 
@@ -169,7 +172,7 @@ def _show_all(outcomes: list[Outcome], out: Path, *, json: bool) -> None:
 def _show(report: Report) -> None:
     table(report.title, report.columns, report.rows, right=range(1, len(report.columns)))
     if report.checks:
-        table("Claims", ("claim", "held", "seen"), [(one.claim, one.sign, one.seen) for one in report.checks])
+        table("Claims", ("claim", "held", "seen"), [(check.claim, check.sign, check.seen) for check in report.checks])
     _show_figures(report)
     plainly(f"verdict: {report.verdict}")
     for note in report.notes:
@@ -178,7 +181,7 @@ def _show(report: Report) -> None:
 
 def _show_figures(report: Report) -> None:
     if report.figures:
-        rows = [(one.what, one.paper, one.ours) for one in report.figures]
+        rows = [(figure.what, figure.paper, figure.ours) for figure in report.figures]
         table(f"In short: {report.title}", ("figure", "paper", "here"), rows)
 
 

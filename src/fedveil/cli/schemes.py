@@ -38,7 +38,7 @@ def schemes(
         _show_scheme(find(typed(name)), json=json)
         return
     if json:
-        typer.echo(json_module.dumps([_described(one) for one in registered()], indent=2, ensure_ascii=False))
+        typer.echo(json_module.dumps([_described(info) for info in registered()], indent=2, ensure_ascii=False))
         return
     table(
         "Schemes",
@@ -50,15 +50,21 @@ def schemes(
 
 
 def _described(info: SchemeInfo) -> dict[str, Any]:
-    return {one.name: getattr(info, one.name) for one in dataclasses.fields(info) if one.name != "build"}
+    return {field.name: getattr(info, field.name) for field in dataclasses.fields(info) if field.name != "build"}
 
 
 def _show_scheme(info: SchemeInfo, *, json: bool) -> None:
     """A scheme's options: their types, defaults, and what is said of them where they are declared."""
-    helps = {one.name: one.metadata.get("words", "") for one in dataclasses.fields(RunConfig)}
+    helps = {setting.name: setting.metadata.get("words", "") for setting in dataclasses.fields(RunConfig)}
     rows = [
-        (one.name, one.type_text, one.default, one.words or helps.get(one.name, ""), one.name in helps)
-        for one in info.declared.values()
+        (
+            option.name,
+            option.type_text,
+            option.default,
+            option.words or helps.get(option.name, ""),
+            option.name in helps,
+        )
+        for option in info.declared.values()
     ]
     if json:
         options = [dict(zip(("name", "type", "default", "words"), row, strict=False)) for row in rows]
@@ -92,7 +98,7 @@ def models(json: bool = typer.Option(False, "--json", help="As data.")) -> None:
     from fedveil.models import describe
 
     if json:
-        data = [{**vars(one), "options": dict(one.options), "choices": dict(one.choices)} for one in describe()]
+        data = [{**vars(model), "options": dict(model.options), "choices": dict(model.choices)} for model in describe()]
         typer.echo(json_module.dumps(data, indent=2, ensure_ascii=False))
         return
     table(

@@ -41,7 +41,7 @@ def table(
             no_wrap=number in whole,
         )
     for row in rows:
-        made.add_row(*(Text(printable(one)) if isinstance(one, str) else one for one in row))
+        made.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     console.print(made)
 
 
@@ -51,8 +51,8 @@ def listed(heading: str, texts: Sequence[str]) -> None:
         return
     console.print(f"[bold]{heading}[/bold]")
     points = Table.grid(padding=(0, 1))
-    for one in texts:
-        points.add_row(" –", Text(printable(one)))
+    for text in texts:
+        points.add_row(" –", Text(printable(text)))
     console.print(points)
 
 

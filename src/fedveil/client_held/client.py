@@ -371,7 +371,7 @@ class Keeper:
         if facts.get("version") != version or _shapes(tensors) != _shapes(self._start.tensors()):
             raise ProtocolError(f"client {state.client} was lent a model of another version or architecture")
         device = self._terms.architecture.trainable.device
-        return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
+        return Held.restored(facts, {name: tensor.to(device) for name, tensor in tensors.items()})
 
     def moved(self, state: ClientState, latest: Aggregate) -> Held:
         """The model one aggregate further; simulated clients that hold the same one share the result."""
@@ -413,7 +413,7 @@ class Keeper:
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    return {name: (one.dtype, one.shape) for name, one in tensors.items()}
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _model_purpose(version: int) -> str:

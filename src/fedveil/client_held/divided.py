@@ -104,9 +104,9 @@ class Parallel(Channel):
         """As the cipher has it."""
         if clients < 2:
             raise ConfigError("A model that lives with its clients needs at least two of them in a round.")
-        for one in (self.cipher, self.ballots):
-            if one is not None:
-                one.fits(clients, asked=asked)
+        for part in (self.cipher, self.ballots):
+            if part is not None:
+                part.fits(clients, asked=asked)
 
     def count(self, round: int, size: int) -> int:
         """How many of `size` coordinates are hidden in a round."""
@@ -273,7 +273,7 @@ class Parallel(Channel):
         return (
             *releases_of(MaskedUpload, name="vote", but=shares),
             *asked,
-            *(one for one in ballot if one.field == "vote.ballot"),
+            *(release for release in ballot if release.field == "vote.ballot"),
             *releases_of(Divide, but=("winners",)),
             *ballot,
             *(() if opened_too else releases_of_all(*UNMASKING_MESSAGES)),

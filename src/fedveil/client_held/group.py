@@ -153,7 +153,7 @@ class _Founding(Inbox[Founded]):
 
     def __init__(self, founder: int, newcomers: Sequence[int], keys: OpeningKeys) -> None:
         self._keys = keys
-        self._newcomers = [one for one in newcomers if one != founder]
+        self._newcomers = [client for client in newcomers if client != founder]
         self.invited: dict[int, bytes] = {}
         self.reply: Founded | None = None
         most = len(self._newcomers) * _LARGEST_GROUP
@@ -193,10 +193,10 @@ class Gathering:
 
     def steps(self, clients: Sequence[int]) -> Generator[Ask, Gathered | None, None]:
         """Have everybody of `clients` who is not yet a member let in, by whoever answers first."""
-        newcomers = tuple(one for one in clients if one not in self.members)
+        newcomers = tuple(client for client in clients if client not in self.members)
         if not newcomers:
             return
-        candidates = [one for one in self.members if one in clients] or [*self.members] or list(newcomers)
+        candidates = [client for client in self.members if client in clients] or [*self.members] or list(newcomers)
         for founder in candidates[:_FOUNDERS_TRIED]:
             founding = _Founding(founder, newcomers, self._keys)
             answer = yield Ask((founder,), Found(torch.tensor(newcomers, dtype=torch.int64), self._clients), founding)

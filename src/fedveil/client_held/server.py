@@ -83,7 +83,7 @@ class RelayRole(Conductor):
         self._lender = -1
         # Parameters and their velocity, statistics and ε, other buffers: eight bytes a number at most, and a header.
         values = architecture.skeleton.state_dict().values()
-        self._largest_loan = 32 * sum(one.numel() for one in values) + (1 << 20)
+        self._largest_loan = 32 * sum(tensor.numel() for tensor in values) + (1 << 20)
 
     @property
     def standing(self) -> tuple[int, Aggregate | None]:
@@ -93,7 +93,7 @@ class RelayRole(Conductor):
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         if not set(clients) <= set(self._group.members):
             yield from self._group.steps(clients)
-        return tuple(one for one in clients if one in self._group.members)
+        return tuple(client for client in clients if client in self._group.members)
 
     def _refusal(self) -> str:
         return too_few("have joined the group", self._group.refused) or super()._refusal()
@@ -105,10 +105,10 @@ class RelayRole(Conductor):
 
     def _loans(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, dict[int, Request]]:
         """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
-        behind = [one for one in clients if not self._up_to_date(one)]
-        lenders = [one for one in self._group.members if self._up_to_date(one)] if behind else []
+        behind = [client for client in clients if not self._up_to_date(client)]
+        lenders = [client for client in self._group.members if self._up_to_date(client)] if behind else []
         # Whoever lent a model that nobody could use comes last.
-        for lender in sorted(lenders, key=lambda one: one in self._doubted)[:_LENDERS_TRIED]:
+        for lender in sorted(lenders, key=lambda client: client in self._doubted)[:_LENDERS_TRIED]:
             loan = Loan(self._version, lender, most=self._largest_loan)
             yield Ask((lender,), Lend(self._version, self._latest), loan)
             if loan.sealed is not None:
@@ -119,7 +119,7 @@ class RelayRole(Conductor):
 
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         loans = yield from self._loans(able)
-        able = tuple(one for one in able if one in loans or self._up_to_date(one))
+        able = tuple(client for client in able if client in loans or self._up_to_date(client))
         if not able:
             yield RunStopped("no client that answers holds the present model any more")
             self._stopped = True
@@ -132,7 +132,7 @@ class RelayRole(Conductor):
         except (ProtocolError, ConfigError) as reason:
             failed = str(reason).rstrip(".")
         self.state.round += 1
-        if any(self._holding.get(one) != self._version for one in loans):
+        if any(self._holding.get(client) != self._version for client in loans):
             self._doubted.add(self._lender)
         if failed and heard.unreadable:
             self._take_back()
@@ -222,7 +222,7 @@ class RelayRole(Conductor):
         """Bring everybody's model up to date."""
         members = tuple(self._group.members)
         loans = yield from self._loans(members)
-        able = tuple(one for one in members if one in loans or self._up_to_date(one))
+        able = tuple(client for client in members if client in loans or self._up_to_date(client))
         if able:
             farewell = Finish(self._version, self._latest)
             yield Ask(able, farewell, Farewells(self._version, able), each=loans)
@@ -245,7 +245,7 @@ class _Heard:
     @property
     def unreadable(self) -> bool:
         """Whether somebody refused because of sums; whoever refuses for another reason has no quarrel with them."""
-        return any(one.code is Code.UNREADABLE for one in self._refused.values())
+        return any(refusal.code is Code.UNREADABLE for refusal in self._refused.values())
 
     def take(self, gathered: Gathered) -> None:
         """A phase in which clients send something of their own."""
@@ -261,7 +261,7 @@ class _Heard:
     def gathered(self) -> Gathered:
         """The round as one phase."""
         arrived = self.arrived
-        missing = tuple(one for one in self._cohort if one not in arrived and one not in self._refused)
+        missing = tuple(client for client in self._cohort if client not in arrived and client not in self._refused)
         return Gathered(arrived, self._refused, missing, self._down, self._up)
 
 

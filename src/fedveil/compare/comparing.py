@@ -41,7 +41,7 @@ class Comparison:
     @property
     def failed(self) -> list[CellProgress]:
         """The cells that failed."""
-        return [one for one in self.standings if one.state == "failed"]
+        return [cell for cell in self.standings if cell.state == "failed"]
 
 
 def compare(
@@ -59,11 +59,27 @@ def compare(
 ) -> Comparison:
     """Train schemes with the same data, settings and seeds, each in the run folder out/SCHEME/seed-N.
 
-    `settings` are those of `fedveil run`, and hold for every scheme that has them; `only` holds those of single
-    schemes, {"nadp": {"lr": 3}}. At most `jobs` runs go on at once, each in a process with one thread (default: one
-    per core, and one on a GPU). A scheme that fails ends no other. With `resume`, finished runs are kept and others
-    go on from their checkpoints; schemes, seeds and settings are then those of before unless they are given.
-    `watch` sees all cells whenever something happens to one.
+    A scheme that fails ends no other.
+
+    Args:
+        schemes: Their names.
+        out: The comparison's folder.
+        seeds: Every scheme is trained with each of them.
+        jobs: How many runs go on at once, each in a process with one thread (default: one per core, and one on a GPU).
+        resume: Keep finished runs and continue others from their checkpoints; schemes, seeds and settings are those of
+            before unless they are given.
+        only: Settings of single schemes, {"nadp": {"lr": 3}}.
+        tracked: Trackers that follow each run.
+        say: Gets remarks, a line each.
+        watch: Sees all cells whenever something happens to one.
+        settings: Those of `fedveil run`; they hold for every scheme that has them.
+
+    Returns:
+        Every cell with its outcome, also of those that failed.
+
+    Raises:
+        ConfigError: A scheme or setting is unknown, or settings do not go together.
+        CheckpointError: The folder holds something else, or no comparison to resume.
     """
     if "scheme" in settings or "seed" in settings:
         raise ConfigError("A comparison takes schemes and seeds, not scheme and seed.")
@@ -80,26 +96,26 @@ def compare(
         say(line)
     folder.mkdir(parents=True, exist_ok=True)
     standings = tuple(CellProgress(cell) for cell in plan.cells)
-    for one in standings:
-        _take_finished(one, folder)
+    for progress in standings:
+        _take_finished(progress, folder)
 
     def write() -> dict[str, Any]:
         results = results_of(plan, standings)
         write_results(folder / "compare.json", results)
         return results
 
-    def job_of(one: CellProgress) -> dict[str, Any]:
-        config = one.cell.config
+    def job_of(progress: CellProgress) -> dict[str, Any]:
+        config = progress.cell.config
         return {
             "config": dataclasses.asdict(config),
             "own": [name for name in SETTINGS if isinstance(getattr(config, name), OwnCode)],
-            "folder": str(folder / one.cell.folder),
-            "title": one.cell.name,
-            "tracked": dataclasses.asdict(tracked.within(one.cell.folder)),
+            "folder": str(folder / progress.cell.folder),
+            "title": progress.cell.name,
+            "tracked": dataclasses.asdict(tracked.within(progress.cell.folder)),
         }
 
-    def take(one: CellProgress, report: Report) -> None:
-        event = _event(one, report)
+    def take(progress: CellProgress, report: Report) -> None:
+        event = _event(progress, report)
         if event.kind == "over":
             write()
         watch(standings, event)
@@ -107,7 +123,7 @@ def compare(
     write()
     watch(standings, None)
     run_grid(
-        [one for one in standings if not one.over],
+        [progress for progress in standings if not progress.over],
         work="fedveil.compare.worker:train",
         job_of=job_of,
         take=take,
@@ -117,28 +133,28 @@ def compare(
     return Comparison(folder, plan, standings, write())
 
 
-def _event(one: CellProgress, report: Report) -> CellEvent:
+def _event(progress: CellProgress, report: Report) -> CellEvent:
     """Take in what a cell's process reports."""
     kind = report["kind"]
     if kind == "start":
-        one.state = "starting"
-        return CellEvent(one, "start")
+        progress.state = "starting"
+        return CellEvent(progress, "start")
     if kind == "say":
-        return CellEvent(one, "say", report["text"])
+        return CellEvent(progress, "say", report["text"])
     if kind == "begin":
-        one.state, one.round = "running", report["round"]
-        return CellEvent(one, "round")
+        progress.state, progress.round = "running", report["round"]
+        return CellEvent(progress, "round")
     if kind == "round":
-        one.take(report["row"])
-        return CellEvent(one, "round")
+        progress.take(report["row"])
+        return CellEvent(progress, "round")
     if kind == "done":
-        one.finish(report["summary"])
+        progress.finish(report["summary"])
     else:
         further = (
             " (see workers.log). The run can go on from its last checkpoint: --resume." if "died" in report else ""
         )
-        one.fail(report["reason"] + further, code=report["code"])
-    return CellEvent(one, "over")
+        progress.fail(report["reason"] + further, code=report["code"])
+    return CellEvent(progress, "over")
 
 
 def _plan(
@@ -184,14 +200,14 @@ def _joined(before: Sequence[Any], now: Sequence[Any] | None) -> list[Any]:
     return list(dict.fromkeys([*before, *(now or ())]))
 
 
-def _take_finished(one: CellProgress, out: Path) -> None:
-    file = out / one.cell.folder / "summary.json"
+def _take_finished(progress: CellProgress, out: Path) -> None:
+    file = out / progress.cell.folder / "summary.json"
     if not file.exists():
         return
     try:
         summary = RunFolder(file.parent).summary() or {}
         ledger_from(summary["ledger"], where=str(file)).line(SERVER)
-        one.finish(summary, kept=True)
+        progress.finish(summary, kept=True)
     except (CheckpointError, KeyError, StopIteration) as reason:
         raise CheckpointError(f"{file} is damaged: remove it, and the run goes on from its checkpoint.") from reason
 

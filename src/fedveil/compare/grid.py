@@ -106,7 +106,7 @@ def run_grid(
     `take` hears every report, in this thread. `path` are folders from which work may be imported; what libraries say
     goes to the file `log`, or to standard error.
     """
-    order = {"work": work, "path": [str(one) for one in path]}
+    order = {"work": work, "path": [str(entry) for entry in path]}
     if jobs is None:
         from fedveil.compare.worker import perform  # elsewhere only processes import it: it is their main module
 
@@ -169,14 +169,14 @@ def _in_processes(
 
 
 def _stop_all(running: list[_Process[Cell]]) -> None:
-    for one in running:
-        one.stop()
-    for one in running:
+    for worker in running:
+        worker.stop()
+    for worker in running:
         try:
-            one.process.wait(timeout=_PATIENCE)
+            worker.process.wait(timeout=_PATIENCE)
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
+            worker.process.kill()
+            worker.process.wait()
 
 
 def cores() -> int:

@@ -70,9 +70,9 @@ def planned(
     if not names:
         raise ConfigError("Name the schemes to compare: --schemes fedavg,lossless.")
     for what, given in (("scheme", names), ("seed", seeds)):
-        for one, times in Counter[object](given).items():
+        for item, times in Counter[object](given).items():
             if times > 1:
-                raise ConfigError(f"The {what} {one} is named twice.")
+                raise ConfigError(f"The {what} {item} is named twice.")
     if not seeds:
         raise ConfigError("A comparison needs at least one seed.")
     for scheme in only:
@@ -142,15 +142,15 @@ def parse_own(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """scheme.option=value as it is typed, with values read as TOML (true, 3, 0.5, text)."""
     from fedveil.config import parse_model_options
 
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for pair in pairs:
         scheme, dot, setting = pair.partition(".")
         if not dot or "=" not in setting or not scheme or setting.startswith("="):
             raise ConfigError(f"A setting of one scheme is written scheme.option=value, like nadp.lr=3 (got {pair!r}).")
         for name, value in parse_model_options([setting]).items():
             own = typed(value) if name == "model" and isinstance(value, str) else value
-            found.setdefault(scheme, {})[name.replace("-", "_")] = own
-    return found
+            settings.setdefault(scheme, {})[name.replace("-", "_")] = own
+    return settings
 
 
 def _word(value: object) -> str:

@@ -96,8 +96,10 @@ def results_of(plan: Plan, standings: Sequence[CellProgress]) -> dict[str, Any]:
         "only": plan.only,
         "left_out": {scheme: list(names) for scheme, names in plan.left_out.items()},
         "seeds": list(plan.seeds),
-        "runs": [_run(one) for one in standings],
-        "schemes": {name: _scheme([one for one in standings if one.cell.scheme == name]) for name in plan.schemes},
+        "runs": [_run(progress) for progress in standings],
+        "schemes": {
+            name: _scheme([progress for progress in standings if progress.cell.scheme == name]) for name in plan.schemes
+        },
     }
 
 
@@ -118,7 +120,7 @@ def _checked(data: dict[str, Any], file: Path) -> dict[str, Any]:
     if not all(isinstance(data.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(f"{file} is damaged: it names no settings, schemes or seeds.")
     own = data["only"].values()
-    if not all(type(one) is int for one in data["seeds"]) or not all(isinstance(one, dict) for one in own):
+    if not all(type(seed) is int for seed in data["seeds"]) or not all(isinstance(settings, dict) for settings in own):
         raise CheckpointError(f"{file} is damaged: a seed is no number, or a scheme's settings have no names.")
     return data
 
@@ -128,32 +130,32 @@ def verdicts_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {line["adversary"]: {name: line[name] for name in _LINE} for line in summary["ledger"]["lines"]}
 
 
-def _run(one: CellProgress) -> dict[str, Any]:
+def _run(progress: CellProgress) -> dict[str, Any]:
     run: dict[str, Any] = {
-        "scheme": one.cell.scheme,
-        "seed": one.cell.seed,
-        "folder": one.cell.folder,
-        "ok": one.summary is not None,
-        "reason": one.reason if one.over else "has not ended",
+        "scheme": progress.cell.scheme,
+        "seed": progress.cell.seed,
+        "folder": progress.cell.folder,
+        "ok": progress.summary is not None,
+        "reason": progress.reason if progress.over else "has not ended",
     }
-    if one.exit_code:
-        run["exit_code"] = one.exit_code
-    if one.summary is not None:
-        run |= {"privacy": verdicts_of(one.summary), "summary": one.summary}
+    if progress.exit_code:
+        run["exit_code"] = progress.exit_code
+    if progress.summary is not None:
+        run |= {"privacy": verdicts_of(progress.summary), "summary": progress.summary}
     return run
 
 
 def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
-    summaries = [one.summary for one in standings if one.summary is not None]
-    found: dict[str, Any] = {"n": len(summaries), "failed": sum(one.state == "failed" for one in standings)}
+    summaries = [progress.summary for progress in standings if progress.summary is not None]
+    result: dict[str, Any] = {"n": len(summaries), "failed": sum(progress.state == "failed" for progress in standings)}
     for name in FIGURES:
-        values = [float(one[name]) for one in summaries if one.get(name) is not None]
+        values = [float(summary[name]) for summary in summaries if summary.get(name) is not None]
         if values:
-            found[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
+            result[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
     if summaries:
-        found["loss"] = summaries[0]["loss"]
-        found["privacy"] = _weakest([verdicts_of(one) for one in summaries])
-    return found
+        result["loss"] = summaries[0]["loss"]
+        result["privacy"] = _weakest([verdicts_of(summary) for summary in summaries])
+    return result
 
 
 def _deviation(values: Sequence[float]) -> float | None:

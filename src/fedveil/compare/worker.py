@@ -40,10 +40,10 @@ def perform(job: Mapping[str, Any], tell: Tell, *, catch: bool = True) -> None:
 
 
 def _work(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Tell], dict[str, Any]]:
-    sys.path.extend(one for one in job["path"] if one not in sys.path)
+    sys.path.extend(entry for entry in job["path"] if entry not in sys.path)
     module, _, function = job["work"].partition(":")
-    found: Callable[[Mapping[str, Any], Tell], dict[str, Any]] = getattr(importlib.import_module(module), function)
-    return found
+    work: Callable[[Mapping[str, Any], Tell], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return work
 
 
 class _Reporter:

@@ -143,14 +143,18 @@ def load(context: Context, chunk: bytes, *, size: int, level: Level) -> Vector:
         raise Refused(f"it is not one ciphertext of {size} values")
     try:
         vector: Vector = _ts_cpp.CKKSVector(context.data, chunk)
-        found = vector.ciphertext()
+        ciphertexts = vector.ciphertext()
     except Exception as reason:
         raise Refused(str(reason)) from reason
-    if len(found) != 1 or vector.size() != size:
-        raise Refused(f"it holds {vector.size()} values in {len(found)} ciphertexts, not {size} in one")
-    if found[0].size() != 2 or tuple(found[0].parms_id()) != level.parms or found[0].scale != level.scale:
+    if len(ciphertexts) != 1 or vector.size() != size:
+        raise Refused(f"it holds {vector.size()} values in {len(ciphertexts)} ciphertexts, not {size} in one")
+    if (
+        ciphertexts[0].size() != 2
+        or tuple(ciphertexts[0].parms_id()) != level.parms
+        or ciphertexts[0].scale != level.scale
+    ):
         raise Refused("it was made with other parameters")
-    if found[0].is_transparent():
+    if ciphertexts[0].is_transparent():
         raise Refused("it is not encrypted: anybody could read it")
     return vector
 
@@ -288,8 +292,8 @@ def decrypt_all(parts: Sequence[memoryview], sizes: Sequence[int], *, level: Lev
         chosen = slice(job.start, job.stop)
         return [head, struct.pack(f"<{len(job)}I", *sizes[chosen]), *parts[chosen]]
 
-    def answer(found: list[bytes]) -> list[Values]:
-        return [np.frombuffer(one) for one in found]
+    def answer(decrypted: list[bytes]) -> list[Values]:
+        return [np.frombuffer(values) for values in decrypted]
 
     return _spread(_Task(len(parts), material, here, _Order.DECRYPT, request, answer))
 

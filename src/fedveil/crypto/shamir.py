@@ -19,7 +19,7 @@ def split(secret: bytes, *, holders: Sequence[int], threshold: int, stream: Secr
     """One share per holder (by number): points of a random polynomial of degree t − 1 through the secret."""
     if len(secret) != SEED_BYTES:
         raise ValueError(f"a shared secret has {SEED_BYTES} bytes, not {len(secret)}")
-    if len(set(holders)) != len(holders) or any(one < 0 for one in holders):
+    if len(set(holders)) != len(holders) or any(holder < 0 for holder in holders):
         raise ProtocolError("a secret is shared among distinct, non-negative numbers")
     if not 1 <= threshold <= len(holders):
         raise ProtocolError(f"a threshold of {threshold} does not fit {len(holders)} holders")
@@ -60,24 +60,24 @@ def _at(place: int, points: Mapping[int, int]) -> int:
     places = tuple(points)
     inverses = _inverses(places)
     below = [1]
-    for one in places:
-        below.append(below[-1] * (place - one) % PRIME)
+    for point in places:
+        below.append(below[-1] * (place - point) % PRIME)
     total, above = 0, 1
     for number in reversed(range(len(places))):
-        one = places[number]
-        total += points[one] * inverses[number] % PRIME * below[number] % PRIME * above
-        above = above * (place - one) % PRIME
+        point = places[number]
+        total += points[point] * inverses[number] % PRIME * below[number] % PRIME * above
+        above = above * (place - point) % PRIME
     return total % PRIME
 
 
 @lru_cache(maxsize=1 << 10)
 def _inverses(places: tuple[int, ...]) -> tuple[int, ...]:
     """1 / Π_{j≠i} (x_i − x_j) for each i; remembered, because one neighbourhood holds many secrets."""
-    found = []
-    for one in places:
+    inverses = []
+    for point in places:
         bottom = 1
         for other in places:
-            if other != one:
-                bottom = bottom * (one - other) % PRIME
-        found.append(pow(bottom, -1, PRIME))
-    return tuple(found)
+            if other != point:
+                bottom = bottom * (point - other) % PRIME
+        inverses.append(pow(bottom, -1, PRIME))
+    return tuple(inverses)

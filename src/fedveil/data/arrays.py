@@ -294,10 +294,10 @@ def read_arrays(path: Path) -> dict[str, Array]:
             np.load(path, mmap_mode="r", allow_pickle=False)
             raise DataError(f"{path}: a single array, not an .npz archive. Save it with numpy.savez.")
         with zipfile.ZipFile(path) as archive:
-            whole = sum(one.file_size for one in archive.infolist())
+            whole = sum(member.file_size for member in archive.infolist())
             if whole > largest_of(path.stat().st_size):
                 raise ValueError(f"it holds {whole:,} bytes, too many for its size")
-            return {one.filename.removesuffix(".npy"): _member(archive, one) for one in archive.infolist()}
+            return {member.filename.removesuffix(".npy"): _member(archive, member) for member in archive.infolist()}
     except _DAMAGES as error:
         raise DataError(f"{path}: not a readable .npz file ({error}).") from error
 
@@ -307,8 +307,8 @@ def read_array(path: Path) -> Array:
     try:
         with path.open("rb") as file:
             _check_header(file, path.stat().st_size)
-        found: Array = np.load(path, allow_pickle=False)
-        return found
+        array: Array = np.load(path, allow_pickle=False)
+        return array
     except _DAMAGES as error:
         raise DataError(f"Cannot read {path} as a .npy array: {error}") from error
 
@@ -317,8 +317,8 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     with archive.open(info) as file:
         _check_header(file, info.file_size)
     with archive.open(info) as file:
-        found: Array = np.lib.format.read_array(file, allow_pickle=False)
-    return found
+        array: Array = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def _check_header(file: IO[bytes], size: int) -> None:

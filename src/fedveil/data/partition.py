@@ -66,6 +66,17 @@ def partition(
       many clients as groups.
     - ``replacement``: every client draws with replacement, at least 8 samples; the only way that allows
       more clients than samples, and the only one that is not a partition in the strict sense.
+
+    Args:
+        dataset: The samples to share out.
+        clients: Among how many.
+        how: One of the ways above.
+        seed: What draws the partition.
+        alpha: Of ``dirichlet``.
+        ratio: Of ``size``.
+
+    Raises:
+        ConfigError: The way is unknown, a number is out of range, or the way does not go with the data.
     """
     if how not in _WAYS:
         raise unknown_name("partition", how, _WAYS)

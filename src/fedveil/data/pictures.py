@@ -37,20 +37,20 @@ def is_idx(path: Path) -> bool:
 
 def read_idx_folder(folder: Path) -> Arrays:
     """Read the training files and, where they are there, the test files and the writers."""
-    found: dict[tuple[str, str], Path] = {}
+    files: dict[tuple[str, str], Path] = {}
     prefixes: set[str] = set()
     for file in files_of(folder):
         if match := _NAME.fullmatch(file.name):
             part = "train" if match["part"] == "train" else "test"
             # Sorted by name, an uncompressed file comes before its compressed twin.
-            found.setdefault((part, match["kind"]), file)
+            files.setdefault((part, match["kind"]), file)
             prefixes.add(match["prefix"])
     if len(prefixes) > 1:
         raise DataError(
             f"{folder}: holds several idx data sets ({', '.join(sorted(prefixes))}). One folder each, please."
         )
-    train = _idx_part(found, "train", folder=folder)
-    test = _idx_part(found, "test", folder=folder) if any(part == "test" for part, _ in found) else None
+    train = _idx_part(files, "train", folder=folder)
+    test = _idx_part(files, "test", folder=folder) if any(part == "test" for part, _ in files) else None
     return Arrays(train, test)
 
 
@@ -75,12 +75,12 @@ def read_idx(path: Path) -> Array:
     return np.frombuffer(content, dtype=kind, offset=start).reshape(shape).astype(kind.newbyteorder("="))
 
 
-def _idx_part(found: dict[tuple[str, str], Path], part: str, *, folder: Path) -> Part:
+def _idx_part(files: dict[tuple[str, str], Path], part: str, *, folder: Path) -> Part:
     for kind in ("images", "labels"):
-        if (part, kind) not in found:
+        if (part, kind) not in files:
             wanted = ("train-" if part == "train" else "t10k-") + kind
             raise DataError(f"{folder}: holds idx files, but no {wanted}-idx?-ubyte[.gz]. Add the missing file.")
-    images, labels = found[part, "images"], found[part, "labels"]
+    images, labels = files[part, "images"], files[part, "labels"]
     x, y = read_idx(images), read_idx(labels)
     if x.ndim < 2 or y.ndim != 1:
         raise DataError(f"{images}, {labels}: shapes {x.shape} and {y.shape} are not images and their labels.")
@@ -155,7 +155,7 @@ class _Array:
         """Take the bytes as numbers of a shape."""
         if not isinstance(kind, _Dtype) or not isinstance(shape, tuple) or order not in ("C", "F"):
             raise ValueError("an array without type, shape or order")
-        if not all(type(one) is int and one >= 0 for one in shape):
+        if not all(type(length) is int and length >= 0 for length in shape):
             raise ValueError("an array of no shape")
         # Python 2 wrote the bytes as a string, which the latin1 reading preserves.
         raw = content.encode("latin1") if isinstance(content, str) else content
@@ -174,9 +174,9 @@ def _encoded(text: object, encoding: object) -> bytes:
 
 def _whole(content: object, kind: object, shape: object, order: object, *_: object) -> _Array:
     """Stands in for numpy's reconstruction under pickle protocol 5, which comes in one piece."""
-    found = _Array()
-    found.fill(content, kind, shape, order)
-    return found
+    array = _Array()
+    array.fill(content, kind, shape, order)
+    return array
 
 
 def _bare(*_: object) -> object:
@@ -216,8 +216,8 @@ class _Machine:
             if opcode.name == "STOP":
                 break
             self._step(opcode.name, argument)
-        (found,) = self._stack
-        return found
+        (value,) = self._stack
+        return value
 
     def _step(self, name: str, argument: Any) -> None:
         stack = self._stack
@@ -238,22 +238,22 @@ class _Machine:
         elif name in ("EMPTY_LIST", "EMPTY_DICT"):
             stack.append([] if name == "EMPTY_LIST" else {})
         elif name in ("LIST", "DICT", "TUPLE"):
-            found = self._since_mark()
-            made: Any = tuple(found) if name == "TUPLE" else [] if name == "LIST" else {}
+            items = self._since_mark()
+            made: Any = tuple(items) if name == "TUPLE" else [] if name == "LIST" else {}
             stack.append(made)
             if name != "TUPLE":
-                self._add(made, found)
+                self._add(made, items)
         elif name in _TUPLES:
             count = _TUPLES[name]
             stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
         elif name in ("APPEND", "SETITEM"):
             count = 1 if name == "APPEND" else 2
-            found = stack[-count:]
+            items = stack[-count:]
             del stack[-count:]
-            self._add(stack[-1], found)
+            self._add(stack[-1], items)
         elif name in ("APPENDS", "SETITEMS"):
-            found = self._since_mark()
-            self._add(stack[-1], found)
+            items = self._since_mark()
+            self._add(stack[-1], items)
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             place = argument.split(" ") if name == "GLOBAL" else [stack.pop(-2), stack.pop()]
             stack.append(_named(*place))
@@ -275,19 +275,19 @@ class _Machine:
             place -= 1
             if place < 0:
                 raise ValueError("no mark")
-        found = self._stack[place + 1 :]
+        items = self._stack[place + 1 :]
         del self._stack[place:]
-        return found
+        return items
 
-    def _add(self, to: object, found: list[Any]) -> None:
+    def _add(self, to: object, items: list[Any]) -> None:
         if isinstance(to, list):
-            if not all(isinstance(one, str | bytes | int | float) for one in found):
+            if not all(isinstance(item, str | bytes | int | float) for item in items):
                 raise ValueError("a list of something else than texts and numbers")
-            to += found
-        elif isinstance(to, dict) and len(found) % 2 == 0:
-            if not all(isinstance(key, str | bytes) for key in found[::2]):
+            to += items
+        elif isinstance(to, dict) and len(items) % 2 == 0:
+            if not all(isinstance(key, str | bytes) for key in items[::2]):
                 raise ValueError("a key that is no text")
-            to.update(zip(found[::2], found[1::2], strict=True))
+            to.update(zip(items[::2], items[1::2], strict=True))
         else:
             raise ValueError("items of something that holds none")
 
@@ -299,7 +299,7 @@ class _Machine:
 
     def _pay(self, given: tuple[object, ...]) -> None:
         """Bytes may be named again and again, and are copied each time: only so often."""
-        self._left -= sum(len(one) for one in given if isinstance(one, str | bytes | bytearray))
+        self._left -= sum(len(item) for item in given if isinstance(item, str | bytes | bytearray))
         if self._left < 0:
             raise ValueError("many times its own size in arrays")
 
@@ -396,7 +396,7 @@ def _pickled(file: Path, classes: int) -> tuple[Array, Array]:
     if not isinstance(x, np.ndarray) or not isinstance(y, list | np.ndarray):
         raise DataError(f"{file}: a CIFAR batch needs 'data' and {wanted!r}; it holds {', '.join(content)}.")
     # Not left to numpy: of one long text and many short ones it makes as many long ones.
-    if isinstance(y, list) and not all(type(one) is int and 0 <= one < classes for one in y):
+    if isinstance(y, list) and not all(type(label) is int and 0 <= label < classes for label in y):
         raise DataError(f"{file}: the labels are not whole numbers below {classes}; the file is damaged.")
     labels = np.asarray(y, np.int64) if isinstance(y, list) else y
     if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS or labels.shape != (len(x),):

@@ -70,7 +70,7 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
     offered = vars(options)
     parameters = inspect.signature(function).parameters
     try:
-        given: Any = function(**{one: offered[one] for one in parameters if one in offered})
+        given: Any = function(**{option: offered[option] for option in parameters if option in offered})
     except FedVeilError:
         raise
     except Exception as error:
@@ -86,7 +86,7 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
             f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), or (x, y) to "
             "train and (x, y) to test."
         )
-    parts = [Part(name, *(np.asarray(one) for one in pair)) for pair in pairs]
+    parts = [Part(name, *(np.asarray(array) for array in pair)) for pair in pairs]
     return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
 
 
@@ -147,13 +147,27 @@ def load(
     vocabulary: int = 10_000,
     normalise: bool = True,
 ) -> Split:
-    """Load a data set by name, a file or folder in one of the usual layouts, or what your own code gives (`source`).
+    """Load samples to train and to test with.
 
-    Where the source has no test part of its own, ``test_fraction`` of the samples is drawn with ``seed``.
-    ``target``, ``text`` and ``group`` name columns of a CSV table; ``text`` learns from that column alone,
-    as up to ``max_tokens`` ids out of ``vocabulary``. With ``normalise``, pictures stored as bytes are
-    standardised per channel and numeric columns each, by statistics of the training part; arrays of
-    floating point numbers are taken as they are.
+    Args:
+        source: A data set's name, a file or folder in one of the usual layouts, or code of your own (`OwnCode`).
+        target: The column of a CSV table to predict.
+        task: classification or regression, where the data leave that open.
+        test_fraction: How much is held out where the source has no test part of its own.
+        seed: What draws the held-out samples.
+        text: The column of a CSV table to learn from, alone.
+        group: The column of a CSV table that says which samples belong together.
+        max_tokens: How many ids a text has at most.
+        vocabulary: How many different ids there are.
+        normalise: Whether pictures stored as bytes are standardised per channel and numeric columns each, by
+            statistics of the training part; arrays of floating-point numbers are taken as they are.
+
+    Returns:
+        The training part and the test part.
+
+    Raises:
+        DataError: The source cannot be read, or holds no known layout.
+        ConfigError: An option does not go with the source.
     """
     options = Options(
         target=target,

@@ -151,7 +151,7 @@ def features(table: Table, names: list[str], *, train: Rows, normalise: bool) ->
             blocks.append(_one_hot(table, name, train=train))
         else:
             blocks.append(_numeric(table, name, numbers, train=train, normalise=normalise))
-        if sum(one.size for one in blocks) > most:
+        if sum(block.size for block in blocks) > most:
             raise DataError(
                 f"{table.places[0][0]}: its words take more than {most:,} one-hot numbers. Remove columns of many "
                 "different words, or learn from one as text."

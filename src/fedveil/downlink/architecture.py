@@ -193,11 +193,11 @@ def _replacement(module: nn.Module, like: Tensor) -> VectorNorm | None:
 def with_vector_norms(model: nn.Module) -> nn.Module:
     """A copy of `model` whose normalisation layers take a vector ε (the value stays the same)."""
     twin = copy.deepcopy(model)
-    floating = (one for one in (*twin.parameters(), *twin.buffers()) if one.is_floating_point())
+    floating = (tensor for tensor in (*twin.parameters(), *twin.buffers()) if tensor.is_floating_point())
     like = next(floating, torch.empty(0))
     made: dict[int, VectorNorm] = {}
-    found = [(path, twin.get_submodule(path)) for path in norm_paths(twin)]
-    for path, module in found:
+    norms = [(path, twin.get_submodule(path)) for path in norm_paths(twin)]
+    for path, module in norms:
         if id(module) not in made:
             replacement = _replacement(module, like)
             if replacement is None:
@@ -247,7 +247,7 @@ class Weights:
     def to(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Weights:
         """The same values elsewhere or in another type; other buffers keep their type."""
         parts = (self.parameters, self.epsilon, self.statistics)
-        parameters, epsilon, statistics = (one.to(device=device, dtype=dtype) for one in parts)
+        parameters, epsilon, statistics = (part.to(device=device, dtype=dtype) for part in parts)
         buffers = {name: value.to(device=device) for name, value in self.buffers.items()}
         return Weights(parameters, epsilon, statistics, buffers)
 
@@ -368,7 +368,7 @@ def load_statistics(module: nn.Module, flat: Tensor) -> None:
 
 def _load(targets: list[Tensor], flat: Tensor) -> None:
     if targets:
-        parts = torch.split(flat, [one.numel() for one in targets])
+        parts = torch.split(flat, [target.numel() for target in targets])
         with torch.no_grad():
             torch._foreach_copy_(targets, [p.view(t.shape) for t, p in zip(targets, parts, strict=True)])
 
@@ -389,8 +389,8 @@ def _emptied(prepared: nn.Module) -> nn.Module:
     own = _norm_buffers(twin)
     with torch.no_grad():
         for tensors in (twin.parameters(), (b for n, b in twin.named_buffers() if n in own)):
-            for one in tensors:
-                one.zero_()
+            for tensor in tensors:
+                tensor.zero_()
     for parameter in twin.parameters():
         parameter.requires_grad_(True)
     return twin

@@ -244,7 +244,7 @@ def transitional(table: ScaleTable) -> Transitional:
     return Transitional(
         table=derived,
         paths=tuple(reader.paths for reader in table.readers),
-        sizes=tuple(len(one) for one in before),
+        sizes=tuple(len(ids) for ids in before),
         before=torch.cat(before) if before else nothing,
         after=torch.cat(after) if after else nothing,
         inward=inward,
@@ -300,9 +300,9 @@ def noise_kinds(architecture: Architecture) -> Tensor:
 def load_multipliers(architecture: Architecture, module: nn.Module, flat: Tensor) -> None:
     """Put the transitional layers' numbers before the modules that they belong to; none at all count as 1."""
     if not flat.numel():
-        for one in module.modules():
-            if _BUFFER in one._buffers:
-                one.get_buffer(_BUFFER).fill_(1.0)
+        for layer in module.modules():
+            if _BUFFER in layer._buffers:
+                layer.get_buffer(_BUFFER).fill_(1.0)
         return
     assert architecture.table is not None
     layers = transitional(architecture.table)
@@ -317,7 +317,7 @@ def load_multipliers(architecture: Architecture, module: nn.Module, flat: Tensor
 
 def has_multipliers(module: nn.Module) -> bool:
     """Whether transitional layers were put into a module."""
-    return any(_BUFFER in one._buffers for one in module.modules())
+    return any(_BUFFER in layer._buffers for layer in module.modules())
 
 
 def _attach(reader: nn.Module) -> None:

@@ -138,8 +138,10 @@ def exported_architecture(model: nn.Module, shape: ExportShape) -> nn.Module:
     """The empty architecture of an export, from the original model and what changed."""
     module = with_vector_norms(copy.deepcopy(model))
     parts = dict(module.named_modules())
-    sizes = {path: len(one.epsilon) for path, one in parts.items() if isinstance(one, VectorBatchNorm)}
-    heads = {path: (one.out_features, one.in_features) for path, one in parts.items() if isinstance(one, nn.Linear)}
+    sizes = {path: len(layer.epsilon) for path, layer in parts.items() if isinstance(layer, VectorBatchNorm)}
+    heads = {
+        path: (layer.out_features, layer.in_features) for path, layer in parts.items() if isinstance(layer, nn.Linear)
+    }
     if not (shape.folded.items() <= sizes.items() and shape.shifted.items() <= heads.items()):
         raise ConfigError("The export names layers that its model does not have.")
     for path, channels in shape.folded.items():
@@ -200,9 +202,9 @@ def _probe(example: Tensor) -> Tensor:
 
 def _run(module: nn.Module, x: Tensor, *, batch_statistics: bool) -> Tensor:
     module.eval()
-    for one in module.modules():
-        if isinstance(one, VectorBatchNorm):
-            one.train(batch_statistics)
+    for layer in module.modules():
+        if isinstance(layer, VectorBatchNorm):
+            layer.train(batch_statistics)
     with torch.no_grad():
         output = module(x)
     assert isinstance(output, Tensor)

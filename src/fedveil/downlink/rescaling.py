@@ -162,9 +162,9 @@ class HeadSecret(Guarded):
 
     def coefficients(self) -> Tensor:
         """The numbers that combine the returned gradients into the true one."""
-        one = torch.ones(1, dtype=torch.float64, device=self.gamma.device)
+        unit = torch.ones(1, dtype=torch.float64, device=self.gamma.device)
         last = self.gamma**2 if self.public.per_group else (self.noise() ** 2).sum().reshape(1)
-        return torch.cat([one, -self.gamma, last])
+        return torch.cat([unit, -self.gamma, last])
 
 
 def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: torch.device) -> HeadSecret:
@@ -259,7 +259,7 @@ class ScaledVeil(Guarded):
             model(probe)
         layer = model.get_submodule(site.path)
         assert isinstance(layer, TappedLinear)
-        entry = next(one for one in table.parameters if one.name == site.weight)
+        entry = next(parameter for parameter in table.parameters if parameter.name == site.weight)
         tap = layer.tap.to(torch.float64)
         if entry.into is not None:
             tap = tap * self._scales[entry.into.reshape(-1)]
@@ -268,14 +268,14 @@ class ScaledVeil(Guarded):
 
     def _norm_factor(self) -> Tensor:
         layers = self._architecture.epsilon_norms(self._architecture.skeleton)
-        sizes = zip(self._architecture.norms, (len(one.epsilon) for one in layers), strict=True)
+        sizes = zip(self._architecture.norms, (len(layer.epsilon) for layer in layers), strict=True)
         return flatten([self._read(path, size) ** 2 for path, size in sizes], like=self._scales[:0])
 
     def _statistics_factor(self) -> Tensor:
         scales = [self._read(path, size) for path, size in self._architecture.statistics_sizes]
-        return flatten([part for one in scales for part in (one, one**2)], like=self._scales[:0])
+        return flatten([part for scale in scales for part in (scale, scale**2)], like=self._scales[:0])
 
     def _read(self, path: str, size: int) -> Tensor:
         """The scales k that a normalisation layer reads; 1 where it has none."""
-        found = next((norm.read for norm in self._table.norms if norm.path == path), None)
-        return torch.ones_like(self._scales[:1]).expand(size) if found is None else self._scales[found]
+        read = next((norm.read for norm in self._table.norms if norm.path == path), None)
+        return torch.ones_like(self._scales[:1]).expand(size) if read is None else self._scales[read]

@@ -215,11 +215,11 @@ def reduction(
     rank = edge.value.dim()
     asked = axis if dim is None else dim
     dims = [asked] if isinstance(asked, int) else list(asked or range(rank))  # type: ignore[call-overload]
-    gone = sorted({one % rank for one in dims})
+    gone = sorted({index % rank for index in dims})
     ids = level(tracing, edge.ids, gone)
     if keepdim or keepdims:
         return ids
-    return ids.reshape([ids.shape[one] for one in range(rank) if one not in gone])
+    return ids.reshape([ids.shape[index] for index in range(rank) if index not in gone])
 
 
 @rule("add", "sub", "iadd", "isub", "maximum", "minimum", "rsub")
@@ -347,8 +347,8 @@ def rearrangement(
     def leaf(value: object) -> bool:
         return isinstance(value, (Edge, ParameterRef))
 
-    first = next(one for one in pytree.tree_leaves((args, kwargs), is_leaf=leaf) if leaf(one))
-    if any(one.dtype != first.value.dtype for one in pytree.tree_leaves(out) if isinstance(one, Tensor)):
+    first = next(traced for traced in pytree.tree_leaves((args, kwargs), is_leaf=leaf) if leaf(traced))
+    if any(result.dtype != first.value.dtype for result in pytree.tree_leaves(out) if isinstance(result, Tensor)):
         raise NoRuleError("it reads the numbers as another type")
     if name in INDEXED_BY_VALUE:
         # Its first argument is moved about, the others say where to.
@@ -383,13 +383,13 @@ def _unforeseeable_dims(name: str, edge: Edge, args: Any, kwargs: Any) -> list[i
         index = args[1] if len(args) > 1 else kwargs["index"]
         return [dim % rank] if varies(index) else []
     parts = args[0] if isinstance(args[0], tuple) else (args[0],)
-    widths = [_width(one) for one in parts]
+    widths = [_width(part) for part in parts]
     dims: list[int] = []
     at = 0
-    for one, width in zip(parts, widths, strict=True):
-        if varies(one):
+    for part, width in zip(parts, widths, strict=True):
+        if varies(part):
             dims += range(at, at + width)
-        at += rank - sum(widths) if one is Ellipsis else width
+        at += rank - sum(widths) if part is Ellipsis else width
     return dims
 
 

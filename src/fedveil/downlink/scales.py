@@ -49,45 +49,45 @@ class ClassSet:
         """Every id made so far."""
         return torch.arange(len(self._parent))
 
-    def _root(self, one: int) -> int:
+    def _root(self, scale: int) -> int:
         parent = self._parent
-        while parent[one] != one:
-            parent[one] = parent[parent[one]]
-            one = parent[one]
-        if one in self._products:
-            left, right = (self._root(factor) for factor in self._products[one])
+        while parent[scale] != scale:
+            parent[scale] = parent[parent[scale]]
+            scale = parent[scale]
+        if scale in self._products:
+            left, right = (self._root(factor) for factor in self._products[scale])
             if PINNED in (left, right):
-                del self._products[one]
-                parent[one] = right if left == PINNED else left
-                return parent[one]
-        return one
+                del self._products[scale]
+                parent[scale] = right if left == PINNED else left
+                return parent[scale]
+        return scale
 
     def find(self, ids: Tensor) -> Tensor:
         """The representative of every id, same shape."""
         unique, inverse = torch.unique(ids, return_inverse=True)
-        roots = torch.tensor([self._root(int(one)) for one in unique], dtype=torch.int64)
+        roots = torch.tensor([self._root(int(scale)) for scale in unique], dtype=torch.int64)
         return roots[inverse].reshape(ids.shape)
 
     def unite(self, left: Tensor, right: Tensor) -> None:
         """Force equal scales element by element (arrays broadcast against each other)."""
         first, second = broadcast(left, right)
         pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
-        for one, other in pairs.tolist():
-            self._unite(one, other)
+        for scale, other in pairs.tolist():
+            self._unite(scale, other)
 
-    def _unite(self, one: int, other: int) -> None:
-        one, other = self._root(one), self._root(other)
-        if one == other:
+    def _unite(self, scale: int, other: int) -> None:
+        scale, other = self._root(scale), self._root(other)
+        if scale == other:
             return
         # A product equals another class only if nothing about either is free: pin its factors.
-        for root in (one, other):
+        for root in (scale, other):
             if root in self._products:
                 for factor in self._products.pop(root):
                     self._unite(factor, PINNED)
                 self._parent[root] = PINNED
                 self.lost += 1
-        one, other = self._root(one), self._root(other)
-        low, high = min(one, other), max(one, other)
+        scale, other = self._root(scale), self._root(other)
+        low, high = min(scale, other), max(scale, other)
         if low == PINNED != high:
             self.lost += 1
         self._parent[high] = low
@@ -103,12 +103,12 @@ class ClassSet:
             torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
         )
         made = []
-        for one, other in pairs.tolist():
-            if PINNED in (one, other):
-                made.append(max(one, other))
+        for scale, other in pairs.tolist():
+            if PINNED in (scale, other):
+                made.append(max(scale, other))
             else:
                 new = int(self.fresh(1)[0])
-                self._products[new] = (one, other)
+                self._products[new] = (scale, other)
                 made.append(new)
         return torch.tensor(made, dtype=torch.int64)[inverse].reshape(first.shape)
 
@@ -362,8 +362,10 @@ class ScaleTable:
         def move(ids: Tensor | None) -> Tensor | None:
             return None if ids is None else ids.to(device)
 
-        parameters = tuple(replace(one, out=move(one.out), into=move(one.into)) for one in self.parameters)
-        norms = tuple(replace(one, read=one.read.to(device)) for one in self.norms)
+        parameters = tuple(
+            replace(parameter, out=move(parameter.out), into=move(parameter.into)) for parameter in self.parameters
+        )
+        norms = tuple(replace(norm, read=norm.read.to(device)) for norm in self.norms)
         return replace(self, parameters=parameters, norms=norms)
 
     def rescale(self, flat: Tensor, scales: Tensor) -> Tensor:
@@ -401,12 +403,12 @@ class _Side:
 
 
 def _side(entries: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> _Side:
-    found = [(number, view, ids) for number, (view, ids) in enumerate(entries) if ids is not None]
+    known = [(number, view, ids) for number, (view, ids) in enumerate(entries) if ids is not None]
     return _Side(
-        tuple(number for number, _, _ in found),
-        tuple(view for _, view, _ in found),
-        tuple(tuple(ids.shape) for _, _, ids in found),
-        flatten([ids for _, _, ids in found], like=torch.empty(0, dtype=torch.int64)),
+        tuple(number for number, _, _ in known),
+        tuple(view for _, view, _ in known),
+        tuple(tuple(ids.shape) for _, _, ids in known),
+        flatten([ids for _, _, ids in known], like=torch.empty(0, dtype=torch.int64)),
     )
 
 
@@ -453,13 +455,13 @@ class Coverage:
     @property
     def fraction(self) -> float:
         """The fraction of all numbers that are hidden on at least one side."""
-        total = sum(one.size for one in self.parameters)
-        return sum(one.hidden for one in self.parameters) / total if total else 0.0
+        total = sum(parameter.size for parameter in self.parameters)
+        return sum(parameter.hidden for parameter in self.parameters) / total if total else 0.0
 
     @property
     def visible(self) -> tuple[ParameterCover, ...]:
         """Parameters that are not hidden, or not entirely."""
-        return tuple(one for one in self.parameters if one.hidden < one.size)
+        return tuple(parameter for parameter in self.parameters if parameter.hidden < parameter.size)
 
     def as_data(self) -> dict[str, object]:
         """The same as plain data, for JSON."""
@@ -468,9 +470,9 @@ class Coverage:
             "head_noise": self.head_noise,
             "head_noise_refused": self.head_refusal or None,
             "secret_scales": self.secrets,
-            "parameters": [asdict(one) for one in self.parameters],
-            "visible": [one.name for one in self.visible],
-            "pins": [asdict(one) for one in self.pins],
+            "parameters": [asdict(parameter) for parameter in self.parameters],
+            "visible": [parameter.name for parameter in self.visible],
+            "pins": [asdict(pin) for pin in self.pins],
         }
 
 
@@ -508,14 +510,14 @@ def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
     return ParameterCover(entry.name, entry.shape, size, hidden, sides)
 
 
-def require_coverage(found: Coverage, *, minimum: float) -> None:
+def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     """Stop a run whose model would be too visible, naming what pins."""
-    if found.fraction >= minimum:
+    if coverage.fraction >= minimum:
         return
-    pins = "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in found.pins[:6]) or "nothing but the ends"
-    names = ", ".join(one.name for one in found.visible[:6])
+    pins = "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in coverage.pins[:6]) or "nothing but the ends"
+    names = ", ".join(parameter.name for parameter in coverage.visible[:6])
     raise TraceError(
-        f"A veil would hide only {found.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
+        f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
         f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, lower "
         "--min-coverage, or train with --scheme fedavg."
     )

@@ -64,9 +64,9 @@ def custom_functions_seen() -> Iterator[list[str]]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        for one in pytree.tree_leaves((args, kwargs)):
-            if isinstance(one, fx.Proxy):
-                return one.tracer.create_proxy("call_function", CustomFunction(cls), args, kwargs)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, fx.Proxy):
+                return leaf.tracer.create_proxy("call_function", CustomFunction(cls), args, kwargs)
         seen.append(cls.__name__)
         return original.__get__(None, cls)(*args, **kwargs)
 
@@ -130,20 +130,20 @@ def check_replay(truth: object, replayed: object) -> None:
     left, right = pytree.tree_leaves(truth), pytree.tree_leaves(replayed)
     pairs = list(zip(left, right, strict=False))
     same = len(left) == len(right) and all(
-        _close(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one is other
-        for one, other in pairs
+        _close(value, other) if isinstance(value, Tensor) and isinstance(other, Tensor) else value is other
+        for value, other in pairs
     )
     if not same:
         raise CaptureError("its trace computes something else than the network")
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(tensor: Tensor, other: Tensor) -> bool:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    scale = float(one.nan_to_num().abs().max()) if one.numel() else 0.0
-    return torch.allclose(one, other, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
+    if not tensor.is_floating_point():
+        return torch.equal(tensor, other)
+    scale = float(tensor.nan_to_num().abs().max()) if tensor.numel() else 0.0
+    return torch.allclose(tensor, other, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
 
 
 _SHAPE_QUESTIONS = frozenset(
@@ -212,12 +212,12 @@ def _is_leaf(value: object) -> bool:
 
 def values(tree: Any) -> Any:
     """The example values in a tree of arguments."""
-    return pytree.tree_map(lambda one: one.value if _is_leaf(one) else one, tree, is_leaf=_is_leaf)
+    return pytree.tree_map(lambda leaf: leaf.value if _is_leaf(leaf) else leaf, tree, is_leaf=_is_leaf)
 
 
 def leaves(tree: object, kind: type[Any]) -> list[Any]:
     """Every leaf of one kind in a tree of arguments."""
-    return [one for one in pytree.tree_leaves(tree, is_leaf=_is_leaf) if isinstance(one, kind)]
+    return [leaf for leaf in pytree.tree_leaves(tree, is_leaf=_is_leaf) if isinstance(leaf, kind)]
 
 
 class Walker:
@@ -313,7 +313,9 @@ class Walker:
         """A leaf module: the same rules, with the module's own parameters and settings."""
         module = self.model.get_submodule(path)
         out = module(*values(args), **values(kwargs))
-        parameters = [ParameterRef(self.tracing.names[id(one)], one.detach()) for one in module.parameters()]
+        parameters = [
+            ParameterRef(self.tracing.names[id(parameter)], parameter.detach()) for parameter in module.parameters()
+        ]
         return self._judge(
             lambda: self._module_ids(module, path, args, kwargs, out),
             leaves((args, kwargs), Edge),
@@ -421,14 +423,14 @@ def trace(model: nn.Module, example: Tensor) -> ScaleTable:
         entries.append(Scaled(name, shape, use.view, compact[use.out], into))
     norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
-    reading = [one for one in entries if one.into is not None and bool((one.into != PINNED).any())]
+    reading = [entry for entry in entries if entry.into is not None and bool((entry.into != PINNED).any())]
     readers = tuple(_reader(model, tracing, entry.name) for entry in reading)
     return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers)
 
 
 def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
     parameter = model.get_parameter(weight)
-    found: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for inside in tracing.readers[weight]:
         try:
             module = model.get_submodule(inside)
@@ -436,8 +438,8 @@ def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
             module = model
         if type(module) not in _READERS or module.weight is not parameter:
             return Reader(weight, (), f"{weight} is read outside the call of an nn.Linear or convolution module")
-        found.setdefault(id(module), inside)
-    return Reader(weight, tuple(found.values()))
+        paths.setdefault(id(module), inside)
+    return Reader(weight, tuple(paths.values()))
 
 
 def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
@@ -522,7 +524,7 @@ def _walk(
     environment: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         tracing.where, tracing.inside = node.name, inside(node)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: environment[one])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: environment[argument])
         if node.op == "output":
             _finish(tracing, node, args)
             return tracing, values(args[0])
@@ -551,11 +553,11 @@ def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
 def _attribute(walker: Walker, target: str) -> Any:
     path, _, attribute = target.rpartition(".")
     owner = walker.model.get_submodule(path)
-    found = walker.reference(owner, attribute)
+    operand = walker.reference(owner, attribute)
     # fx keeps what eager code computed under a name of its own: that may differ next time.
-    if isinstance(found, Edge) and attribute.startswith("_tensor_constant"):
-        return walker.tracing.constant(found.value)
-    return getattr(owner, attribute) if found is None else found
+    if isinstance(operand, Edge) and attribute.startswith("_tensor_constant"):
+        return walker.tracing.constant(operand.value)
+    return getattr(owner, attribute) if operand is None else operand
 
 
 def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:

@@ -120,12 +120,12 @@ class LocalEngine:
         arrived: list[int] = []
         refused: dict[int, Refusal] = {}
         up = 0
-        down = size(ask.common) * len(ask.to) + sum(size(one) for one in ask.each.values())
+        down = size(ask.common) * len(ask.to) + sum(size(request) for request in ask.each.values())
         if self._listen is not None:
             self._listen(Heard("request", ask.common, ask.common, to=ask.to))
             for client, private in ask.each.items():
                 self._listen(Heard("private", ask.common, private, to=(client,), client=client))
-        present = [one for one in ask.to if self._absent is None or not self._absent(ask.common, one)]
+        present = [client for client in ask.to if self._absent is None or not self._absent(ask.common, client)]
         for start in range(0, len(present), _AT_ONCE):
             for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
                 self._states[state.client] = state
@@ -154,6 +154,6 @@ class LocalEngine:
             return replies
         listed = list(replies)
         states = {state.client: state for state, _ in listed}
-        failed = [(state, one) for state, one in listed if isinstance(one, FedVeilError)]
-        shuffled = self._reorder([one for _, one in listed if not isinstance(one, FedVeilError)])
-        return iter([*failed, *((states[one.client], one) for one in shuffled)])
+        failed = [(state, answer) for state, answer in listed if isinstance(answer, FedVeilError)]
+        shuffled = self._reorder([answer for _, answer in listed if not isinstance(answer, FedVeilError)])
+        return iter([*failed, *((states[answer.client], answer) for answer in shuffled)])

@@ -115,7 +115,7 @@ def _further(text: Value) -> dict[str, Any]:
     return named
 
 
-_EXTRAS = {one.name: type(one.default) for one in fields(Extras)}
+_EXTRAS = {field.name: type(field.default) for field in fields(Extras)}
 
 
 def _extras_of(given: Mapping[str, Any]) -> Extras:
@@ -256,9 +256,10 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
             )
     extras = Extras(deadline=deadline, data=DATA_MODULE if own_data else "")
     shown = {
-        one.name: getattr(config, one.name)
-        for one in fields(RunConfig)
-        if one.name in _ALWAYS_SHOWN or (getattr(config, one.name) != _default(one) and one.name != "model_options")
+        field.name: getattr(config, field.name)
+        for field in fields(RunConfig)
+        if field.name in _ALWAYS_SHOWN
+        or (getattr(config, field.name) != _default(field) and field.name != "model_options")
     }
     if own_data:
         shown.pop("dataset")
@@ -309,7 +310,7 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
             f"{project} is no Flower app's: it has no valid [tool.flwr.app.config] ({reason}). Make a folder with "
             "`fedveil flower init`."
         ) from reason
-    if any(str(one).startswith("fedveil.engines.") for one in parts.values()):
+    if any(str(part).startswith("fedveil.engines.") for part in parts.values()):
         raise ConfigError(
             f"{project} was made by an earlier version, and names a module that has moved. Make the folder anew with "
             '`fedveil flower init`, or write serverapp = "fedveil.flower:server_app" and clientapp = '
@@ -324,8 +325,8 @@ def prepared(folder: str | Path, changes: Mapping[str, Any]) -> Prepared:
     return Prepared(settings, extras, merged)
 
 
-def _default(one: Any) -> object:
-    return one.default if one.default is not MISSING else one.default_factory()
+def _default(field: Any) -> object:
+    return field.default if field.default is not MISSING else field.default_factory()
 
 
 def _project_name(folder: Path) -> str:
@@ -340,7 +341,7 @@ def _project_name(folder: Path) -> str:
 
 def _fill(template: str, values: dict[str, str]) -> str:
     # Not str.format: the templates are TOML and Python, which use braces themselves.
-    return re.sub(r"<<(\w+)>>", lambda found: values[found[1]], template)
+    return re.sub(r"<<(\w+)>>", lambda mark: values[mark[1]], template)
 
 
 def _table(options: dict[str, Any]) -> str:

@@ -150,7 +150,7 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    if not host.isascii() or not host or any(one.isspace() or one in "/:@" for one in host):
+    if not host.isascii() or not host or any(character.isspace() or character in "/:@" for character in host):
         raise ConfigError(
             f"{host!r} is neither a host name nor an address: write it like flower.example.org or 10.0.0.5."
         )

@@ -47,7 +47,7 @@ def _answered(message: Message, context: Context, deliver: Deliver) -> RecordDic
     if not isinstance(home, str) or not home:
         return _refused(Code.HOMELESS)
     header = message.content.config_records[HEADER]
-    parts = {name: out_of_array(one) for name, one in message.content.array_records[PARTS].items()}
+    parts = {name: out_of_array(array) for name, array in message.content.array_records[PARTS].items()}
     facts = {"setup": header["setup"], "message": message.metadata.message_id}
     reply = deliver(Path(home), pack(facts, parts), timeout=float(header["patience"]))  # type: ignore[arg-type]
     said, answers = unpack(reply)

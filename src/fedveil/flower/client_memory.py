@@ -92,8 +92,8 @@ class Memory:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._epochs = folder.parent / "epochs"
-        for one in (folder, self._epochs):
-            one.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for place in (folder, self._epochs):
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._key = _key(folder / "state.key")
 
     def recall(self, lineage: str, *, device: torch.device) -> Remembered | None:
@@ -123,16 +123,23 @@ class Memory:
             return None, None
         return Promise(ClientState.unseal(parts["state"], self._key), said["message"], said["tries"]), said["follows"]
 
-    def keep(self, lineage: str, one: Remembered) -> None:
+    def keep(self, lineage: str, remembered: Remembered) -> None:
         """Replace what is remembered of a run; it is on disk when this returns."""
-        facts = {"attempt": one.attempt, "setup": one.setup, "base": one.base, "message": one.message}
-        self._write(f"{lineage}.run", _RUN, pack(facts, {"state": one.state.seal(self._key), "reply": one.reply}))
+        facts = {
+            "attempt": remembered.attempt,
+            "setup": remembered.setup,
+            "base": remembered.base,
+            "message": remembered.message,
+        }
+        self._write(
+            f"{lineage}.run", _RUN, pack(facts, {"state": remembered.state.seal(self._key), "reply": remembered.reply})
+        )
 
-    def promise(self, lineage: str, one: Promise) -> None:
+    def promise(self, lineage: str, promised: Promise) -> None:
         """Remember what is about to be worked on; it is on disk when this returns."""
-        light = replace(one.state, held=None, pending=None)
+        light = replace(promised.state, held=None, pending=None)
         run = self._opened(f"{lineage}.run", _RUN)
-        facts = {"message": one.message, "tries": one.tries, "follows": 0 if run is None else run.epoch}
+        facts = {"message": promised.message, "tries": promised.tries, "follows": 0 if run is None else run.epoch}
         content = pack(facts, {"state": light.seal(self._key)})
         # Counted with its run: without it, what is stored there is older than it should be.
         self._write(f"{lineage}.promise", _PROMISE, content, counted=f"{lineage}.run")
@@ -143,7 +150,7 @@ class Memory:
         if stored is None:
             return None
         facts, tensors = from_stored(stored.content)
-        return Held.restored(facts, {name: one.to(device) for name, one in tensors.items()})
+        return Held.restored(facts, {name: tensor.to(device) for name, tensor in tensors.items()})
 
     def keep_start(self, lineage: str, held: Held | None) -> None:
         """Remember the model that an attempt begins with; None: that it follows from something else."""
@@ -210,9 +217,9 @@ def _placed(state: ClientState, device: torch.device) -> ClientState:
         return state
     held, pending = state.held, state.pending
     if held is not None:
-        held = Held.restored(held.facts(), {name: one.to(device) for name, one in held.tensors().items()})
+        held = Held.restored(held.facts(), {name: tensor.to(device) for name, tensor in held.tensors().items()})
     if pending is not None:
-        moved = {name: one.to(device) for name, one in pending.tensors().items()}
+        moved = {name: tensor.to(device) for name, tensor in pending.tensors().items()}
         pending = Pending.restored(pending.facts(), moved)
     return replace(state, held=held, pending=pending)
 

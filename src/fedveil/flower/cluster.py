@@ -133,10 +133,10 @@ class Places:
     def taken(self) -> Iterator[None]:
         """Hold the folder, closed to other users: a second cluster in it is refused, and another user's folder."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = self.folder.stat()
-        if found.st_uid != os.geteuid():
-            raise ConfigError(f"{self.folder} belongs to another user (number {found.st_uid}): give another folder.")
-        if stat.S_IMODE(found.st_mode) & 0o077:
+        status = self.folder.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(f"{self.folder} belongs to another user (number {status.st_uid}): give another folder.")
+        if stat.S_IMODE(status.st_mode) & 0o077:
             self.folder.chmod(0o700)
         handle = os.open(self.folder / "up.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -372,8 +372,8 @@ class Cluster:
                 f"known that way. Start it {'with' if before.tls else 'without'} --tls, or give another folder."
             )
         free = is_free if self.shared else lambda port: True
-        found = before.port if before is not None and free(before.port) else 0
-        port = self._port or found or (free_port() if self.shared else _OWN_PORT)
+        usual = before.port if before is not None and free(before.port) else 0
+        port = self._port or usual or (free_port() if self.shared else _OWN_PORT)
         if not free(port):
             raise ConfigError(f"Port {port} is taken: give another one, or none for a free one.")
         # A database that is gone has forgotten its nodes.
@@ -462,28 +462,28 @@ class Cluster:
         deadline = time.monotonic() + self._deadline
         waiting = [self._processes[_node(node)] for node in nodes]
         while True:
-            ids = [found[1] if (found := re.search(r"SuperNode ID: (\d+)", one.said())) else None for one in waiting]
+            ids = [match[1] if (match := re.search(r"SuperNode ID: (\d+)", node.said())) else None for node in waiting]
             if None not in ids and set(ids) <= self._online():
                 return
-            for one in waiting:
-                if not one.alive:
-                    raise one.failed("ended before it was online")
+            for node in waiting:
+                if not node.alive:
+                    raise node.failed("ended before it was online")
                 if time.monotonic() > deadline:
-                    raise one.failed(f"was not online within {self._deadline:g} seconds")
+                    raise node.failed(f"was not online within {self._deadline:g} seconds")
             time.sleep(_BETWEEN_LOOKS)
 
     def _online(self) -> set[str]:
         listed = flwr("supernode", "list", CONNECTION, env=self.places.environment())
-        return {one["node-id"] for one in listed["nodes"] if one["status"] == "online"}
+        return {node["node-id"] for node in listed["nodes"] if node["status"] == "online"}
 
     def _end_all(self) -> None:
         # Nodes first: they take their leave of the SuperLink, which must still be there to hear it.
-        nodes = [one for name, one in self._processes.items() if name.startswith(_node(""))]
-        for group in (nodes, [one for one in self._processes.values() if one not in nodes]):
-            for one in group:
-                one.ask_to_end()
-            for one in group:
-                one.wait()
+        nodes = [process for name, process in self._processes.items() if name.startswith(_node(""))]
+        for group in (nodes, [process for process in self._processes.values() if process not in nodes]):
+            for process in group:
+                process.ask_to_end()
+            for process in group:
+                process.wait()
 
 
 def _node(number: int | str) -> str:

@@ -67,7 +67,7 @@ def environment(flwr_home: Path | None = None, *, network: int | None = None) ->
     scripts = sysconfig.get_path("scripts")
     inherited = {**os.environ, "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)])}
     if packages := os.environ.get("PYTHONPATH"):
-        inherited["PYTHONPATH"] = os.pathsep.join(os.path.abspath(one) for one in packages.split(os.pathsep) if one)
+        inherited["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in packages.split(os.pathsep) if path)
     own = {"FLWR_HOME": str(flwr_home)} if flwr_home is not None else {}
     within = {} if network is None else {VARIABLE: str(network)}
     return {**inherited, **_QUIET, **_OWN_PACKAGES, **_PROMPT, **own, **within, "PYTHONUNBUFFERED": "1"}
@@ -277,8 +277,8 @@ class Submission:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if self.run_id is None and (found := _STARTED.search(line)):
-                    self.run_id = int(found[1])
+                if self.run_id is None and (started := _STARTED.search(line)):
+                    self.run_id = int(started[1])
                 event = parse_event(line)
                 if event is None:
                     self._keep(line)

@@ -54,11 +54,11 @@ class Fetcher:
             sweep.join(_LOOK)
         replies: list[Message] = []
         while not self._fetched.empty():
-            identifier, found = self._fetched.get()
+            identifier, fetched = self._fetched.get()
             self._asking.discard(identifier)
-            if isinstance(found, Exception):
-                raise found
-            replies += found
+            if isinstance(fetched, Exception):
+                raise fetched
+            replies += fetched
         return replies
 
     def _ask(self, wanted: list[str]) -> None:
@@ -71,14 +71,14 @@ class Fetcher:
                     continue
                 self._asking.add(identifier)
                 self._moved = time.monotonic()
-            found: list[Message] | Exception
+            fetched: list[Message] | Exception
             try:
-                found = list(self._grid.pull_messages([identifier]))
+                fetched = list(self._grid.pull_messages([identifier]))
             except httpx.TransportError:  # the SuperLink restarts: it is asked again
-                found = []
+                fetched = []
             except Exception as reason:
-                found = reason
-            self._fetched.put((identifier, found))
+                fetched = reason
+            self._fetched.put((identifier, fetched))
 
 
 _T = TypeVar("_T")
@@ -165,7 +165,7 @@ class FlowerEngine:
                     f"SuperNodes, each with --node-config 'fedveil-home=\"…\"'.{why}"
                 )
             time.sleep(1.0)
-        absent = [one for one in range(self._clients) if one not in self._node_of]
+        absent = [client for client in range(self._clients) if client not in self._node_of]
         if absent:
             who = ", ".join(map(str, absent))
             self._events.note("absent", f"the run begins without clients {who}", clients=absent)
@@ -175,17 +175,17 @@ class FlowerEngine:
         reach = self._reached(ask.to)
         what, number = type(ask.common).__name__, getattr(ask.common, "round", None)
         common = encode(ask.common)
-        each = {client: encode(one) for client, one in ask.each.items() if client in reach}
+        each = {client: encode(request) for client, request in ask.each.items() if client in reach}
         phase = self._phase(reach, common, each, what=what, number=number, setup=setup)
         arrived: list[int] = []
         # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
-        for client, reply in ((one, phase.replies[one]) for one in ask.to if one in phase.replies):
+        for client, reply in ((client, phase.replies[client]) for client in ask.to if client in phase.replies):
             if why := folded(ask.into, reply, client):
                 phase.refused[client] = why
                 self._note("refused", client, f"the answer of client {client} was refused: {why}", number)
             else:
                 arrived.append(client)
-        missing = tuple(one for one in ask.to if one not in phase.refused and one not in phase.replies)
+        missing = tuple(client for client in ask.to if client not in phase.refused and client not in phase.replies)
         for client in missing:
             self._note("missing", client, f"client {client} is missing ({what})", number)
         down = len(common) * len(reach) + sum(map(len, each.values()))
@@ -197,7 +197,7 @@ class FlowerEngine:
         until = time.monotonic() + self._deadline
         while True:
             live = self._live()
-            reach = {one: self._node_of[one] for one in asked if self._node_of.get(one) in live}
+            reach = {client: self._node_of[client] for client in asked if self._node_of.get(client) in live}
             if len(reach) < len(asked) and self._call_roll(live):
                 continue
             if reach or time.monotonic() > until:
@@ -208,9 +208,9 @@ class FlowerEngine:
         """Ask those of the nodes `here` that are new who they are; returns whether a client was found."""
         now = time.monotonic()
         new = [
-            one
-            for one in sorted(here)
-            if one not in self._client_of and now - self._turned_away.get(one, -_ASK_AGAIN) >= _ASK_AGAIN
+            node
+            for node in sorted(here)
+            if node not in self._client_of and now - self._turned_away.get(node, -_ASK_AGAIN) >= _ASK_AGAIN
         ]
         if not new:
             return False
@@ -235,8 +235,8 @@ class FlowerEngine:
                 self._turn_away(node, str(reason))
                 continue
             claims.setdefault(answer.client, []).append((node, answer))
-        found = [self._settled(client, several, here) for client, several in claims.items()]
-        return any(found)
+        settled = [self._settled(client, several, here) for client, several in claims.items()]
+        return any(settled)
 
     def _settled(self, client: int, claims: list[tuple[int, Present]], here: set[int]) -> bool:
         """Take a node for a client; returns whether it was. Nobody takes the number of one who is there."""
@@ -288,7 +288,7 @@ class FlowerEngine:
         if not messages:
             return phase
         identifiers = self._patiently(lambda: self._grid.push_messages(messages))
-        sent = {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
+        sent = {identifier: message for identifier, message in zip(identifiers, order, strict=True) if identifier}
         until, pause = time.monotonic() + patience + _GRACE, _POLL[0]
         while sent and time.monotonic() < until:
             replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
@@ -309,27 +309,27 @@ class FlowerEngine:
                 text = f"client {late.client} answered a {late.what} too late: not counted"
                 self._note("late", late.client, text, late.round)
             return
-        one = sent.pop(identifier, None)
-        if one is None:
+        message = sent.pop(identifier, None)
+        if message is None:
             self._events.note("unasked", "an answer that nobody waits for, or the second to one message: not counted")
             return
         if reply.has_error():
             if reply.error.code not in _GONE:
-                phase.refused[one.client] = refusal_of(Code.FAILED)
-            self._note_of(one, "error", f"Flower reports error {reply.error.code} for client {one.client}")
+                phase.refused[message.client] = refusal_of(Code.FAILED)
+            self._note_of(message, "error", f"Flower reports error {reply.error.code} for client {message.client}")
             return
         try:
             answer, size = _opened(reply.content)
         except _RefusedError as refusal:
-            phase.refused[one.client] = refusal.why
-            self._note_of(one, "refused", f"client {one.client} refused a {one.what}: {refusal}")
+            phase.refused[message.client] = refusal.why
+            self._note_of(message, "refused", f"client {message.client} refused a {message.what}: {refusal}")
             return
         phase.up += size
-        phase.replies[one.client] = answer
+        phase.replies[message.client] = answer
 
-    def _note_of(self, one: _Sent, event: str, text: str) -> None:
-        if one.what != "RollCall":  # there it is the node that is turned away, and that is noted once
-            self._note(event, one.client, text, one.round)
+    def _note_of(self, message: _Sent, event: str, text: str) -> None:
+        if message.what != "RollCall":  # there it is the node that is turned away, and that is noted once
+            self._note(event, message.client, text, message.round)
 
     def _note(self, event: str, client: int, text: str, number: int | None) -> None:
         facts = {} if number is None else {"round": number + 1}

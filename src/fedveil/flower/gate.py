@@ -81,9 +81,9 @@ def serve(*, superlink: str, certificates: str | Path, host: str, port: int) -> 
     import uvicorn
 
     files = Certificates(Path(certificates))
-    for one in (files.ca, files.server, files.server_key):
-        if not one.is_file():
-            raise ConfigError(f"There is no {one}: make it with `fedveil flower certificates`.")
+    for file in (files.ca, files.server, files.server_key):
+        if not file.is_file():
+            raise ConfigError(f"There is no {file}: make it with `fedveil flower certificates`.")
     trusted = ssl.create_default_context(cafile=str(files.ca))
     uvicorn.run(
         Gate(behind(f"https://{superlink}", verify=trusted)),

@@ -86,7 +86,7 @@ class Home:
             if not file.is_file():
                 raise ConfigError(f"{where}: {name} names {file}, where no file is.")
         require = given.get("require", {})
-        known = {one.name for one in fields(RunConfig)}
+        known = {setting.name for setting in fields(RunConfig)}
         for name in require:
             if name.replace("-", "_") not in known:
                 raise unknown_name(f"setting in {where}, [require]:", name, known)
@@ -107,8 +107,8 @@ class Home:
         """When the files were changed that this was read from."""
         file = self.path / SETTINGS
         named = _files(self.path, _settings(file)).values()
-        found = [(one, one.stat()) for one in (file, *named) if one.exists()]
-        return tuple((str(one), at.st_mtime_ns, at.st_size) for one, at in found)
+        stamps = [(path, path.stat()) for path in (file, *named) if path.exists()]
+        return tuple((str(path), at.st_mtime_ns, at.st_size) for path, at in stamps)
 
     def accepts(self, config: RunConfig) -> RunConfig:
         """A run's settings as this client will use them; settings that its owner does not agree to are refused."""
@@ -141,7 +141,7 @@ class Home:
         if self.policy is None:
             what = "what it aims at, in each run anew"
             return [*lines, Term("ε over all runs", what, "default: limit it in a policy file (max_epsilon)")]
-        limits = [(one.name, getattr(self.policy, one.name)) for one in fields(self.policy)]
+        limits = [(limit.name, getattr(self.policy, limit.name)) for limit in fields(self.policy)]
         return [*lines, *(Term(f"policy: {name}", _limit(value), "the policy file") for name, value in limits)]
 
 
@@ -214,7 +214,7 @@ def create_home(
 
 def parse_required(pairs: Sequence[str]) -> dict[str, Required | list[Required]]:
     """setting=value pairs from a command line; a setting given more than once may have any of its values."""
-    found: dict[str, list[Required]] = {}
+    required: dict[str, list[Required]] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
@@ -223,8 +223,8 @@ def parse_required(pairs: Sequence[str]) -> dict[str, Required | list[Required]]
             value = tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError:
             value = text
-        found.setdefault(name, []).extend(value if isinstance(value, list) else [value])
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+        required.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+    return {name: values[0] if len(values) == 1 else values for name, values in required.items()}
 
 
 _TEXT = """\
@@ -270,15 +270,15 @@ def _line(name: str, value: str | None, example: str) -> str:
 def _inside(folder: Path, path: str | Path, name: str) -> str:
     """The file as client.toml writes it: relative where it lies in the home, absolute elsewhere."""
     given = Path(path).expanduser()
-    found = next((one.resolve() for one in (given, folder / given) if one.is_file()), None)
-    if found is None:
+    file = next((place.resolve() for place in (given, folder / given) if place.is_file()), None)
+    if file is None:
         raise ConfigError(f"{name}: there is no file {path}.")
-    return str(found.relative_to(folder)) if found.is_relative_to(folder) else str(found)
+    return str(file.relative_to(folder)) if file.is_relative_to(folder) else str(file)
 
 
 def _value(value: object) -> str:
     if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{name} = {_value(one)}' for name, one in value.items())} }}"
+        return f"{{ {', '.join(f'{name} = {_value(item)}' for name, item in value.items())} }}"
     several = isinstance(value, Sequence) and not isinstance(value, str)
     return f"[{', '.join(map(_value, value))}]" if several else toml_of(value)  # type: ignore[call-overload]
 
@@ -286,7 +286,7 @@ def _value(value: object) -> str:
 def _requirements(require: Mapping[str, Required | Sequence[Required]]) -> str:
     if not require:
         return '# [require]\n# scheme = ["veil-secagg", "veil-dp"]\n# unmask = "always"'
-    known = {one.name for one in fields(RunConfig)}
+    known = {setting.name for setting in fields(RunConfig)}
     lines = ["[require]"]
     for name, value in require.items():
         if name.replace("-", "_") not in known:
@@ -331,7 +331,7 @@ def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path 
             )
         train = loaded(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
         rows = dealt(config, train)[client].to(train.x.device)
-        found = ClientData(client, train.x[rows], train.y[rows])
+        data = ClientData(client, train.x[rows], train.y[rows])
         own = ModelFacts.of(config, train)
     else:
         try:
@@ -339,13 +339,13 @@ def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path 
         except ConfigError as reason:
             raise DataError(str(reason)) from reason
         own = _given_facts(config, code, str(loader))
-        found = _loaded(config, code, client=client, task=own.task, where=loader)
+        data = _loaded(config, code, client=client, task=own.task, where=loader)
     for name in ("input_shape", "outputs", "task", "vocabulary"):
         said, ours = getattr(facts, name), getattr(own, name)
         if said != ours:
             raise DataError(f"the run is for data with {name} = {said}, and this client's have {ours}")
-    _check(found, own)
-    return found
+    _check(data, own)
+    return data
 
 
 def _check(data: ClientData, facts: ModelFacts) -> None:
@@ -372,7 +372,7 @@ def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
             "may add vocabulary and labels."
         )
     shape, outputs, task = given["input_shape"], given["outputs"], given["task"]
-    if not all(type(one) is int and one > 0 for one in (*shape, outputs)):
+    if not all(type(size) is int and size > 0 for size in (*shape, outputs)):
         raise ConfigError(f"{where}: input_shape and outputs must be positive whole numbers.")
     if task not in ("classification", "regression"):
         raise ConfigError(f"{where}: task must be classification or regression (got {task!r}).")
@@ -396,10 +396,10 @@ def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, wher
     if load is None:
         raise DataError(f"{where} has no function client(number) that gives this client's samples")
     try:
-        found = load(client)
+        samples = load(client)
     except Exception as reason:
         raise DataError(f"{where}: client({client}) raised {type(reason).__name__}: {reason}") from reason
-    x, y = _pair(found, task, where=f"{where}: client({client})")
+    x, y = _pair(samples, task, where=f"{where}: client({client})")
     device, dtype = torch.device(config.device), dtype_of(config)
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
     return ClientData(client, x, y.to(device, dtype) if y.is_floating_point() else y.to(device))
@@ -412,8 +412,8 @@ def _pair(pair: Any, task: str, *, where: str) -> tuple[Tensor, Tensor]:
         raise DataError(f"{where} must give (inputs, targets), two tensors or arrays.") from reason
     if x.dim() < 2 or y.dim() < 1 or len(x) != len(y) or not len(x):
         raise DataError(f"{where} gives inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}.")
-    for what, one in (("inputs", x), ("targets", y)):
-        if one.is_floating_point() and not torch.isfinite(one).all():
+    for what, tensor in (("inputs", x), ("targets", y)):
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DataError(f"{where}: the {what} hold NaN or infinity.")
     if y.is_floating_point() or task == "regression":
         y = y.to(torch.get_default_dtype()) if not y.is_floating_point() else y

@@ -104,7 +104,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
 def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
     shape, outputs, vocabulary = given["input_shape"], given["outputs"], given["vocabulary"]
     numbers = [*(shape if isinstance(shape, list) else [0]), outputs, 1 if vocabulary is None else vocabulary]
-    if not all(type(one) is int and 0 < one < 1 << 31 for one in numbers):
+    if not all(type(number) is int and 0 < number < 1 << 31 for number in numbers):
         raise ProtocolError("a run's setup describes its data wrongly")
     if given["task"] not in ("classification", "regression"):
         raise ProtocolError("a run's setup names no task")
@@ -223,10 +223,10 @@ class MessageHandler:
             self._write_model(setup, side, state)
         return reply
 
-    def _broken_off(self, setup: Setup, one: Remembered) -> bytes:
+    def _broken_off(self, setup: Setup, remembered: Remembered) -> bytes:
         """Remember, and give, the reply to a message that this client cannot deal with."""
         reply = self._refused(Code.INTERNAL)
-        self._keep(setup, replace(one, reply=reply))
+        self._keep(setup, replace(remembered, reply=reply))
         return reply
 
     def _recalled(self, setup: Setup) -> Remembered | None:
@@ -234,9 +234,9 @@ class MessageHandler:
             return self._latest[1]
         return self._memory.recall(setup.lineage, device=self._device)
 
-    def _keep(self, setup: Setup, one: Remembered) -> None:
-        self._memory.keep(setup.lineage, one)
-        self._latest = (setup.lineage, one)
+    def _keep(self, setup: Setup, remembered: Remembered) -> None:
+        self._memory.keep(setup.lineage, remembered)
+        self._latest = (setup.lineage, remembered)
 
     def _built(self, setup: Setup, known: Remembered | None) -> Side:
         """The side of this attempt, from the last message or anew."""
@@ -289,12 +289,14 @@ class MessageHandler:
         self._keep(setup, entered)
         return self._counted(entered)
 
-    def _counted(self, one: Remembered) -> Remembered:
+    def _counted(self, remembered: Remembered) -> Remembered:
         """Limits of one's own hold for all runs on these data, however many a server opens and whenever it goes on with
         which; without them a run is held to its own target."""
         if self._home.policy is None:
-            return one
-        return replace(one, state=replace(one.state, spent=max(one.state.spent, self._memory.spent())))
+            return remembered
+        return replace(
+            remembered, state=replace(remembered.state, spent=max(remembered.state.spent, self._memory.spent()))
+        )
 
     def _write_model(self, setup: Setup, side: Side, state: ClientState) -> None:
         """The model that this client holds, as a file of its own."""
@@ -333,7 +335,7 @@ def _check_name(setup: Setup, state: ClientState, request: Request) -> None:
 
 
 def _request(content: bytes) -> Request:
-    found = decode(content)
-    if not isinstance(found, Request):
-        raise ProtocolError(f"a {type(found).__name__} arrived where a request belongs")
-    return found
+    request = decode(content)
+    if not isinstance(request, Request):
+        raise ProtocolError(f"a {type(request).__name__} arrived where a request belongs")
+    return request

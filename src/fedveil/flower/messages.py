@@ -71,7 +71,7 @@ class Setup:
             isinstance(name, str)
             and len(name) == 32
             and set(name) <= set("0123456789abcdef")
-            and all(type(one) is int and 0 <= one < 1 << 31 for one in (setup.attempt, setup.start))
+            and all(type(number) is int and 0 <= number < 1 << 31 for number in (setup.attempt, setup.start))
             and isinstance(setup.settings, dict)
             and isinstance(setup.facts, dict)
             and set(setup.facts) == set(_FACTS)

@@ -102,7 +102,7 @@ def bring_up_to_date(engine: FlowerEngine, standing: RelayProgress, *, clients: 
     everybody = tuple(range(clients))
     ask = Ask(everybody, farewell, Farewells(farewell.version, everybody))
     done = engine.gather(ask, standing.setup)
-    return tuple(one for one in ask.to if one not in done.arrived)
+    return tuple(client for client in ask.to if client not in done.arrived)
 
 
 _TRUST = (
@@ -169,7 +169,7 @@ def _serve(grid: Grid, context: Context) -> None:
 
 def _given(context: Context) -> dict[str, Any]:
     """What the app and the command line say about the run, without what is about Flower."""
-    own = {one.name for one in dataclasses.fields(Extras)}
+    own = {field.name for field in dataclasses.fields(Extras)}
     given = {name: value for name, value in merged_settings(context.run_config).items() if name not in own}
     return {**given, "model": typed(str(given["model"]))} if "model" in given else given
 
@@ -180,8 +180,8 @@ def server_job(config: RunConfig, module: str) -> Job:
         raise ConfigError("record keeps what clients know, which is not here: record a run of the local engine.")
     if config.simulate_dropout:
         raise ConfigError("simulate_dropout is for the local engine: on Flower clients drop out by themselves.")
-    found = described(config, module)
-    facts, seed = found.facts, config.seed
+    description = described(config, module)
+    facts, seed = description.facts, config.seed
     assert seed is not None
     common = agreed(config, clients=config.clients, task=facts.task)
     held_here = common.scheme.holder == "server"
@@ -189,7 +189,7 @@ def server_job(config: RunConfig, module: str) -> Job:
     own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
-    test = found.test if held_here else None
+    test = description.test if held_here else None
     job = assemble_job(config, facts.build(seed=own), pool, test, facts, common=common, guard=guard)
     return dataclasses.replace(job, around=Surroundings("flower", messages.RELEASES, (_TRUST,)))
 

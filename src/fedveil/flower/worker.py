@@ -305,14 +305,14 @@ class _Log(RotatingFileHandler):
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES - 1, encoding="utf-8")
         here = path.stat()
-        self._followers = [one for one in (1, 2) if os.path.samestat(os.fstat(one), here)]
+        self._followers = [descriptor for descriptor in (1, 2) if os.path.samestat(os.fstat(descriptor), here)]
 
     def doRollover(self) -> None:  # noqa: N802 - logging's own name
         """Start the next file."""
         super().doRollover()
         if self.stream is not None:
-            for one in self._followers:
-                os.dup2(self.stream.fileno(), one)
+            for descriptor in self._followers:
+                os.dup2(self.stream.fileno(), descriptor)
 
 
 def _log_to(path: Path) -> None:

@@ -181,8 +181,8 @@ def private_folder(folder: Path) -> Path:
     """The folder, made if need be; refused unless it is this user's and closed to all others."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(f"{folder} is not a folder of this user's alone (mode 700): remove it, or set `socket`.")
     return folder
 
@@ -361,9 +361,9 @@ def _is_worker(home: Path, pid: int) -> bool:
     lock = (home / LOCK).stat()
     with contextlib.suppress(OSError):
         if WORKER.encode() in (process / "cmdline").read_bytes().split(b"\0"):
-            for one in (process / "fd").iterdir():
+            for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(one.stat(), lock):
+                    if os.path.samestat(descriptor.stat(), lock):
                         return True
     return False
 

@@ -85,10 +85,10 @@ class Accountant:
             by_clients = by_peer(noise_layout, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
         # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
         seen = arrived if self.honest_arrivals or noise_layout.summed else None
-        found = {SERVER: charges(noise_layout, arrived=seen, revealed=revealed), CLIENTS: by_clients}
+        prices = {SERVER: charges(noise_layout, arrived=seen, revealed=revealed), CLIENTS: by_clients}
         if COLLUSION in self.adversaries:
-            found[COLLUSION] = np.maximum(self._with_colluders(noise_layout, seen, revealed), found[SERVER])
-        return found
+            prices[COLLUSION] = np.maximum(self._with_colluders(noise_layout, seen, revealed), prices[SERVER])
+        return prices
 
     def _with_colluders(
         self, noise_layout: NoiseLayout, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]

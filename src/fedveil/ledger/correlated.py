@@ -124,18 +124,18 @@ def worst(graph: NoiseGraph, sensitivity: Floats, *, count: int = 64, slack: flo
 
     Members that are not candidates are worked on only until they are certainly no worse than the candidate.
     """
-    found = worst_candidate(graph, sensitivity, count=count, slack=min(slack, 1e-6))
+    candidate = worst_candidate(graph, sensitivity, count=count, slack=min(slack, 1e-6))
     rest = _most_exposed_first(graph, sensitivity)[count:]
     rest = rest[sensitivity[rest] > 0]
     squares = sensitivity[rest] ** 2
-    lower, upper = diagonal_bounds(graph, rest, slack=slack, enough=found.lower / squares)
+    lower, upper = diagonal_bounds(graph, rest, slack=slack, enough=candidate.lower / squares)
     if not len(rest):
-        return found
-    position, least = found.position, found.lower
+        return candidate
+    position, least = candidate.position, candidate.lower
     best = int(np.argmax(squares * lower))
     if squares[best] * lower[best] > least:
         position, least = int(rest[best]), float(squares[best] * lower[best])
-    return Worst(position, least, max(found.upper, float(np.max(squares * upper))))
+    return Worst(position, least, max(candidate.upper, float(np.max(squares * upper))))
 
 
 def _most_exposed_first(graph: NoiseGraph, sensitivity: Floats) -> Positions:
@@ -198,9 +198,9 @@ def _certify(graph: NoiseGraph, x: Floats, columns: Positions) -> tuple[Floats, 
     return middle - rounding * (1 + summing), middle + (rounding + rest) * (1 + summing)
 
 
-def _dots(one: Floats, two: Floats) -> Floats:
+def _dots(left: Floats, right: Floats) -> Floats:
     """Column by column, the inner products."""
-    return np.asarray(np.einsum("ij,ij->j", one, two), dtype=np.float64)
+    return np.asarray(np.einsum("ij,ij->j", left, right), dtype=np.float64)
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:
@@ -365,7 +365,7 @@ def only(noise_layout: NoiseLayout, arrived: Collection[int]) -> NoiseLayout:
     kept = here[noise_layout.first] & here[noise_layout.second]
     return replace(
         noise_layout,
-        members=tuple(one for one, present in zip(noise_layout.members, here, strict=True) if present),
+        members=tuple(member for member, present in zip(noise_layout.members, here, strict=True) if present),
         sensitivity=noise_layout.sensitivity[here],
         residual=noise_layout.residual[here],
         first=place[noise_layout.first[kept]],
@@ -596,7 +596,7 @@ def _are_revealed(noise_layout: NoiseLayout, revealed: Collection[tuple[int, int
         return np.zeros(len(noise_layout.pairs), dtype=np.bool_)
     _check_known(noise_layout, {client for pair in revealed for client in pair}, "pair seeds were revealed")
     size, position = len(noise_layout.members), {member: at for at, member in enumerate(noise_layout.members)}
-    ends = np.array([sorted((position[one], position[other])) for one, other in revealed], dtype=np.int64)
+    ends = np.array([sorted((position[client], position[other])) for client, other in revealed], dtype=np.int64)
     low, high = np.minimum(noise_layout.first, noise_layout.second), np.maximum(noise_layout.first, noise_layout.second)
     return np.isin(low * size + high, ends[:, 0] * size + ends[:, 1])
 

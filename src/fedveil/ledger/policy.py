@@ -56,7 +56,7 @@ class Policy:
             given = tomllib.loads(text)
         except tomllib.TOMLDecodeError as reason:
             raise ConfigError(f"{where} is not valid TOML: {reason}.") from reason
-        known = {one.name for one in fields(Policy)}
+        known = {field.name for field in fields(Policy)}
         for name, value in given.items():
             if name not in known:
                 raise unknown_name(f"setting in {where}:", name, known)
@@ -185,11 +185,11 @@ def _charges(
     noise_layout: NoiseLayout, revealed: frozenset[tuple[int, int]] = frozenset(), colluders: int = 0
 ) -> NDArray[np.float64]:
     # Remembered, because in a simulation every client charges itself for the same covering.
-    found = charges(noise_layout, revealed=revealed)
+    charged = charges(noise_layout, revealed=revealed)
     if colluders:
-        found = np.maximum(found, worst_collusion(without(noise_layout, revealed), colluders).mu2)
+        charged = np.maximum(charged, worst_collusion(without(noise_layout, revealed), colluders).mu2)
     return (
-        np.maximum(found, by_peer(noise_layout, colluders=max(1, colluders)))
+        np.maximum(charged, by_peer(noise_layout, colluders=max(1, colluders)))
         if len(noise_layout.members) > 1
-        else found
+        else charged
     )

@@ -90,7 +90,7 @@ class Ledger:
 
     def line(self, adversary: str) -> Line:
         """One adversary's line."""
-        return next(one for one in self.lines if one.adversary == adversary)
+        return next(line for line in self.lines if line.adversary == adversary)
 
     def as_data(self) -> dict[str, Any]:
         """As plain data; an infinite ε is written as null with the verdict "none"."""
@@ -121,8 +121,8 @@ def state(
         why = f"{share} ({accountant.how}{'' if accountant.certified else ': an estimate, not a proof'})"
         with_them = _spent_line(COLLUSION, accountant, delta, unit, caveats, why)
         lines.append(alone if alone.verdict == "none" else with_them)
-    elif any(one.with_client is not None for one in releases):
-        weaker = [_with_client(one) for one in releases]
+    elif any(release.with_client is not None for release in releases):
+        weaker = [_with_client(release) for release in releases]
         line = _server_line(weaker, caveats, accountant, delta, unit, sees="with one client on its side, sees")
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
@@ -162,22 +162,28 @@ def _server_line(
     *,
     sees: str = "sees",
 ) -> Line:
-    carried = [one for one in releases if one.sender == "client" and "server" in one.to and one.about == "data"]
-    bare = [one.field for one in carried if one.protection == "open" and one.noise == "none"]
-    futile = [one.field for one in carried if one.protection == "open" and one.noise != "none"]
+    carried = [
+        release
+        for release in releases
+        if release.sender == "client" and "server" in release.to and release.about == "data"
+    ]
+    bare = [release.field for release in carried if release.protection == "open" and release.noise == "none"]
+    futile = [release.field for release in carried if release.protection == "open" and release.noise != "none"]
     if bare or futile:
         seen = [f"uncovered: {', '.join(bare)}"] if bare else []
         seen += [f"under noise that proves nothing: {', '.join(futile)}"] if futile else []
         return Line(SERVER, "none", f"{sees} {'; '.join(seen)}")
-    unread = [one for one in carried if one.protection == "encrypted"]
-    linked = [one.field for one in carried if one.protection == "linked"]
-    read = [one for one in carried if one.protection in ("masked", "noised")]
+    unread = [release for release in carried if release.protection == "encrypted"]
+    linked = [release.field for release in carried if release.protection == "linked"]
+    read = [release for release in carried if release.protection in ("masked", "noised")]
     if unread and not read and not linked:
         why = f"{sees} nothing but {unread[0].hiding}"
         return Line(SERVER, "ciphertexts only", why, assumptions=caveats.assumptions)
-    if accountant is not None and all(one.protection == "noised" for one in read if one.field != "upload.weight"):
+    if accountant is not None and all(
+        release.protection == "noised" for release in read if release.field != "upload.weight"
+    ):
         return _noised_line(caveats, accountant, delta, unit, unread=unread, linked=linked, read=read, sees=sees)
-    if any(one.protection == "noised" for one in read):
+    if any(release.protection == "noised" for release in read):
         why = f"{sees} the sums of what is hidden, over a round's honest clients, and every upload's rest under noise"
         return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
     # Whoever has a client's help takes that one's part out of the sum.
@@ -205,8 +211,8 @@ def _noised_line(
     through what is hidden a client's data reach other uploads too, each by no more than its own bound. All of them
     together are a Gaussian mechanism with μ² = Σ_k μ_k², as their noises are independent.
     """
-    summed = any(one.protection == "noised" and one.hiding != "none" for one in read)
-    hidden = [one for one in unread if one.noise == "none"]
+    summed = any(release.protection == "noised" and release.hiding != "none" for release in read)
+    hidden = [release for release in unread if release.noise == "none"]
     what = "every upload's rest under noise" if hidden or linked else "every upload under noise"
     why = f"{sees} {'sums under noise, sized for the smallest sum the masks open' if summed else what}"
     if linked:
@@ -224,7 +230,9 @@ def _noised_line(
 def _client_line(
     releases: Sequence[Release], caveats: Caveats, accountant: Accountant | None, delta: float, unit: str
 ) -> Line:
-    if any("clients" in one.to and one.about == "data" and one.protection == "masked" for one in releases):
+    if any(
+        "clients" in release.to and release.about == "data" and release.protection == "masked" for release in releases
+    ):
         return Line(
             CLIENTS,
             "aggregate only",
@@ -235,7 +243,7 @@ def _client_line(
         own = f"; {_dishonest(accountant)} of them may know their part, or have added none"
         why = f"see the models, where others' data lie under the noise of the sums{'' if accountant.trusted else own}"
         return _spent_line(CLIENTS, accountant, delta, unit, caveats, why)
-    hidden = any(one.field == "train.parameters" and one.hiding != "none" for one in releases)
+    hidden = any(release.field == "train.parameters" and release.hiding != "none" for release in releases)
     how = "veiled models" if hidden else "the models"
     return Line(CLIENTS, "none", f"see {how} of all rounds, and nothing bounds what those hold of others' data")
 

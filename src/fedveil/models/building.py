@@ -34,12 +34,25 @@ def build(
 ) -> nn.Module:
     """Build a model for samples of ``input_shape`` (without the batch) and ``outputs`` numbers each.
 
-    ``name`` is one of :func:`names`, or code of your own, ``OwnCode("package.module:factory")`` or
-    ``OwnCode("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
-    A factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
-    Equal seeds give equal parameters; the global random state is left as it was. Weights that are to
-    be secret take a secret stream for a seed: of a number PyTorch keeps 32 bits. Before it is returned
+    Equal seeds give equal parameters; the global random state is left as it was. Before it is returned
     the model is run on a random batch of two, and a wrong output shape is refused.
+
+    Args:
+        name: One of :func:`names`, or code of your own, ``OwnCode("package.module:factory")`` or
+            ``OwnCode("path/to/file.py:factory")``; plain text never names code, since it may come from a file.
+            A factory gets those of input_shape, outputs, vocabulary that its signature has, and the options.
+        input_shape: A sample's shape.
+        outputs: Classes, or numbers to predict.
+        seed: What draws the parameters. Weights that are to be secret take a secret stream: of a number
+            PyTorch keeps 32 bits.
+        vocabulary: How many different tokens there are, where samples are token ids.
+        options: Those of the model, like ``depth``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: The model or an option is unknown, too large, or does not go with the data.
 
     >>> build("mlp", input_shape=(8, 8), outputs=10, depth=2)(torch.zeros(5, 8, 8)).shape
     torch.Size([5, 10])
@@ -75,13 +88,13 @@ def parameters_of(
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
     except (RuntimeError, OverflowError, ValueError) as error:
         raise ConfigError(f"Model {name!r} cannot be built with {dict(options)}: {error}") from error
-    found = sum(one.numel() for one in model.parameters())
-    if found > MOST_PARAMETERS:
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > MOST_PARAMETERS:
         raise ConfigError(
-            f"Model {name!r} would have {found:,} parameters with {dict(options)}; {MOST_PARAMETERS:,} are the most."
+            f"Model {name!r} would have {size:,} parameters with {dict(options)}; {MOST_PARAMETERS:,} are the most."
         )
     check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
-    return found
+    return size
 
 
 @contextmanager

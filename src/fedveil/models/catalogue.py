@@ -112,10 +112,10 @@ def check_output(
     finally:
         for module, training in modes:
             module.training = training
-    found = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-    if found != (BATCH, outputs):
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+    if shape != (BATCH, outputs):
         raise ConfigError(
-            f"Model {name!r} returns {found} for a batch of shape {tuple(batch.shape)}, but the task needs "
+            f"Model {name!r} returns {shape} for a batch of shape {tuple(batch.shape)}, but the task needs "
             f"{(BATCH, outputs)}: make its last layer give {outputs} numbers per sample."
         )
 

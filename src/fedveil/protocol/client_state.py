@@ -110,7 +110,7 @@ class ClientState:
         """Encrypted and authenticated bytes, for storage outside the process."""
         from fedveil.crypto.keys import seal
 
-        facts = {_STORED.get(one.name, one.name): getattr(self, one.name) for one in fields(self)}
+        facts = {_STORED.get(fact.name, fact.name): getattr(self, fact.name) for fact in fields(self)}
         facts |= {
             "keys": None if self.keys is None else self.keys.stored(),
             "group": None if self.group is None else self.group.stored(),
@@ -127,7 +127,7 @@ class ClientState:
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
         try:
-            known = {one.name: facts[_STORED.get(one.name, one.name)] for one in fields(ClientState)}
+            known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
             keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
             known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort")}
             known |= {
@@ -185,7 +185,7 @@ class Held:
             tensors["held.parameters"],
             tensors["held.epsilon"],
             tensors["held.statistics"],
-            {name.removeprefix(_BUFFER): one for name, one in tensors.items() if name.startswith(_BUFFER)},
+            {name.removeprefix(_BUFFER): tensor for name, tensor in tensors.items() if name.startswith(_BUFFER)},
         )
         try:
             transcript = bytes.fromhex(str(facts.get("story", "")))

@@ -43,10 +43,10 @@ def message(kind: type[_T]) -> type[_T]:
 def released(kind: type[Any], name: str) -> Released | ContributionSections | type[Any]:
     """What a field of a message declares to leave with it; a message inside it declares that for itself."""
     field = declared(kind)[name]
-    for one in field.metadata:
-        if isinstance(one, (Released, ContributionSections)):
-            return one
-    inside = [one for one in field.types if dataclasses.is_dataclass(one)]
+    for mark in field.metadata:
+        if isinstance(mark, (Released, ContributionSections)):
+            return mark
+    inside = [nested for nested in field.types if dataclasses.is_dataclass(nested)]
     if len(inside) != 1:
         raise TypeError(
             f"{kind.__name__}.{name} may not travel: declare what leaves with it, as Annotated[…, Released(what)]"
@@ -63,14 +63,14 @@ def encode(value: object) -> bytes:
     """The bytes of a registered message."""
     tensors: list[Tensor] = []
     header = _plain(value, tensors)
-    return _MESSAGE.pack(header, [raw(one).data for one in tensors])
+    return _MESSAGE.pack(header, [raw(tensor).data for tensor in tensors])
 
 
 def size(value: object) -> int:
     """len(encode(value)) without copying the tensors."""
     tensors: list[Tensor] = []
     header = _plain(value, tensors)
-    return _MESSAGE.size(header) + sum(one.numel() * one.element_size() for one in tensors)
+    return _MESSAGE.size(header) + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def decode(data: bytes) -> Any:
@@ -137,7 +137,7 @@ class _Reader:
         fields, given = declared(kind), header.get("f")
         if not isinstance(given, dict) or set(given) != set(fields):
             raise ProtocolError(f"a {kind.__name__} message has wrong fields")
-        return kind(**{name: self.value(one, fields[name].types) for name, one in given.items()})
+        return kind(**{name: self.value(item, fields[name].types) for name, item in given.items()})
 
     def value(self, header: Any, allowed: tuple[type[Any], ...]) -> Any:
         if not isinstance(header, dict):
@@ -147,17 +147,17 @@ class _Reader:
         dtype = _DTYPES.get(str(header["t"]))
         if dtype is None:
             raise ProtocolError("a message describes a tensor wrongly")
-        found, self.position = tensor_at(self.data, self.position, dtype, header.get("s"))
-        return found
+        tensor, self.position = tensor_at(self.data, self.position, dtype, header.get("s"))
+        return tensor
 
 
-_DTYPES_stored = {str(one): one for one in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)}
+_DTYPES_stored = {str(dtype): dtype for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool)}
 
 
 def as_bytes(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Length of the header, the header (JSON), the tensors' raw bytes in its order."""
-    shapes = {name: [str(one.dtype), list(one.shape)] for name, one in tensors.items()}
-    return _STORED.pack({"fields": fields, "tensors": shapes}, [raw(one).data for one in tensors.values()])
+    shapes = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    return _STORED.pack({"fields": fields, "tensors": shapes}, [raw(tensor).data for tensor in tensors.values()])
 
 
 def from_stored(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -192,18 +192,18 @@ class Directory(Request):
     @staticmethod
     def of(run: str, announced: Iterable[Announce], epoch: Epoch, present: Collection[int] | None = None) -> Directory:
         """A directory of announcements; all of them are of the epoch unless `present` says who."""
-        entries = sorted(announced, key=lambda one: one.client)
-        here = [one for one in entries if present is None or one.client in present]
+        entries = sorted(announced, key=lambda entry: entry.client)
+        here = [entry for entry in entries if present is None or entry.client in present]
         return Directory(
             run,
-            torch.tensor([one.client for one in entries], dtype=torch.int64),
-            torch.tensor([one.samples for one in entries], dtype=torch.int64),
-            torch.stack([one.identity for one in entries]),
-            torch.stack([one.key for one in entries]),
-            torch.stack([one.signature for one in entries]),
+            torch.tensor([entry.client for entry in entries], dtype=torch.int64),
+            torch.tensor([entry.samples for entry in entries], dtype=torch.int64),
+            torch.stack([entry.identity for entry in entries]),
+            torch.stack([entry.key for entry in entries]),
+            torch.stack([entry.signature for entry in entries]),
             epoch,
-            torch.tensor([one.client for one in here], dtype=torch.int64),
-            torch.stack([one.commitment for one in here]),
+            torch.tensor([entry.client for entry in here], dtype=torch.int64),
+            torch.stack([entry.commitment for entry in here]),
         )
 
     def check(self) -> None:
@@ -220,7 +220,7 @@ class Directory(Request):
 
     @cached_property
     def _counts(self) -> list[int]:
-        return [int(one) for one in self.samples.tolist()]
+        return [int(count) for count in self.samples.tolist()]
 
     def __contains__(self, client: int) -> bool:
         return client in self._places
@@ -231,7 +231,7 @@ class Directory(Request):
 
     def cohort(self, round: int, beacon: bytes) -> tuple[int, ...]:
         """A round's clients: those that the schedule names, as far as they are of the epoch."""
-        return tuple(one for one in self.epoch.drawn(round, beacon) if one in self._here)
+        return tuple(client for client in self.epoch.drawn(round, beacon) if client in self._here)
 
     def commitment(self, client: int) -> bytes:
         """A client's commitment; refused for one that is not of the epoch."""

@@ -197,7 +197,7 @@ class _Shown(Inbox[Nonce]):
 
     def told(self) -> Nonces:
         """Everybody's, in the order of the directory."""
-        content = b"".join(self.nonces[one] for one in self._directory.present.tolist())
+        content = b"".join(self.nonces[client] for client in self._directory.present.tolist())
         return Nonces(from_bytes(self._directory.digest), from_bytes(content).reshape(-1, NONCE_BYTES))
 
 
@@ -248,13 +248,13 @@ class Introductions:
         present = set(self.directory.present.tolist())
         apart = present.union(self.left_out)
         asked = set(self.directory.epoch.drawn(round, self.beacon))
-        strangers = [one for one in self._candidates() if one in asked and one not in apart]
+        strangers = [client for client in self._candidates() if client in asked and client not in apart]
         if strangers and self._spare(round):
             arrived = yield from self._hello(strangers, self._epoch(round))
             if arrived:
                 yield from self._begin(sorted(present - self._left), round, already=arrived)
                 return
-        yield from self._tell([one for one in self.cohort(round) if one not in self._ready])
+        yield from self._tell([client for client in self.cohort(round) if client not in self._ready])
 
     def leave_out(self, clients: Collection[int]) -> None:
         """Begin the next epoch without these."""
@@ -273,16 +273,16 @@ class Introductions:
 
     def known(self, clients: Sequence[int]) -> tuple[int, ...]:
         """Those of `clients` that have confirmed the epoch's beacon."""
-        return tuple(one for one in clients if one in self._ready)
+        return tuple(client for client in clients if client in self._ready)
 
     @property
     def left_out(self) -> dict[int, str]:
         """Who is of no epoch because of the size it claims, and why."""
-        return outsized({one: said.samples for one, said in self._announced.heard.items()}, self._max_size_ratio)
+        return outsized({client: said.samples for client, said in self._announced.heard.items()}, self._max_size_ratio)
 
     def _candidates(self) -> list[int]:
-        gone = {one for one, times in self._voided.items() if times >= _MOST_VOIDED}
-        return [one for one in range(self._cohort.clients) if one not in self._left and one not in gone]
+        gone = {client for client, times in self._voided.items() if times >= _MOST_VOIDED}
+        return [client for client in range(self._cohort.clients) if client not in self._left and client not in gone]
 
     def _epoch(self, round: int) -> Epoch:
         drawn = self._cohort

@@ -59,20 +59,22 @@ def releases_of(
     name = name or getattr(kind, "released_as", kind.__name__.lower())
     by: Party = "client" if issubclass(kind, FromClient) else "server"
     to: tuple[Party, ...] = ("server",) if by == "client" else ("clients",)
-    found: list[Release] = []
+    releases: list[Release] = []
     for field in declared(kind):
         said = released(kind, field)
         if field in but:
             continue
         if isinstance(said, ContributionSections):
-            known = [one for one in sections if one in said.what]
-            found += [Release(f"{name}.{one}", by, to, said.what[one], about="data") for one in known]
+            known = [section for section in sections if section in said.what]
+            releases += [Release(f"{name}.{section}", by, to, said.what[section], about="data") for section in known]
         elif isinstance(said, Released):
             own = dataclasses.asdict(said)
-            found.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
+            releases.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
         else:
-            found += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"))
-    return tuple(dataclasses.replace(one, **covers.get(one.field.rsplit(".", 1)[1], Cover())) for one in found)
+            releases += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"))
+    return tuple(
+        dataclasses.replace(release, **covers.get(release.field.rsplit(".", 1)[1], Cover())) for release in releases
+    )
 
 
 def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
@@ -80,7 +82,9 @@ def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
     name = name or getattr(kind, "released_as", kind.__name__.lower())
     fields = declared(kind).items()
     sure = [
-        field for field, one in fields if type(None) not in one.types and isinstance(released(kind, field), Released)
+        field
+        for field, layout in fields
+        if type(None) not in layout.types and isinstance(released(kind, field), Released)
     ]
     return [f"{name}.{field}" for field in sure]
 
@@ -92,10 +96,10 @@ def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
 
 def each_once(releases: Iterable[Release]) -> tuple[Release, ...]:
     """Releases in order, those of a name that was there already left out."""
-    found: dict[str, Release] = {}
+    unique: dict[str, Release] = {}
     for release in releases:
-        found.setdefault(release.field, release)
-    return tuple(found.values())
+        unique.setdefault(release.field, release)
+    return tuple(unique.values())
 
 
 def released_fields(sent: Request) -> list[str]:
@@ -109,11 +113,11 @@ def released_fields(sent: Request) -> list[str]:
             return []
         if not dataclasses.is_dataclass(value):
             return [prefix]
-        found = []
+        names = []
         for field in dataclasses.fields(value):
             inner = getattr(value, field.name)
-            found += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
-        return found
+            names += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
+        return names
 
     return walk(sent, type(sent).__name__.lower())
 

@@ -83,7 +83,7 @@ def curves(groups: Sequence[SourceGroup]) -> list[Figure]:
         _over_rounds(groups, worth, f"{reach} on data nobody trained on, after each round.{lines}"),
         _over_rounds(groups, loss, f"How far the model is from the clients' own data: lower is closer.{lines}{said}"),
     ]
-    return [one for one in made if one is not None]
+    return [figure for figure in made if figure is not None]
 
 
 def _known(curve: Curve) -> list[float]:
@@ -148,16 +148,16 @@ def _line(group: SourceGroup, curve: Curve, worth: Worth) -> Trace:
 
 def _band(group: SourceGroup, curve: Curve) -> Trace:
     ends = [
-        (one, low, high)
-        for one, low, high in zip(curve.rounds, curve.low, curve.high, strict=True)
+        (round, low, high)
+        for round, low, high in zip(curve.rounds, curve.low, curve.high, strict=True)
         if low is not None and high is not None
     ]
     return {
         "type": "scatter",
         "mode": "lines",
         "name": label(group),
-        "x": [one[0] for one in ends] + [one[0] for one in reversed(ends)],
-        "y": [one[2] for one in ends] + [one[1] for one in reversed(ends)],
+        "x": [point[0] for point in ends] + [point[0] for point in reversed(ends)],
+        "y": [point[2] for point in ends] + [point[1] for point in reversed(ends)],
         "fill": "toself",
         "line": {"width": 0},
         "hoverinfo": "skip",
@@ -195,7 +195,7 @@ def trade_offs(groups: Sequence[SourceGroup]) -> list[Figure]:
             what="the time all rounds took, with all clients on the machine that ran them",
         ),
     ]
-    return [one for one in made if one is not None]
+    return [figure for figure in made if figure is not None]
 
 
 _PROVEN = "differential privacy"
@@ -213,10 +213,10 @@ def _against(
     ticks: dict[str, Any],
     what: str,
 ) -> Figure | None:
-    known = [(group, found) for group in groups if (found := cost(group))]
+    known = [(group, costs) for group in groups if (costs := cost(group))]
     if len(known) < 2:
         return None
-    spots = [(_mean(found), group) for group, found in known]
+    spots = [(_mean(costs), group) for group, costs in known]
     traces, best = _with_front(spots, worth)
     traces += [_point(group, x, worth, f"{shown(x)}") for x, group in spots]
     values = [x for x, _ in spots]

@@ -64,7 +64,9 @@ def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
     """The mean, and the lowest and highest where there are several that differ; no figure loses its unit in a line."""
     if not values:
         return DASH
-    mean, low, high = (shown(one).replace(" ", _KEEP) for one in (sum(values) / len(values), min(values), max(values)))
+    mean, low, high = (
+        shown(value).replace(" ", _KEEP) for value in (sum(values) / len(values), min(values), max(values))
+    )
     if low == high:
         return mean
     lowest, _, unit = low.partition(_KEEP)
@@ -126,8 +128,8 @@ class Run:
 
     def total(self, *names: str) -> float | None:
         """The sum of some figures over all rounds."""
-        found = [value for row in self.rows for name in names if (value := number(row, name)) is not None]
-        return sum(found) if found else None
+        values = [value for row in self.rows for name in names if (value := number(row, name)) is not None]
+        return sum(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,14 @@ def gather(sources: Sequence[Path]) -> ReportSources:
                 "folder (with compare.json) or an audit's (with audit.json)."
             )
     return ReportSources(
-        runs=tuple(_run(one) for one in _once(folders)),
-        audits=tuple(_audit(one) for one in _once(audits)),
+        runs=tuple(_run(folder) for folder in _once(folders)),
+        audits=tuple(_audit(folder) for folder in _once(audits)),
         failures=tuple(failures),
     )
 
 
 def _once(folders: Iterable[Path]) -> list[Path]:
-    return list({one.resolve(): one for one in reversed(list(folders))}.values())[::-1]
+    return list({folder.resolve(): folder for folder in reversed(list(folders))}.values())[::-1]
 
 
 def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
@@ -188,18 +190,18 @@ def _compared(place: Path) -> tuple[list[Path], list[Failure]]:
     file = place / _COMPARE
     content = read_named(file)
     runs = content.get("runs")
-    if not isinstance(runs, list) or not all(isinstance(one, dict) for one in runs):
+    if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise CheckpointError(f"{file} is damaged or not a comparison: it holds no list of runs.")
     folders, failures = [], []
-    for one in runs:
-        name = str(one.get("folder", ""))
+    for run in runs:
+        name = str(run.get("folder", ""))
         folder = place / name
         if not name or not folder.resolve().is_relative_to(place.resolve()):
             raise CheckpointError(f"{file} names a run outside its folder: {name!r}.")
         there = (folder / "config.toml").exists()
-        if not one.get("ok", True) or not there:
-            reason = str(one.get("reason") or ("it has not ended" if there else "its folder is gone"))
-            failures.append(Failure(str(one.get("scheme", "unknown")), one.get("seed"), reason))
+        if not run.get("ok", True) or not there:
+            reason = str(run.get("reason") or ("it has not ended" if there else "its folder is gone"))
+            failures.append(Failure(str(run.get("scheme", "unknown")), run.get("seed"), reason))
         else:
             folders.append(folder)
     return folders, failures
@@ -231,7 +233,7 @@ def _audit(folder: Path) -> Audited:
         model=str(content.get("model", "unknown")),
         quick=bool(content["identity"].get("quick")),
         sentences=tuple(map(str, told.values())) if isinstance(told, dict) else (),
-        findings=tuple(finding_from(one) for one in content["findings"]),
+        findings=tuple(finding_from(finding) for finding in content["findings"]),
     )
 
 
@@ -289,14 +291,14 @@ class SourceGroup:
 
     def curve(self, name: str) -> Curve:
         """A figure over the rounds of all runs."""
-        found: dict[int, list[float]] = {row["round"]: [] for run in self.runs for row in run.rows}
+        values: dict[int, list[float]] = {row["round"]: [] for run in self.runs for row in run.rows}
         for run in self.runs:
             for row in run.rows:
                 value = number(row, name)
                 if value is not None:
-                    found[row["round"]].append(value)
-        rounds = tuple(sorted(found))
-        every = [found[one] for one in rounds]
+                    values[row["round"]].append(value)
+        rounds = tuple(sorted(values))
+        every = [values[round] for round in rounds]
         return Curve(
             rounds,
             tuple(sum(some) / len(some) if some else None for some in every),
@@ -312,14 +314,14 @@ class SourceGroup:
     def line(self, adversary: str) -> Line | None:
         """The weakest line against an adversary among the runs; None where a run has none."""
         lines = [line_of(run, adversary) for run in self.runs]
-        known = [one for one in lines if one is not None]
+        known = [line for line in lines if line is not None]
         return max(known, key=_weakness) if known and len(known) == len(lines) else None
 
 
 def line_of(run: Run, adversary: str) -> Line | None:
     """One adversary's line of a run's ledger."""
     lines = () if run.ledger is None else run.ledger.lines
-    return next((one for one in lines if one.adversary == adversary), None)
+    return next((line for line in lines if line.adversary == adversary), None)
 
 
 def _weakness(line: Line | None) -> tuple[int, float]:
@@ -330,10 +332,10 @@ def _weakness(line: Line | None) -> tuple[int, float]:
 
 def grouped(runs: Sequence[Run]) -> tuple[SourceGroup, ...]:
     """Groups in the order their first runs were named; equal schemes are told apart by what differs."""
-    found: dict[str, list[Run]] = {}
+    parted: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
-    parts = list(found.values())
+        parted.setdefault(json.dumps(_settings(run), sort_keys=True, default=str), []).append(run)
+    parts = list(parted.values())
     return tuple(SourceGroup(_label(part[0], parts), slot, tuple(part)) for slot, part in enumerate(parts))
 
 
@@ -344,8 +346,8 @@ def _settings(run: Run) -> dict[str, Any]:
 def _label(run: Run, parts: Sequence[Sequence[Run]]) -> str:
     alike = [_settings(part[0]) for part in parts if part[0].scheme == run.scheme]
     own = _settings(run)
-    names = dict.fromkeys(name for one in alike for name in one)
-    differing = [name for name in names if any(one.get(name) != own.get(name) for one in alike)]
+    names = dict.fromkeys(name for settings in alike for name in settings)
+    differing = [name for name in names if any(settings.get(name) != own.get(name) for settings in alike)]
     told = [f"{name} {_told(own[name])}" for name in differing if own.get(name) is not None]
     return ", ".join([run.scheme, *told])
 

@@ -52,12 +52,12 @@ def command_for(settings: Mapping[str, Any], *, out: str) -> str:
     if settings.get("dataset") == _IN_PYTHON:
         return ""
     words = ["fedveil", "run"]
-    for one in dataclasses.fields(RunConfig):
-        if one.name in _TABLES or one.name not in settings:
+    for setting in dataclasses.fields(RunConfig):
+        if setting.name in _TABLES or setting.name not in settings:
             continue
-        value = settings[one.name]
-        if one.name in _ALWAYS or value != one.default:
-            words += _flag(one.name, value)
+        value = settings[setting.name]
+        if setting.name in _ALWAYS or value != setting.default:
+            words += _flag(setting.name, value)
     for table, flag in _TABLES.items():
         options = settings.get(table)
         for key, value in options.items() if isinstance(options, Mapping) else ():
@@ -141,7 +141,7 @@ class Page:
     @property
     def holds_records(self) -> bool:
         """Whether the page shows samples of clients, or what was rebuilt of them."""
-        return any(one.holds_records for _, one in self.audits)
+        return any(audit.holds_records for _, audit in self.audits)
 
 
 def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
@@ -150,7 +150,7 @@ def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
     worth = worth_of(groups)
     common, own = _shared({group.label: _trained(group) for group in groups})
     audited = [(_run_label(run, groups), run.audit) for run in material.runs if run.audit is not None]
-    audited += [(f"{one.scheme} on {one.dataset}", one) for one in material.audits]
+    audited += [(f"{audit.scheme} on {audit.dataset}", audit) for audit in material.audits]
     return Page(
         title=_title(groups, material.audits),
         lead=_lead(material.runs),
@@ -166,7 +166,7 @@ def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
         trade_offs=tuple(trade_offs(groups)),
         ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
         without_ledger=tuple(group.label for group in groups if group.worst.ledger is None),
-        audits=tuple((label, audit_view(one, with_records=with_records)) for label, one in audited),
+        audits=tuple((label, audit_view(audit, with_records=with_records)) for label, audit in audited),
         again=tuple(map(_again, groups)),
     )
 
@@ -178,7 +178,7 @@ def _title(groups: Sequence[SourceGroup], audits: Sequence[Audited]) -> str:
         return f"{len(groups)} schemes on {data}"
     if groups:
         return f"{groups[0].label} on {data}"
-    return " and ".join(f"An audit of {one.scheme} on {one.dataset}" for one in audits)
+    return " and ".join(f"An audit of {audit.scheme} on {audit.dataset}" for audit in audits)
 
 
 def _lead(runs: Sequence[Run]) -> str:
@@ -189,8 +189,8 @@ def _lead(runs: Sequence[Run]) -> str:
     told = []
     for values, what in ((models, "model"), (clients, "clients"), (rounds, "rounds")):
         if len(values) == 1:
-            (one,) = values
-            told.append(f"{what} {one}" if what == "model" else f"{one} {what}")
+            (value,) = values
+            told.append(f"{what} {value}" if what == "model" else f"{value} {what}")
     if seeds:
         told.append("no seed" if seeds == [DASH] else f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}")
     return " · ".join(told)
@@ -222,34 +222,34 @@ def _result(group: SourceGroup, worth: Worth) -> tuple[str, ...]:
 
 
 def _warnings(runs: Sequence[Run], groups: Sequence[SourceGroup]) -> list[str]:
-    found = []
+    warnings = []
     for run in runs:
         label = _run_label(run, groups)
         if not run.ended:
-            found.append(f"{label} has not ended: figures are those of its {len(run.rows)} rounds so far.")
+            warnings.append(f"{label} has not ended: figures are those of its {len(run.rows)} rounds so far.")
         if "stopped" in run.summary:
-            found.append(f"{label} ended early: {run.summary['stopped']}")
+            warnings.append(f"{label} ended early: {run.summary['stopped']}")
         if "warning" in run.summary:
-            found.append(f"{label}: {run.summary['warning']}.")
+            warnings.append(f"{label}: {run.summary['warning']}.")
         failed = number(run.summary, "failed_rounds")
         if failed:
-            found.append(f"{label}: {failed:.0f} of its rounds failed and moved nothing.")
-    return found
+            warnings.append(f"{label}: {failed:.0f} of its rounds failed and moved nothing.")
+    return warnings
 
 
 def _run_label(run: Run, groups: Sequence[SourceGroup]) -> str:
-    group = next(one for one in groups if run in one.runs)
+    group = next(group for group in groups if run in group.runs)
     return group.label if len(group.runs) == 1 else f"{group.label}, seed {_text(run.seed)}"
 
 
 def _shared(trained: Mapping[str, Mapping[str, str]]) -> tuple[Pairs, Grid]:
     """What is the same for all groups, and a table of the rest."""
-    names = dict.fromkeys(name for one in trained.values() for name in one)
-    values = {name: [one.get(name, DASH) for one in trained.values()] for name in names}
+    names = dict.fromkeys(name for settings in trained.values() for name in settings)
+    values = {name: [settings.get(name, DASH) for settings in trained.values()] for name in names}
     differing = [name for name in names if len(set(values[name])) > 1]
     common = tuple((name, values[name][0]) for name in names if name not in differing)
     columns = [name for name in differing if name != "Scheme"]
-    rows = tuple((label, *(one.get(name, DASH) for name in columns)) for label, one in trained.items())
+    rows = tuple((label, *(settings.get(name, DASH) for name in columns)) for label, settings in trained.items())
     return common, Grid(("Scheme", *columns), rows if columns else ())
 
 
@@ -273,7 +273,7 @@ def _trained(group: SourceGroup) -> dict[str, str]:
         ("Clients", _text(last.get("clients", settings.get("clients")))),
         ("Rounds", f"{_text(last.get('rounds', last.get('round')))} of {_text(settings.get('rounds'))}"),
         ("Loss", _text(last.get("loss")) if run.ended else ""),
-        ("Seeds" if len(group.runs) > 1 else "Seed", ", ".join(_text(one.seed) for one in group.runs)),
+        ("Seeds" if len(group.runs) > 1 else "Seed", ", ".join(_text(run.seed) for run in group.runs)),
         ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {engine}"),
     ]
     return {name: value for name, value in pairs if value}
@@ -284,12 +284,12 @@ def _ledger(group: SourceGroup) -> LedgerView | None:
     if ledger is None:
         return None
     several = f"of the seed that is worst off ({_text(group.worst.seed)})" if len(group.runs) > 1 else ""
-    lines = [group.line(one) for one in (SERVER, COLLUSION, CLIENTS)]
+    lines = [group.line(adversary) for adversary in (SERVER, COLLUSION, CLIENTS)]
     return LedgerView(
         label=group.label,
         note=several,
         ledger=ledger,
-        glance=tuple(None if one is None else entry(one) for one in lines),
+        glance=tuple(None if line is None else entry(line) for line in lines),
         entries=tuple(map(entry, ledger.lines)),
         claim=claim(ledger),
     )
@@ -298,8 +298,8 @@ def _ledger(group: SourceGroup) -> LedgerView | None:
 def _again(group: SourceGroup) -> Again:
     run = group.runs[0]
     out = f"runs/{group.scheme}"
-    names = [out if len(group.runs) == 1 else f"{out}-{_text(one.seed)}" for one in group.runs]
-    commands = (command_for(one.settings, out=name) for one, name in zip(group.runs, names, strict=True))
+    names = [out if len(group.runs) == 1 else f"{out}-{_text(run.seed)}" for run in group.runs]
+    commands = (command_for(run.settings, out=name) for run, name in zip(group.runs, names, strict=True))
     facts = [
         ("FedVeil", "fedveil"),
         ("PyTorch", "torch"),
@@ -309,7 +309,7 @@ def _again(group: SourceGroup) -> Again:
     ]
     return Again(
         label=group.label,
-        commands=tuple(one for one in commands if one),
+        commands=tuple(command for command in commands if command),
         facts=tuple((name, str(run.summary[key])) for name, key in facts if key in run.summary),
         toml=run.toml,
         python=run.settings.get("dataset") == "python",
@@ -322,16 +322,28 @@ def _text(value: Any) -> str:
 
 
 def write_report(sources: Sequence[Path], out: Path, *, with_records: bool = False) -> Path:
-    """Write a report on run folders, comparisons and audits to `out`; returns it.
+    """Write a report on run folders, comparisons and audits.
 
     The file holds everything it shows, opens from disk, and its own policy forbids browsers any connection.
-    Pictures of clients' samples, and of what attacks rebuilt of them, are left out; `with_records` puts them in, and
-    then the file's name says so: report.html becomes report.with-records.html.
+
+    Args:
+        sources: The folders to report on.
+        out: The file to write.
+        with_records: Whether to put in pictures of clients' samples, and of what attacks rebuilt of them; the file's
+            name then says so: report.html becomes report.with-records.html.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        ConfigError: There is nothing to report on, or `out` is a folder.
+        CheckpointError: A source holds nothing to report on, or is damaged.
+        MissingExtraError: plotly is not installed.
     """
     plotly = _plotly()
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: give the report's file, like {out / 'report.html'}.")
-    view = view_of(gather([Path(one) for one in sources]), with_records=with_records)
+    view = view_of(gather([Path(source) for source in sources]), with_records=with_records)
     page = rendered(view, plotly=plotly)
     if view.holds_records and "records" not in out.name:
         out = out.with_name(f"{out.stem}.with-records{out.suffix}")
@@ -344,14 +356,14 @@ def rendered(view: Page, *, plotly: str) -> str:
     """The page; whatever came from files is escaped, and only our own scripts may run."""
     ours = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    figures = {one.name: one.drawing for one in (*view.curves, *view.trade_offs)}
+    figures = {figure.name: figure.drawing for figure in (*view.curves, *view.trade_offs)}
     scripts = [plotly, ours] if figures else [ours]
     return environment.from_string(_asset("report.html")).render(
         view=view,
         figures=figures,
         style=Markup(_asset("report.css")),
-        scripts=[Markup(one) for one in scripts],
-        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(one.encode()).digest()).decode()}" for one in scripts],
+        scripts=[Markup(script) for script in scripts],
+        hashes=[f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}" for script in scripts],
         version=__version__,
     )
 

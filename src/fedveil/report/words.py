@@ -132,8 +132,8 @@ def claim(ledger: Ledger) -> Claim | None:
     paper = ledger.paper
     if paper is None:
         return None
-    line = next((one for one in ledger.lines if one.adversary == SERVER), None)
-    known = next((one for one in (line, *ledger.lines) if one is not None and one.epsilon is not None), line)
+    line = next((line for line in ledger.lines if line.adversary == SERVER), None)
+    known = next((told for told in (line, *ledger.lines) if told is not None and told.epsilon is not None), line)
     return Claim(
         formula=paper.formula,
         claimed="no ε" if paper.claimed_epsilon is None else f"ε = {plain(paper.claimed_epsilon)}",
@@ -214,71 +214,71 @@ class AuditView:
 
 def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
     """Everything an audit found; its pictures become part of the page, clients' records only where asked for."""
-    pictured = [one for one in audit.findings if one.pictures]
-    shown = [one for one in pictured if with_records or not _holds_records(one)]
+    pictured = [finding for finding in audit.findings if finding.pictures]
+    shown = [finding for finding in pictured if with_records or not _holds_records(finding)]
     groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for one in audit.findings:
-        if one.attack != NOT_TRIED:
-            groups.setdefault((one.adversary, one.asset, one.seen), []).append(one)
+    for finding in audit.findings:
+        if finding.attack != NOT_TRIED:
+            groups.setdefault((finding.adversary, finding.asset, finding.seen), []).append(finding)
     return AuditView(
         quick=audit.quick,
         sentences=audit.sentences,
         tables=tuple(
-            (f"{_sentence(who)}, after {asset}, from {seen}", tuple(map(_row, found)))
-            for (who, asset, seen), found in groups.items()
+            (f"{_sentence(who)}, after {asset}, from {seen}", tuple(map(_row, findings)))
+            for (who, asset, seen), findings in groups.items()
         ),
-        sheets=tuple(_sheet(one, audit.folder / "pictures") for one in shown),
+        sheets=tuple(_sheet(finding, audit.folder / "pictures") for finding in shown),
         left_out=len(pictured) - len(shown),
         holds_records=any(map(_holds_records, shown)),
     )
 
 
-def _holds_records(one: Finding) -> bool:
+def _holds_records(finding: Finding) -> bool:
     """Whether a picture shows samples of clients, or what was rebuilt of them."""
-    return one.asset == _ORIGINALS or one.pictures.endswith(RECORDS)
+    return finding.asset == _ORIGINALS or finding.pictures.endswith(RECORDS)
 
 
-def _row(one: Finding) -> VerdictRow:
+def _row(finding: Finding) -> VerdictRow:
     return VerdictRow(
-        attack=one.attack,
-        adaptive=one.adaptive,
-        gets=_figure(one),
-        chance=one.shown.get("chance", DASH),
-        unprotected=one.shown.get("unprotected", DASH),
-        verdict=SHORT[one.verdict],
-        tone=_TRIAL_TONE.get(one.verdict, "mute"),
-        reason=one.reason,
+        attack=finding.attack,
+        adaptive=finding.adaptive,
+        gets=_figure(finding),
+        chance=finding.shown.get("chance", DASH),
+        unprotected=finding.shown.get("unprotected", DASH),
+        verdict=SHORT[finding.verdict],
+        tone=_TRIAL_TONE.get(finding.verdict, "mute"),
+        reason=finding.reason,
     )
 
 
-def _figure(one: Finding) -> str:
-    value = one.shown.get("value", DASH)
-    if one.low is None or one.high is None or value == DASH:
+def _figure(finding: Finding) -> str:
+    value = finding.shown.get("value", DASH)
+    if finding.low is None or finding.high is None or value == DASH:
         return value
-    return f"{value} [{100 * one.low:.0f}–{100 * one.high:.0f}]"
+    return f"{value} [{100 * finding.low:.0f}–{100 * finding.high:.0f}]"
 
 
-def _sheet(one: Finding, folder: Path) -> Sheet:
-    rows = tuple(_LABELS[name] for name in (ROWS if one.asset == _ORIGINALS else ROWS[1:]))
-    file = folder / Path(one.pictures).name  # never a path of the file's choosing
+def _sheet(finding: Finding, folder: Path) -> Sheet:
+    rows = tuple(_LABELS[name] for name in (ROWS if finding.asset == _ORIGINALS else ROWS[1:]))
+    file = folder / Path(finding.pictures).name  # never a path of the file's choosing
     try:
         raw = read_raw(file)
     except CheckpointError as reason:
         raise CheckpointError(f"A picture of the audit is missing: {file}. Audit the run anew.") from reason
     if not raw.startswith(_PNG):
         raise CheckpointError(f"{file} is not a PNG picture. Audit the run anew.")
-    shown = one.shown
+    shown = finding.shown
     figures = (
-        f"{one.figure}: {shown.get('value', DASH)}; by chance {shown.get('chance', DASH)}, without protection "
-        f"{shown.get('unprotected', DASH)}: {SHORT[one.verdict]}."
+        f"{finding.figure}: {shown.get('value', DASH)}; by chance {shown.get('chance', DASH)}, without protection "
+        f"{shown.get('unprotected', DASH)}: {SHORT[finding.verdict]}."
     )
     return Sheet(
-        title=f"{_sentence(one.adversary)}, {one.attack}{' *' * one.adaptive}, on {one.seen}",
+        title=f"{_sentence(finding.adversary)}, {finding.attack}{' *' * finding.adaptive}, on {finding.seen}",
         source=f"data:image/png;base64,{base64.b64encode(raw).decode()}",
         rows=rows,
         alternative=(
-            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_sentence(one.adversary)} used "
-            f"the attack {one.attack} on {one.seen}. {_sentence(figures)}"
+            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_sentence(finding.adversary)} "
+            f"used the attack {finding.attack} on {finding.seen}. {_sentence(figures)}"
         ),
         reading=f"{_sentence(figures)} {_READING[rows[0]]}",
     )

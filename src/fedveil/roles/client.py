@@ -77,7 +77,7 @@ class RequestCheck:
             "clients": range(1, MOST_CLIENTS + 1),
             "present": range(1, MOST_CLIENTS + 1),
             "parameters": architecture.size,
-            "epsilon": sum(len(one.epsilon) for one in architecture.epsilon_norms(architecture.skeleton)),
+            "epsilon": sum(len(norm.epsilon) for norm in architecture.epsilon_norms(architecture.skeleton)),
             "statistics": (0, architecture.statistics_size),
             "multipliers": (0, sum(layers)),
             "outputs": outputs,

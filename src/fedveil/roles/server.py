@@ -101,7 +101,7 @@ class Conductor(ABC):
         self._first = state.round
         self._stopped = False
         self._declared = scheme.releases(architecture)
-        self._named = frozenset(one.field for one in self._declared)
+        self._named = frozenset(release.field for release in self._declared)
         self._introductions: Introductions | None = None
         drawn = self._secrets.stream("run", state.attempt).bytes(16).hex()
         if scheme.uplink.introduction != "none":
@@ -193,7 +193,7 @@ class Conductor(ABC):
 
     def _check_declared(self, ask: Ask) -> None:
         """Refuse a request with a field that no release names."""
-        kinds = {type(one): one for one in ask.each.values()}
+        kinds = {type(request): request for request in ask.each.values()}
         fields = [field for sent in (ask.common, *kinds.values()) for field in released_fields(sent)]
         if isinstance(ask.into, Inbox):
             fields += ask.into.awaits()
@@ -337,11 +337,11 @@ class ServerRole(Conductor):
             )
 
     def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
-        found, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
+        summed, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
         if central is not None:
             stream = self._secrets.stream("central noise", context.round, context.attempt)
-            found = central.on_sum(found, context, self._terms, stream=stream)
-        sums = dict(self._terms.layout.split(found))
+            summed = central.on_sum(summed, context, self._terms, stream=stream)
+        sums = dict(self._terms.layout.split(summed))
         if context.directory is not None:
             # Whoever has announced its size is held to it: what an upload says is not asked.
             sums["weight"] = torch.full_like(sums["weight"], float(sum(context.directory.samples_of(arrived))))

@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Pa
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     path = folder / f"round-{state.round:08d}.safetensors"
     write_atomically(path, save_tensors(tensors, metadata))
-    earlier = sorted(one for one in folder.glob("round-*.safetensors") if one.name < path.name)
+    earlier = sorted(file for file in folder.glob("round-*.safetensors") if file.name < path.name)
     for old in earlier[: 1 - _KEPT]:
         old.unlink()
     return path
@@ -72,7 +72,9 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
         raise CheckpointError(f"Checkpoint {path.name} is damaged: it names no round.")
     device = like.parameters.device
     expected = _tensors(ServerState.fresh(like))
-    if {name: _form(one) for name, one in tensors.items()} != {name: _form(one) for name, one in expected.items()}:
+    if {name: _form(tensor) for name, tensor in tensors.items()} != {
+        name: _form(tensor) for name, tensor in expected.items()
+    }:
         raise CheckpointError(f"Checkpoint {path.name} belongs to another model.")
     placed = {name: value.to(device) for name, value in tensors.items()}
     weights = Weights(
@@ -87,13 +89,13 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
 def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[ServerState | None, list[str]]:
     """The newest usable checkpoint (None where there is none at all), and why newer ones were refused."""
     refused: list[str] = []
-    found = sorted(folder.glob("round-*.safetensors"), reverse=True)
-    for path in found:
+    files = sorted(folder.glob("round-*.safetensors"), reverse=True)
+    for path in files:
         try:
             return load_checkpoint(path, like, fingerprint=fingerprint), refused
         except CheckpointError as reason:
             refused.append(str(reason))
-    if found:
+    if files:
         raise CheckpointError(
             " ".join(refused) + " No usable checkpoint is left: resume with the settings the run was started with, "
             "or start anew with another --out."

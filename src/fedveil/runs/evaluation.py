@@ -76,9 +76,9 @@ def score_client_view(
     module = assemble(architecture, weights)
     prepare(architecture, module, sent)
     module.eval()
-    for one in module.modules():
-        if isinstance(one, VectorBatchNorm) and not sent.statistics.numel():
-            one.train()
+    for layer in module.modules():
+        if isinstance(layer, VectorBatchNorm) and not sent.statistics.numel():
+            layer.train()
     received = score(module, test, loss)
     if sent.head is None:
         return ClientScores(received, None)

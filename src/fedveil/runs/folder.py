@@ -28,9 +28,9 @@ from fedveil.tensors import raw
 def refuse_links(folder: Path) -> None:
     """Refuse a folder from which a link leads out: what is written there lands elsewhere, or is read from there."""
     own = folder.resolve()
-    for one in folder.rglob("*"):
-        if one.is_symlink() and not one.resolve().is_relative_to(own):
-            raise CheckpointError(f"{one} is a link out of its folder: put the file itself there, or remove it.")
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(own):
+            raise CheckpointError(f"{path} is a link out of its folder: put the file itself there, or remove it.")
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:
@@ -144,9 +144,9 @@ class RunFolder:
     ) -> RunConfig:
         """The run's settings with `changes`, which alone may name code as its scheme, model or data."""
         settings, given, where = self.stored_settings(), dict(changes or {}), str(self.config_file)
-        found = RunConfig.from_mapping({**settings, **given}, where=where)
+        config = RunConfig.from_mapping({**settings, **given}, where=where)
         stored = vars(RunConfig.from_mapping(settings, where=where))
-        return found.with_changes(**vouched_settings(stored, given, where=where, say=say))
+        return config.with_changes(**vouched_settings(stored, given, where=where, say=say))
 
     def resume(self, config: RunConfig) -> int:
         """Take the folder again; returns how many attempts came before, and remembers this one."""
@@ -225,18 +225,18 @@ class RunFolder:
         """The summary of the run, if it has ended."""
         if not self.summary_file.exists():
             return None
-        found = read_named(self.summary_file)
-        rounds = found.get("rounds")
+        summary = read_named(self.summary_file)
+        rounds = summary.get("rounds")
         figures = all(
             figure(value) or (value is None and name not in _ALWAYS)
-            for name, value in {**dict.fromkeys(_ALWAYS), **found}.items()
+            for name, value in {**dict.fromkeys(_ALWAYS), **summary}.items()
             if name in _CLOSING or name.startswith(("client_view_", "test_"))
         )
-        texts = all(isinstance(found.get(name, ""), str) for name in _TEXTS)
-        texts = texts and all(name in found for name in ("scheme", "holder", "loss"))
+        texts = all(isinstance(summary.get(name, ""), str) for name in _TEXTS)
+        texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))
         if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures or not texts:
             raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
-        return found
+        return summary
 
     def finished(self, config: RunConfig) -> dict[str, Any] | None:
         """The summary, if nothing is left to do for these settings; what would shorten the run is refused."""
@@ -321,8 +321,8 @@ def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], 
         )
     job = job_from_config(config)
     rounds = len(folder.metrics())
-    found = PrivacyJournal(job, folder.privacy_journal).ledger(rounds=rounds)
-    return replace(found, notes=("the run has not ended: this is what it has spent so far", *found.notes))
+    ledger = PrivacyJournal(job, folder.privacy_journal).ledger(rounds=rounds)
+    return replace(ledger, notes=("the run has not ended: this is what it has spent so far", *ledger.notes))
 
 
 def ledger_from(data: object, *, where: str = "the ledger") -> Ledger:

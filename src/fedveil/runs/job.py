@@ -71,15 +71,15 @@ class ModelFacts:
         assert self.name is not None
         if isinstance(self.name, OwnCode):
             return
-        found = parameters_of(
+        parameters = parameters_of(
             self.name,
             input_shape=self.input_shape,
             outputs=self.outputs,
             vocabulary=self.vocabulary,
             options=self.options,
         )
-        if found > most:
-            raise ConfigError(f"{unlike}: that has {found:,} parameters, and there are {most:,} numbers.")
+        if parameters > most:
+            raise ConfigError(f"{unlike}: that has {parameters:,} parameters, and there are {most:,} numbers.")
 
     def build(self, *, seed: int | SecretStream) -> nn.Module:
         """The architecture, with the first values that follow from a seed or from a secret stream."""
@@ -306,12 +306,12 @@ def assemble_job(
     source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
-    found = None
+    covered = None
     if architecture.table is not None:
         scheme.downlink.head_tensors(architecture)
         head = scheme.downlink.head_noise
-        found = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
-        require_coverage(found, minimum=config.min_coverage)
+        covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
+        require_coverage(covered, minimum=config.min_coverage)
         verify(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
     architecture = architecture.to(device=device)
     weights = weights.to(device=device)
@@ -324,7 +324,7 @@ def assemble_job(
         pool=pool,
         test=None if test is None else test.to(dtype=dtype, device=device),
         facts=facts,
-        coverage=found,
+        coverage=covered,
         secrets=source,
         cohort=common.cohort,
         guard=_guard(config) if guard is None else guard,
@@ -407,7 +407,7 @@ def example_of(facts: ModelFacts, dtype: torch.dtype) -> Tensor:
 
 def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
     model = model.to(example.dtype) if example.is_floating_point() else model
-    modes = [(one, one.training) for one in model.modules()]
+    modes = [(layer, layer.training) for layer in model.modules()]
     try:
         with torch.no_grad():
             output = model.eval()(example)
@@ -416,11 +416,11 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
             f"The model does not take inputs of shape {facts.input_shape}: {type(reason).__name__}: {reason}"
         ) from reason
     finally:
-        for one, training in modes:
-            one.training = training
+        for layer, training in modes:
+            layer.training = training
     if not isinstance(output, Tensor) or tuple(output.shape) != (2, facts.outputs):
-        found = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
+        shape = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(
-            f"The model gives {found} per sample, the data need {facts.outputs} "
+            f"The model gives {shape} per sample, the data need {facts.outputs} "
             f"{'classes' if facts.task == 'classification' else 'outputs'}: build it with that many outputs."
         )

@@ -284,7 +284,7 @@ def _simulated_dropout(job: Job) -> Callable[[Request, int], bool] | None:
 def _all_refused(code: Code, done: RoundDone) -> bool:
     """Whether somebody refused, and everybody who did for this reason."""
     refused = done.gathered.refused
-    return bool(refused) and all(one.code is code for one in refused.values())
+    return bool(refused) and all(refusal.code is code for refusal in refused.values())
 
 
 def _all_refuse(done: RoundDone) -> bool:
@@ -297,7 +297,7 @@ def _all_refuse(done: RoundDone) -> bool:
 def _failure(done: RoundDone) -> FedVeilError:
     """Why a run cannot go on: numbers that have run away, or clients that refuse or are gone."""
     refused = done.gathered.refused
-    numeric = {client: one for client, one in refused.items() if one.code is Code.NUMBERS}
+    numeric = {client: refusal for client, refusal in refused.items() if refusal.code is Code.NUMBERS}
     client, refusal = next(iter([*numeric.items(), *refused.items()]), (None, None))
     said = "" if refusal is None else f" Client {client}: {refusal.text.rstrip('.')}."
     hint = " Training has probably diverged: lower the learning rate." if numeric and not done.gathered.arrived else ""
@@ -318,7 +318,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     if done.failed:
         row["failed"] = done.failed
     if gathered.refused:
-        row["refused"] = {str(client): one.text for client, one in gathered.refused.items()}
+        row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     every = job.config.evaluate_every
     if job.test is not None and every and (done.round + 1) % every == 0:
         row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
@@ -378,7 +378,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         )
     if job.coverage is not None:
         summary["coverage"] = job.coverage.fraction
-        summary["visible"] = [one.name for one in job.coverage.visible]
+        summary["visible"] = [parameter.name for parameter in job.coverage.visible]
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
     failed = sum("failed" in row for row in rows)

@@ -100,7 +100,7 @@ def load_model(path: Path, *, model: str | None = None, say: Callable[[str], Non
     if facts.task not in ("classification", "regression"):
         raise CheckpointError(f"{path} is damaged: it names no task.")
     unlike = f"{path} does not fit the architecture {str(facts.name)!r} it names"
-    facts.check_size(most=sum(one.numel() for one in tensors.values()), unlike=unlike)
+    facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
     bare = facts.build(seed=0)
     if metadata["shape"]:
         shape = made(ExportShape, parsed(metadata["shape"], where=str(path)), where=str(path))
@@ -139,7 +139,7 @@ def _fill(module: nn.Module, tensors: Mapping[str, torch.Tensor], *, where: str)
     own = _tensors(module)
     odd = sorted(
         {*own, *tensors}
-        - {one for one in own if one in tensors and (own[one].shape, own[one].dtype) == _form(tensors[one])}
+        - {name for name in own if name in tensors and (own[name].shape, own[name].dtype) == _form(tensors[name])}
     )
     if odd:
         raise ConfigError(f"{where} (differs in: {', '.join(odd[:4])}).")

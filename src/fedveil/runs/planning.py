@@ -103,16 +103,16 @@ def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
     pinned = replace(plan, accounting="paper", strength=plan.pair_strength(rounds.samples))
     unscaled = rounds.noise_layout(plan=pinned)
     graph = NoiseGraph(unscaled.residual, unscaled.first, unscaled.second, unscaled.pairs)
-    found = worst(graph, unscaled.sensitivity)
+    dearest = worst(graph, unscaled.sensitivity)
     colluders = accountant.dishonest(len(unscaled.members))
     peers = by_peer(unscaled, colluders=max(1, colluders))
     prices = {
-        SERVER: (unscaled.members[found.position], found.upper),
+        SERVER: (unscaled.members[dearest.position], dearest.upper),
         CLIENTS: (unscaled.members[int(np.argmax(peers))], float(peers.max())),
     }
     if COLLUSION in accountant.adversaries:
-        client, estimate = _colluding(unscaled, colluders, weakest=found.position)
-        prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda one: one[1])
+        client, estimate = _colluding(unscaled, colluders, weakest=dearest.position)
+        prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda pair: pair[1])
         accountant.certified = False
         tried = f"worst candidate of {_DRAWS} random draws of {colluders} colluders"
         if colluders == 1:
@@ -127,7 +127,7 @@ def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
     first = replace(unscaled, residual=unscaled.residual * scale, pairs=unscaled.pairs * scale)
     how = (
         f"server: one round's graph, taken {rounds.participations} times; client {prices[SERVER][0]} is charged at "
-        f"least {found.lower / found.upper:.4f} of this, and a certified bound says that nobody is charged more"
+        f"least {dearest.lower / dearest.upper:.4f} of this, and a certified bound says that nobody is charged more"
     )
     return Charged(first, how)
 
@@ -149,8 +149,8 @@ def _colluding(noise_layout: NoiseLayout, colluders: int, *, weakest: int) -> tu
         place = np.cumsum(honest) - 1
         ends = place[noise_layout.first[kept]], place[noise_layout.second[kept]]
         graph = NoiseGraph(noise_layout.residual[honest], *ends, noise_layout.pairs[kept])
-        found = worst_candidate(graph, noise_layout.sensitivity[honest], slack=1e-3)
-        best = max(best, (int(members[honest][found.position]), found.upper), key=lambda one: one[1])
+        dearest = worst_candidate(graph, noise_layout.sensitivity[honest], slack=1e-3)
+        best = max(best, (int(members[honest][dearest.position]), dearest.upper), key=lambda pair: pair[1])
     return best
 
 
@@ -176,7 +176,7 @@ def even_sizes(clients: int, *, mean: int, ratio: float) -> tuple[int, ...]:
     if mean < 1:
         raise ConfigError(f"A client needs at least one sample (got {mean}).")
     least = 2 * mean / (1 + ratio)
-    return tuple(max(1, round(one)) for one in np.linspace(least, ratio * least, clients).tolist())
+    return tuple(max(1, round(size)) for size in np.linspace(least, ratio * least, clients).tolist())
 
 
 def check_sizes(sizes: Sequence[int], *, clients: int) -> tuple[int, ...]:

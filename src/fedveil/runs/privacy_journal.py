@@ -99,8 +99,11 @@ def notes_on(
     scheme: Scheme, architecture: Architecture, *, clients: int, rounds: int, delta: float, stream: SecretStream
 ) -> tuple[str, ...]:
     """What a ledger says about noise of an assumed size."""
-    found = (composed(scheme, rounds=rounds, delta=delta), floors(scheme, architecture, clients=clients, stream=stream))
-    return tuple(one.said() for one in found if one is not None)
+    figures = (
+        composed(scheme, rounds=rounds, delta=delta),
+        floors(scheme, architecture, clients=clients, stream=stream),
+    )
+    return tuple(figure.said() for figure in figures if figure is not None)
 
 
 _DELTA = 1e-5
@@ -162,7 +165,7 @@ class _Terms:
     def agrees_with(self, other: _Terms) -> bool:
         """Whether the plan is the same, and the reach of every client that both know."""
         both = self.reach.keys() & other.reach.keys()
-        return self.plan == other.plan and all(self.reach[one] == other.reach[one] for one in both)
+        return self.plan == other.plan and all(self.reach[client] == other.reach[client] for client in both)
 
     def noise_layout(self, cohort: Sequence[int], graph: bytes) -> NoiseLayout:
         """The noise of a round."""
@@ -189,7 +192,7 @@ class PrivacyJournal:
         self._first_plan = job.scheme.plan
         if self.accountant is None:
             return
-        self._terms = _Terms.of(job.scheme, {one.client: len(one) for one in job.pool.clients})
+        self._terms = _Terms.of(job.scheme, {data.client: len(data) for data in job.pool.clients})
         if journal is not None:
             _mend(journal)
             try:
@@ -225,12 +228,12 @@ class PrivacyJournal:
         reach = _Terms.of(self._job.scheme, new).reach
         self._terms = self._terms.joined(new, reach)
         if self._headed:
-            self._write({"joined": {str(one): [count, reach[one]] for one, count in new.items()}})
+            self._write({"joined": {str(client): [count, reach[client]] for client, count in new.items()}})
 
     def _known(self) -> dict[str, Any]:
         """What a journal's head says of the clients; sample counts only where no pool remembers them."""
         if self._job.pool.clients:
-            return {"reach": [self._terms.reach[one] for one in range(len(self._job.pool))]}
+            return {"reach": [self._terms.reach[client] for client in range(len(self._job.pool))]}
         return {"reach": dict(self._terms.reach), "samples": dict(self._terms.sizes)}
 
     def end(self, done: RoundDone, *, void: bool = False) -> None:
@@ -264,7 +267,7 @@ class PrivacyJournal:
         noise_layout = terms.noise_layout(cohort, graph)
         if self.first is None:
             self.first, self._first_plan = noise_layout, terms.plan
-        pairs = [(one, other) for one, other in revealed]
+        pairs = [(client, other) for client, other in revealed]
         self.accountant.charge(noise_layout, arrived=arrived, revealed=pairs, published=published)
 
     def _replay(self, entries: list[dict[str, Any]]) -> Mapping[int, int]:
@@ -285,8 +288,8 @@ class PrivacyJournal:
                     )
             elif "joined" in entry:
                 came = _numbered(entry["joined"])
-                sizes = {one: count for one, (count, _) in came.items()}
-                terms = terms.joined(sizes, {one: reach for one, (_, reach) in came.items()})
+                sizes = {client: count for client, (count, _) in came.items()}
+                terms = terms.joined(sizes, {client: reach for client, (_, reach) in came.items()})
             elif "begin" in entry:
                 # The same round again, with what opens it: that replaces what was written before.
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
@@ -340,7 +343,7 @@ class PrivacyJournal:
         if again > 0:
             lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
             notes = (*notes, lost)
-        found = ledger_of(
+        ledger = ledger_of(
             job.scheme,
             releases,
             self.accountant,
@@ -350,7 +353,7 @@ class PrivacyJournal:
             notes=(*notes, *job.around.notes),
             plan=self._first_plan,
         )
-        return _with_roster(found) if self.pinned else found
+        return _with_roster(ledger) if self.pinned else ledger
 
 
 def ledger_of(
@@ -367,7 +370,7 @@ def ledger_of(
     """The ledger of a scheme with this account; `first` is the noise of its first round, `notes` what else to say."""
     told = plan
     plan = scheme.plan
-    found = state(
+    ledger = state(
         scheme=scheme.name,
         releases=releases,
         caveats=scheme.caveats,
@@ -379,21 +382,21 @@ def ledger_of(
         rounds=rounds,
         notes=(*scheme.caveats.notes, *notes, *_no_guarantee(plan, accountant)),
     )
-    if any(one.assumptions for one in found.lines):
-        return found
+    if any(line.assumptions for line in ledger.lines):
+        return ledger
     # What nothing is claimed on is still worth knowing.
-    return replace(found, notes=(*scheme.caveats.assumptions, *found.notes))
+    return replace(ledger, notes=(*scheme.caveats.assumptions, *ledger.notes))
 
 
 def _with_roster(ledger: Ledger) -> Ledger:
     """The same, where keys are known beforehand and nobody could swap or invent any."""
 
     def told(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(caveats.ROSTER if one == caveats.KEYS else one for one in texts)
+        return tuple(caveats.ROSTER if text == caveats.KEYS else text for text in texts)
 
     return replace(
         ledger,
-        lines=tuple(replace(one, assumptions=told(one.assumptions)) for one in ledger.lines),
+        lines=tuple(replace(line, assumptions=told(line.assumptions)) for line in ledger.lines),
         notes=told(ledger.notes),
     )
 
@@ -440,10 +443,10 @@ def _mend(journal: Path) -> None:
 def _entries(journal: Path) -> list[dict[str, Any]]:
     if not journal.exists():
         return []
-    found = []
+    entries = []
     for line in read_text(journal).split("\n"):
         try:
-            found.append(json.loads(line))
+            entries.append(json.loads(line))
         except (ValueError, RecursionError):  # torn by a kill; what came after it counts
             continue
-    return found
+    return entries

@@ -36,7 +36,24 @@ def run(
     say: Say = lambda text: None,
     follow: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Train a new run into the folder `out`, watched by `follow`; returns the summary."""
+    """Train a new run into the folder `out`.
+
+    Args:
+        config: The run's settings.
+        out: A folder that is empty or not there yet.
+        quiet: Whether to leave out the progress bar.
+        say: Gets warnings and remarks, a line each.
+        follow: Callbacks that see the run begin, each round, and the end.
+
+    Returns:
+        The summary, as the folder's summary.json holds it.
+
+    Raises:
+        ConfigError: Settings do not go together, or with the data or the model.
+        DataError: The data cannot be read.
+        CheckpointError: The folder holds something already.
+        ProtocolError: The run cannot start, or every round failed.
+    """
     config = located(settled(config))
     folder = RunFolder(out)
     folder.require_free()
@@ -57,9 +74,22 @@ def resume(
     say: Say = lambda text: None,
     follow: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Continue the run in `out` from its newest good checkpoint; returns the summary.
+    """Continue the run in `out` from its newest good checkpoint.
 
-    `changes` may raise the number of rounds; anything that alters the model makes checkpoints foreign.
+    Args:
+        out: The run's folder.
+        changes: Settings to replace, like a higher number of rounds; checkpoints of another model are refused.
+        quiet: Whether to leave out the progress bar.
+        say: Gets warnings and remarks, a line each.
+        follow: Callbacks that see the run begin, each round, and the end.
+
+    Returns:
+        The summary of the whole run; that of before where the run had ended.
+
+    Raises:
+        CheckpointError: The folder holds no run, another process is using it, or its files are damaged or do not fit.
+        ConfigError: Changed settings do not go together, or with the data or the model.
+        ProtocolError: The run cannot start, or every round failed.
     """
     folder = RunFolder(out)
     config = folder.config(changes or {}, say=say)
@@ -83,10 +113,10 @@ def continue_in(
     done = folder.finished(config)
     if done is not None:
         try:
-            for one in follow:
-                one.begin(folder, config, folder.metrics())
-            for one in follow:
-                one.end(done)
+            for callback in follow:
+                callback.begin(folder, config, folder.metrics())
+            for callback in follow:
+                callback.end(done)
         finally:
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
@@ -150,29 +180,29 @@ def train_into(
 
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
-        for one in follow:
-            one.round(row)
+        for callback in follow:
+            callback.round(row)
         every = config.checkpoint_every
         if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
             save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
-            for one in follow:
-                one.kept()
+            for callback in follow:
+                callback.kept()
         bar.update(row)
 
     try:
-        for one in follow:
-            one.begin(folder, config, earlier)
+        for callback in follow:
+            callback.begin(folder, config, earlier)
         with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
             outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
         outcome.rows = [*earlier, *outcome.rows]
         summary = _leave(job, folder, outcome, say)
-        for one in follow:
-            one.end(summary)
+        for callback in follow:
+            callback.end(summary)
     except BaseException as reason:
-        for one in follow:
-            one.stopped(reason)
+        for callback in follow:
+            callback.stopped(reason)
         raise
     finally:
         folder.release()

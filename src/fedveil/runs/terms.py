@@ -61,7 +61,7 @@ class OneOf:
         return value in self.values
 
     def __str__(self) -> str:
-        return " or ".join(str(one).lower() if isinstance(one, bool) else str(one) for one in self.values)
+        return " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in self.values)
 
 
 Accepted = Between | OneOf
@@ -96,17 +96,17 @@ class Term:
 
 def read_required(given: Mapping[str, Any], *, where: str) -> dict[str, Accepted]:
     """[require] of client.toml: a value, a list of values, or { min = …, max = … }."""
-    found: dict[str, Accepted] = {}
+    required: dict[str, Accepted] = {}
     for name, value in given.items():
         if isinstance(value, dict):
             known = {"min": "least", "max": "most"}
-            numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in value.values())
+            numbers = all(isinstance(bound, (int, float)) and not isinstance(bound, bool) for bound in value.values())
             if not value or not set(value) <= set(known) or not numbers:
                 raise ConfigError(f"{where}, [require]: {name} must be a value, a list, or {{ min = …, max = … }}.")
-            found[name] = Between(**{known[end]: float(one) for end, one in value.items()})
+            required[name] = Between(**{known[end]: float(bound) for end, bound in value.items()})
         else:
-            found[name] = OneOf(tuple(value) if isinstance(value, list) else (value,))
-    return found
+            required[name] = OneOf(tuple(value) if isinstance(value, list) else (value,))
+    return required
 
 
 def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: str) -> None:

@@ -72,7 +72,7 @@ class SchemeOption:
                 return float(value)  # type: ignore[arg-type]
             elif type(value) is kind:
                 return value
-        choices = [one for kind in self.kinds if get_origin(kind) is Literal for one in get_args(kind)]
+        choices = [choice for kind in self.kinds if get_origin(kind) is Literal for choice in get_args(kind)]
         if choices and isinstance(value, str):
             raise unknown_name(self.name, value, choices)
         quoted = " Text that looks like a number is written in quotes." if str in self.kinds else ""
@@ -101,7 +101,7 @@ class SchemeInfo:
     @property
     def options(self) -> dict[str, Option]:
         """The scheme's own options and their defaults."""
-        return {name: one.default for name, one in self.declared.items()}
+        return {name: option.default for name, option in self.declared.items()}
 
     def assemble(self, setting: Setting, options: Mapping[str, Option]) -> Scheme:
         """Build the scheme; options it does not have are refused, options that are None take its defaults."""
@@ -133,14 +133,14 @@ def _ours(build: Callable[..., Scheme]) -> bool:
 def _built(info: SchemeInfo, setting: Setting, arguments: Mapping[str, Any]) -> Scheme:
     """What somebody's own function makes of it."""
     try:
-        found = info.build(setting, **arguments)
+        scheme = info.build(setting, **arguments)
     except FedVeilError:
         raise
     except Exception as reason:
         raise ConfigError(f"Scheme {info.name!r} raised {type(reason).__name__}: {reason}") from reason
-    if not isinstance(found, Scheme):
-        raise ConfigError(f"Scheme {info.name!r} gave {type(found).__name__}, not a fedveil.protocol.parts.Scheme.")
-    return found
+    if not isinstance(scheme, Scheme):
+        raise ConfigError(f"Scheme {info.name!r} gave {type(scheme).__name__}, not a fedveil.protocol.parts.Scheme.")
+    return scheme
 
 
 def _hints(build: Callable[..., Scheme]) -> dict[str, Any]:
@@ -157,34 +157,44 @@ def _groups(build: Callable[..., Scheme]) -> dict[str, Any]:
     """The parameters that are groups of options, with the group that holds their defaults."""
     hints = _hints(build)
     parameters = list(inspect.signature(build).parameters.values())[1:]
-    groups = {one.name: one for one in parameters if dataclasses.is_dataclass(hints.get(one.name))}
-    return {name: hints[name]() if one.default is one.empty else one.default for name, one in groups.items()}
+    groups = {
+        parameter.name: parameter for parameter in parameters if dataclasses.is_dataclass(hints.get(parameter.name))
+    }
+    return {
+        name: hints[name]() if parameter.default is parameter.empty else parameter.default
+        for name, parameter in groups.items()
+    }
 
 
 def _declared(build: Callable[..., Scheme], scheme: str) -> dict[str, SchemeOption]:
     hints, words, groups = _hints(build), _words(build), _groups(build)
-    found: dict[str, SchemeOption] = {}
-    for one in list(inspect.signature(build).parameters.values())[1:]:
-        if one.name in groups:
-            default = groups[one.name]
+    options: dict[str, SchemeOption] = {}
+    for parameter in list(inspect.signature(build).parameters.values())[1:]:
+        if parameter.name in groups:
+            default = groups[parameter.name]
             inner, told = get_type_hints(type(default)), words | _words(type(default))
             for field in dataclasses.fields(default):
-                name, holders = field.name, (*(found[field.name].groups if field.name in found else ()), one.name)
+                name, holders = (
+                    field.name,
+                    (*(options[field.name].groups if field.name in options else ()), parameter.name),
+                )
                 kinds = _kinds(inner[name], name, scheme)
-                found[name] = SchemeOption(name, kinds, getattr(default, name), told.get(name, ""), holders)
+                options[name] = SchemeOption(name, kinds, getattr(default, name), told.get(name, ""), holders)
             continue
-        if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-            raise ConfigError(f"Scheme {scheme!r} takes {one}: name its options, so that others can know them.")
-        if one.default is one.empty:
-            raise ConfigError(f"Option {one.name!r} of scheme {scheme!r} needs a default: write {one.name}=… there.")
-        kinds = _kinds(hints.get(one.name, type(one.default)), one.name, scheme)
-        found[one.name] = SchemeOption(one.name, kinds, one.default, words.get(one.name, ""))
-    return found
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            raise ConfigError(f"Scheme {scheme!r} takes {parameter}: name its options, so that others can know them.")
+        if parameter.default is parameter.empty:
+            raise ConfigError(
+                f"Option {parameter.name!r} of scheme {scheme!r} needs a default: write {parameter.name}=… there."
+            )
+        kinds = _kinds(hints.get(parameter.name, type(parameter.default)), parameter.name, scheme)
+        options[parameter.name] = SchemeOption(parameter.name, kinds, parameter.default, words.get(parameter.name, ""))
+    return options
 
 
 def _kinds(kind: Any, name: str, scheme: str) -> tuple[Any, ...]:
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    if all(one in (*_PLAIN, NoneType) or get_origin(one) is Literal for one in kinds):
+    if all(part in (*_PLAIN, NoneType) or get_origin(part) is Literal for part in kinds):
         return kinds
     raise ConfigError(
         f"Option {name!r} of scheme {scheme!r} is of the type {kind}: options are int, float, bool, str, a Literal of "
@@ -213,6 +223,10 @@ def scheme(
         summary: What it does.
         protects: What it protects from whom.
         default_loss: square, cross-entropy, or auto, which goes by the data.
+
+    Returns:
+        A decorator that registers the function and gives it back as it is; it raises ConfigError where the name is
+        that of a scheme that comes with FedVeil.
     """
 
     def register(build: Callable[..., Scheme]) -> Callable[..., Scheme]:

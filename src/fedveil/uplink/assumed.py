@@ -128,9 +128,9 @@ class AssumedNoise(Uplink):
         """The noise of a pair, on the first tensor."""
         if not self._paired or peer not in self.graph(context).neighbours(state.client):
             return None
-        found = torch.zeros(terms.layout.length, dtype=torch.float64)
-        self.add_pair(terms.layout.split(found)["gradients"][0], state, peer, context, terms)
-        return found
+        noise = torch.zeros(terms.layout.length, dtype=torch.float64)
+        self.add_pair(terms.layout.split(noise)["gradients"][0], state, peer, context, terms)
+        return noise
 
     def _kinds(self, terms: Terms) -> Tensor:
         if self.law == "decomposed":

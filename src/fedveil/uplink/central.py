@@ -26,8 +26,8 @@ class PlannedCentral:
 
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """Σ uploads + N(0, Σ residual variances), in whole steps; the weight is public and stays."""
-        one = gridded(self.plan, context, terms)
-        codec = FixedPoint(one.range * 2.0 ** (one.addends - 1).bit_length(), 1)  # the same step, for a whole sum
+        grid = gridded(self.plan, context, terms)
+        codec = FixedPoint(grid.range * 2.0 ** (grid.addends - 1).bit_length(), 1)  # the same step, for a whole sum
         words = codec.encode(total)
         variance = float(planned(self.plan, context, terms.work).residual.sum())
         add_noise(words[:-1], variance=variance, step=codec.step, seed=stream.bytes(32))

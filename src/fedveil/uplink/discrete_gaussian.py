@@ -120,10 +120,10 @@ def add_discrete_gaussian(
 def parameter_of(sigma: float) -> float:
     """The parameter s of what `discrete_gaussian` draws: the largest float that is not above √(σ₀²·Σk²)."""
     square = _plan(_checked(sigma)).total
-    found = max(float(sigma), math.sqrt(square) * (1 - 2.0**-50))
-    while Fraction(above := math.nextafter(found, math.inf)) ** 2 <= square:
-        found = above
-    return found
+    parameter = max(float(sigma), math.sqrt(square) * (1 - 2.0**-50))
+    while Fraction(above := math.nextafter(parameter, math.inf)) ** 2 <= square:
+        parameter = above
+    return parameter
 
 
 def _checked(sigma: float) -> float:
@@ -160,13 +160,13 @@ def _table(square: Fraction) -> _Table:
     slots, last_owned = [], []
     for _ in range(_LEVELS):
         # Where nothing is left to share out, nobody ever looks at what follows.
-        pairs = [divmod(one << 16, max(whole, 1)) for one in left]
-        owned, left = [one for one, _ in pairs], [one for _, one in pairs]
+        pairs = [divmod(weight << 16, max(whole, 1)) for weight in left]
+        owned, left = [quotient for quotient, _ in pairs], [remainder for _, remainder in pairs]
         slots.append(_slots(owned))
         last_owned.append(2 * sum(owned) - owned[0] - 1)
         whole *= _SLOTS - 1 - last_owned[-1]
-    cumulated = list(accumulate([left[0], *(2 * one for one in left[1:])]))
-    bounds = tuple((one << 192) // max(whole, 1) for one in cumulated[:-1])
+    cumulated = list(accumulate([left[0], *(2 * weight for weight in left[1:])]))
+    bounds = tuple((mass << 192) // max(whole, 1) for mass in cumulated[:-1])
     # A bound that rounds to 2¹⁹² has no upper part of 64 bits; the exact comparison sees it as it is.
     upper = np.array([min(bound >> 128, _LAST_WORD) for bound in bounds], dtype=np.uint64)
     return _Table(tuple(slots), tuple(last_owned), bounds, upper)
@@ -224,9 +224,9 @@ def _sums(
                 np.add(total, term, out=total)
         number, lane_of = _where(bits > np.uint16(table.last_owned[0]), used)
         if len(number):
-            found = _decide(table, blocks, (number + start) * lanes + lane_of)
-            found *= factors.take(lane_of)
-            np.add.at(total, number, found)
+            decided = _decide(table, blocks, (number + start) * lanes + lane_of)
+            decided *= factors.take(lane_of)
+            np.add.at(total, number, decided)
         yield total
 
 
@@ -244,22 +244,22 @@ def _where(undecided: NDArray[np.bool_], used: NDArray[np.bool_]) -> tuple[NDArr
 def _decide(table: _Table, blocks: Blocks, places: NDArray[np.int64]) -> NDArray[np.int64]:
     """The values of draws whose first 16 bits fell to no value."""
     bits = blocks(places, 0)
-    found = np.empty(len(places), dtype=np.int64)
+    draws = np.empty(len(places), dtype=np.int64)
     low, left = bits[:, 0], np.arange(len(places))
     for level in range(1, _LEVELS):
         slot = (low & np.uint64(_SLOTS - 1)).view(np.int64)
-        found[left] = table.slots[level].take(slot)
+        draws[left] = table.slots[level].take(slot)
         again = np.flatnonzero(slot > table.last_owned[level])
         left, low = left.take(again), low.take(again) >> np.uint64(16)
     size = _search(table, bits[left, 1], blocks, places.take(left))
-    found[left] = np.where(low & np.uint64(1), -size, size)
-    return found
+    draws[left] = np.where(low & np.uint64(1), -size, size)
+    return draws
 
 
 def _search(table: _Table, words: NDArray[np.uint64], blocks: Blocks, places: NDArray[np.int64]) -> NDArray[np.int64]:
     """Which |z| each word falls to; where its 64 bits equal a bound's, 128 more decide."""
-    found = np.searchsorted(table.upper, words, side="right").astype(np.int64)
-    for at in np.flatnonzero(table.upper[found - 1] == words).tolist():
-        high, low = (int(one) for one in blocks(places[at : at + 1], 1)[0])
-        found[at] = bisect_right(table.bounds, int(words[at]) << 128 | high << 64 | low)
-    return found
+    sizes = np.searchsorted(table.upper, words, side="right").astype(np.int64)
+    for at in np.flatnonzero(table.upper[sizes - 1] == words).tolist():
+        high, low = (int(word) for word in blocks(places[at : at + 1], 1)[0])
+        sizes[at] = bisect_right(table.bounds, int(words[at]) << 128 | high << 64 | low)
+    return sizes

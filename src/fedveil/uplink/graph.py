@@ -193,10 +193,10 @@ def _words(seed: bytes, purpose: str, place: int, count: int) -> NDArray[np.uint
     return np.frombuffer(hashlib.shake_256(head + seed + purpose.encode()).digest(8 * count), dtype="<u8")
 
 
-def _joined(ordered: tuple[int, ...], one: Positions, other: Positions) -> Graph:
+def _joined(ordered: tuple[int, ...], first: Positions, other: Positions) -> Graph:
     """The graph of edges given in any order and direction, possibly twice."""
     count = len(ordered)
-    codes = np.sort(np.minimum(one, other) * count + np.maximum(one, other))
+    codes = np.sort(np.minimum(first, other) * count + np.maximum(first, other))
     codes = codes[np.append(True, codes[1:] != codes[:-1])]
     return _frozen(ordered, codes // count, codes % count)
 
@@ -207,7 +207,7 @@ def _frozen(ordered: tuple[int, ...], first: Positions, second: Positions) -> Gr
 
 
 def _checked(members: Sequence[int]) -> tuple[int, ...]:
-    ordered = tuple(sorted(int(one) for one in members))
+    ordered = tuple(sorted(int(member) for member in members))
     if len(set(ordered)) < len(ordered):
         raise ProtocolError("a client is listed twice among the members of one round")
     _at_least_two(len(ordered))

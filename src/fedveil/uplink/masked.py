@@ -418,8 +418,8 @@ class Masked(Uplink):
         told: dict[int, Request | None] = {}
         for client in total.survivors:
             near = total.graph.neighbours(client)
-            signers = [one for one in near if one in total.signatures]
-            signed = from_bytes(b"".join(total.signatures[one] for one in signers)).reshape(-1, SIGNATURE_BYTES)
+            signers = [peer for peer in near if peer in total.signatures]
+            signed = from_bytes(b"".join(total.signatures[signer] for signer in signers)).reshape(-1, SIGNATURE_BYTES)
             enough = len(signers) >= self.quorum.of(len(near))
             told[client] = Evidence(torch.tensor(signers, dtype=torch.int64), signed) if enough else None
         return told

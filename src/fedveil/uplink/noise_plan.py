@@ -262,7 +262,7 @@ def _noise_layout(
     nobody = np.empty(0, dtype=np.int64)
     if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
         if plan.accounting == "paper":
-            scales = np.asarray([plan.paper_scale(one) for one in sensitivity])
+            scales = np.asarray([plan.paper_scale(bound) for bound in sensitivity])
             if plan.per_sample:
                 scales /= max(samples)
         elif plan.sampling is not None:

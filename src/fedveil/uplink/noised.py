@@ -156,7 +156,7 @@ class Noised(Uplink):
         if not isinstance(request, Repair):
             return ()
         gone = set(request.missing.tolist())
-        return tuple((one, other) for one in state.cohort if one not in gone for other in sorted(gone))
+        return tuple((client, other) for client in state.cohort if client not in gone for other in sorted(gone))
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""
@@ -251,11 +251,11 @@ class NoisedSum(Inbox[Any]):
         if not gone:
             return ()
         ends = [(self._noise_layout.members[i], self._noise_layout.members[j]) for i, j in self._ends()]
-        return tuple((one, other) for one, other in ends if (one in gone) != (other in gone))
+        return tuple((client, other) for client, other in ends if (client in gone) != (other in gone))
 
     def check_repaired(self) -> None:
         """Refuse a sum that still holds noise shared with missing clients."""
-        owing = {one for pair in self.given_away() for one in pair if one in self._arrived} - self._repairers
+        owing = {client for pair in self.given_away() for client in pair if client in self._arrived} - self._repairers
         if owing:
             raise ProtocolError(
                 f"{len(owing)} of {len(self._arrived)} clients did not help to take off the noise they shared with "

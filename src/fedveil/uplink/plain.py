@@ -44,7 +44,7 @@ class Bare(Uplink):
         most = None
         if context.directory is not None and terms.work.clip is not None:
             reach = bounded(terms.work).largest
-            most = {one: count * reach for one, count in zip(context.cohort, context.samples(), strict=True)}
+            most = {client: count * reach for client, count in zip(context.cohort, context.samples(), strict=True)}
         return UploadSum(terms.layout, context, device=device, most=most)
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:

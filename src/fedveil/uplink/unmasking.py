@@ -121,10 +121,10 @@ def contents(graph: Graph, *, sender: int, holder: int, self_mask: bool) -> list
 
 def holders_of(graph: Graph, sender: int) -> list[int]:
     """Everybody to whom `sender` deals at least one share: among them itself, a neighbour of its neighbours."""
-    found = set(graph.neighbours(sender))
+    holders = set(graph.neighbours(sender))
     for peer in graph.neighbours(sender):
-        found.update(graph.neighbours(peer))
-    return sorted(found)
+        holders.update(graph.neighbours(peer))
+    return sorted(holders)
 
 
 def deal(
@@ -279,8 +279,8 @@ def packed(bundles: Mapping[int, bytes]) -> tuple[Tensor, Tensor, Tensor]:
     numbers = sorted(bundles)
     return (
         torch.tensor(numbers, dtype=torch.int64),
-        torch.tensor([len(bundles[one]) for one in numbers], dtype=torch.int64),
-        from_bytes(b"".join(bundles[one] for one in numbers)),
+        torch.tensor([len(bundles[number]) for number in numbers], dtype=torch.int64),
+        from_bytes(b"".join(bundles[number] for number in numbers)),
     )
 
 
@@ -290,12 +290,14 @@ def unpacked(numbers: Tensor, lengths: Tensor, content: Tensor) -> Bundles:
     if ends[-1] != content.numel():
         raise ProtocolError("bundles of shares are malformed: their lengths do not add up to what was sent")
     data = to_bytes(content)
-    return {one: data[start:end] for one, (start, end) in zip(numbers.tolist(), itertools.pairwise(ends), strict=True)}
+    return {
+        number: data[start:end] for number, (start, end) in zip(numbers.tolist(), itertools.pairwise(ends), strict=True)
+    }
 
 
 def listed(numbers: Tensor) -> list[int]:
     """Client numbers from a message."""
-    return [int(one) for one in numbers.tolist()]
+    return [int(number) for number in numbers.tolist()]
 
 
 def list_digest(survivors: Sequence[int], *, graph: bytes) -> bytes:
@@ -365,7 +367,7 @@ class MaskedSum(Inbox[Any]):
         alive = set(self.survivors)
         gone = set(self.graph.members) - alive
         # A client with everybody around it says nothing new: only what the missing have left open can fall short.
-        for around in gone | {near for one in gone for near in self.graph.neighbours(one)}:
+        for around in gone | {near for client in gone for near in self.graph.neighbours(client)}:
             if around in alive and not self._self_mask:
                 continue
             holders = self.graph.neighbours(around)
@@ -445,12 +447,12 @@ class MaskedSum(Inbox[Any]):
         for client, locked in self._locked.items():
             try:
                 key = self._secret(client, LOCK)
-                found = unlock_shares(locked, client=client, key=key)
+                opened = unlock_shares(locked, client=client, key=key)
             except ProtocolError as reason:
                 self._unread[client] = str(reason)
                 continue
             near = set(self.graph.neighbours(client))
-            for (dealer, peer), share in found.items():
+            for (dealer, peer), share in opened.items():
                 if peer in near:
                     self._shares[(dealer, peer)][client] = share
         self._locked = {}
@@ -460,19 +462,19 @@ class MaskedSum(Inbox[Any]):
 
         around = dealer if about == LOCK else about
         needed = self._quorum.of(self.graph.degree(around))
-        found = self._shares.get((dealer, about), {})
-        if len(found) < needed:
-            raise ProtocolError(self._too_few(dealer, about, len(found), needed))
+        shares = self._shares.get((dealer, about), {})
+        if len(shares) < needed:
+            raise ProtocolError(self._too_few(dealer, about, len(shares), needed))
         try:
-            return join(found, threshold=needed)
+            return join(shares, threshold=needed)
         except ProtocolError as reason:
             raise ProtocolError(f"shares about client {around}: {reason}") from reason
 
-    def _too_few(self, dealer: int, about: int, found: int, needed: int) -> str:
+    def _too_few(self, dealer: int, about: int, known: int, needed: int) -> str:
         if about == LOCK:
-            return f"{found} of {needed} needed shares of its key were revealed"
+            return f"{known} of {needed} needed shares of its key were revealed"
         what = f"client {dealer}'s own mask" if dealer == about else f"the masks of clients {dealer} and {about}"
         holders = set(self.graph.neighbours(about))
-        unread = next(((one, why) for one, why in sorted(self._unread.items()) if one in holders), None)
+        unread = next(((client, why) for client, why in sorted(self._unread.items()) if client in holders), None)
         said = "" if unread is None else f" (what client {unread[0]} revealed cannot be read: {unread[1]})"
-        return f"{what} cannot be taken off: {found} of {needed} needed shares were revealed{said}; {MORE_NEIGHBOURS}"
+        return f"{what} cannot be taken off: {known} of {needed} needed shares were revealed{said}; {MORE_NEIGHBOURS}"

@@ -112,12 +112,12 @@ def random_choice(size: int, count: int, *, seed: bytes) -> Tensor:
     missing = size - count if leave_out else count
     drawn = np.zeros(size, dtype=np.bool_)
     while missing:
-        found = _below(size, stream.take(min(_MOST_WORDS, missing + missing // 2 + 8)))
-        found = found[~drawn[found]]
-        _, first = np.unique(found, return_index=True)
-        found = found[np.sort(first)[:missing]]
-        drawn[found] = True
-        missing -= len(found)
+        candidates = _below(size, stream.take(min(_MOST_WORDS, missing + missing // 2 + 8)))
+        candidates = candidates[~drawn[candidates]]
+        _, first = np.unique(candidates, return_index=True)
+        candidates = candidates[np.sort(first)[:missing]]
+        drawn[candidates] = True
+        missing -= len(candidates)
     return torch.from_numpy(np.flatnonzero(drawn != leave_out))
 
 
@@ -334,9 +334,9 @@ def _order(words: _Words) -> _Indices:
     if bool((upper[1:] > upper[:-1]).all()):  # as an honest vote arrives
         return np.arange(len(words))
     # Signed numbers sort alike once the highest bit is flipped; torch's sort takes a third of numpy's time.
-    found = torch.sort(torch.from_numpy((upper ^ np.uint64(1 << 63)).view(np.int64)), stable=True)
-    places: _Indices = found.indices.numpy()
-    same = np.flatnonzero((found.values[1:] == found.values[:-1]).numpy())
+    ordered = torch.sort(torch.from_numpy((upper ^ np.uint64(1 << 63)).view(np.int64)), stable=True)
+    places: _Indices = ordered.indices.numpy()
+    same = np.flatnonzero((ordered.values[1:] == ordered.values[:-1]).numpy())
     # Equal upper halves are equal tags, but for forged ones and a chance of 2⁻⁶⁴ a pair.
     if len(same) and bool((words[places[same], 1] != words[places[same + 1], 1]).any()):
         return np.lexsort((words[:, 1], upper))

@@ -54,7 +54,7 @@ class Batches:
 
 def has_random_layers(module: nn.Module) -> bool:
     """Whether a layer of it draws random numbers in a training pass (dropout, also inside torch's own layers)."""
-    return any(_drops(one) for one in module.modules())
+    return any(_drops(layer) for layer in module.modules())
 
 
 def _drops(layer: nn.Module) -> bool:
@@ -72,7 +72,7 @@ def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
     On a CPU this also covers dropout that no layer shows (`F.dropout`); on a GPU, where saving a
     generator's state waits for the device, only models with random layers are seeded.
     """
-    device = next((one.device for one in module.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     gpu = device.type == "cuda"
     if gpu and not has_random_layers(module):
         yield

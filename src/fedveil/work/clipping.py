@@ -26,11 +26,11 @@ _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
 
 def refuse_batch_norm(architecture: Architecture) -> None:
     """Refuse a model with a batch normalisation that computes with its batch."""
-    for path, one in architecture.skeleton.named_modules():
-        if isinstance(one, VectorBatchNorm):
-            mixes = one.training or not one.track
-        elif isinstance(one, nn.modules.batchnorm._BatchNorm):
-            mixes = one.training or one.running_mean is None
+    for path, layer in architecture.skeleton.named_modules():
+        if isinstance(layer, VectorBatchNorm):
+            mixes = layer.training or not layer.track
+        elif isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            mixes = layer.training or layer.running_mean is None
         else:
             continue
         if mixes:
@@ -129,10 +129,10 @@ class ClippedSamples:
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's clipped mean gradient."""
-        _, found = next(self.run_many(workspace, broadcast, [data], round=round))
-        if isinstance(found, NumericError):
-            raise found
-        return found
+        _, contribution = next(self.run_many(workspace, broadcast, [data], round=round))
+        if isinstance(contribution, NumericError):
+            raise contribution
+        return contribution
 
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
@@ -182,16 +182,16 @@ class ClippedSamples:
         chosen = [self._chosen(workspace, data, round) for data in part]
         if self.sampling is not None and not len(chosen[0]):
             return [weighted(torch.zeros_like(workspace.architecture.trainable, dtype=_dtype(workspace)), len(part[0]))]
-        found = self._together(workspace, engine, part, chosen, round) if self._may_vectorise(workspace) else None
-        if found is None:
+        clipped = self._together(workspace, engine, part, chosen, round) if self._may_vectorise(workspace) else None
+        if clipped is None:
             prepare(workspace.architecture, workspace.module, broadcast)
-            found = joined(
+            clipped = joined(
                 [self._loop(workspace, data, which, round) for data, which in zip(part, chosen, strict=True)]
             )
         expected = len(chosen[0]) if self.sampling is None else self.sampling * len(part[0])
         return [
             weighted(row, len(data), share=1.0 / expected, dtype=_dtype(workspace))
-            for row, data in zip(found.sums, part, strict=True)
+            for row, data in zip(clipped.sums, part, strict=True)
         ]
 
     def _chosen(self, workspace: Workspace, data: ClientData, round: int) -> Tensor:

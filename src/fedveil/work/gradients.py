@@ -239,10 +239,10 @@ class Gradients:
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's step."""
         prepare(workspace.architecture, workspace.module, broadcast)
-        found = self._one(workspace, broadcast, data, round)
-        if isinstance(found, NumericError):
-            raise found
-        return found
+        gradient = self._one(workspace, broadcast, data, round)
+        if isinstance(gradient, NumericError):
+            raise gradient
+        return gradient
 
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
@@ -308,7 +308,7 @@ class Gradients:
         part = [clients[position] for position in positions]
         chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
         pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
-        x, y = torch.stack([one for one, _ in pairs]), torch.stack([one for _, one in pairs])
+        x, y = torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
         vectors = steps(workspace.architecture, workspace.functional, self.loss, x, y, broadcast.head)
         for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):
             yield position, self._checked(workspace, weighted(vector, len(data)), data, round, which)
@@ -331,7 +331,7 @@ class Gradients:
             return False
         if self.vectorise is not None:
             return self.vectorise
-        if not any(isinstance(one, nn.modules.conv._ConvNd) for one in module.modules()):
+        if not any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules()):
             return True
         # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy
         # (and on a GPU, captured graphs win).

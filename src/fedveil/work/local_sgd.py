@@ -65,7 +65,7 @@ class LocalSteps(OneByOne):
         prepare(workspace.architecture, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
         trained = trained_names(workspace.architecture)
-        moving: list[Tensor] = [one for name, one in module.named_parameters() if name in trained]
+        moving: list[Tensor] = [parameter for name, parameter in module.named_parameters() if name in trained]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
         drawn = [
@@ -83,7 +83,7 @@ class LocalSteps(OneByOne):
                 if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
                     break
         value = torch.stack(losses).mean().reshape(1)
-        moved = broadcast.parameters - flatten([one.detach() for one in parameters])
+        moved = broadcast.parameters - flatten([parameter.detach() for parameter in parameters])
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
         if not self.refuses:

@@ -120,7 +120,7 @@ def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, cho
         return
     sort = "gradient" if torch.isfinite(values).all() else "loss"
     what = "has grown beyond 2^36" if torch.isfinite(vector).all() else "is not finite"
-    first = ", ".join(str(int(one)) for one in chosen[:5])
+    first = ", ".join(str(int(index)) for index in chosen[:5])
     more = ", …" if len(chosen) > 5 else ""
     raise NumericError(
         f"The {sort} of client {client} {what} in round {round + 1} "

@@ -57,9 +57,9 @@ def safe_bound(clip: float, dtype: torch.dtype, samples: int) -> float:
 
 def squares(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """‖row‖² of matrices with B rows each, (parts, B) in float64, and the rows (B,) of which no norm is above 2⁶⁴."""
-    lost = 2.0 * max(one.shape[1] for one in parts) * torch.finfo(working(parts[0].dtype)).tiny
-    found = torch.stack([_norm(one) for one in parts]).double().square_().add_(lost)
-    return found, (found < _COMFORTABLE).all(0)
+    lost = 2.0 * max(part.shape[1] for part in parts) * torch.finfo(working(parts[0].dtype)).tiny
+    squared = torch.stack([_norm(part) for part in parts]).double().square_().add_(lost)
+    return squared, (squared < _COMFORTABLE).all(0)
 
 
 def _norm(rows: Tensor) -> Tensor:
@@ -178,12 +178,12 @@ class Outer:
             flat = (flat * self.scales).to(weights.dtype)
         left = (flat[:, None] * self.deltas).reshape(clients, each, -1)
         right = self.inputs.to(weights.dtype).reshape(clients, each, -1)
-        return _by_blocks(lambda one, other: torch.bmm(one.transpose(1, 2), other).flatten(1), left, right)
+        return _by_blocks(lambda block, other: torch.bmm(block.transpose(1, 2), other).flatten(1), left, right)
 
     def careful(self) -> tuple[Outer, Tensor]:
         """Both factors near 1: a δ that rounds to nothing when weighted may meet an a that makes it large."""
-        (left, one), (right, two) = _near_one(self.deltas), _near_one(self.inputs)
-        return Outer(left, right, one * two), scaled_norms(self.deltas) * scaled_norms(self.inputs)
+        (left, left_scale), (right, right_scale) = _near_one(self.deltas), _near_one(self.inputs)
+        return Outer(left, right, left_scale * right_scale), scaled_norms(self.deltas) * scaled_norms(self.inputs)
 
     def without(self, odd: Tensor) -> Outer:
         """Zeros times zeros."""
@@ -236,10 +236,10 @@ def measured(factors: Mapping[str, Factor]) -> tuple[dict[str, Factor], Tensor]:
     finite would not be zero.
     """
     parts = [factor.parts for factor in factors.values()]
-    products = [one for one in parts if len(one) == 2]
-    single = [one[0] for one in parts if len(one) == 1]
-    found, usual = squares([*single, *(one[0] for one in products), *(one[1] for one in products)])
-    alone, left, right = torch.split(found, [len(single), len(products), len(products)])
+    products = [part for part in parts if len(part) == 2]
+    single = [part[0] for part in parts if len(part) == 1]
+    squared, usual = squares([*single, *(pair[0] for pair in products), *(pair[1] for pair in products)])
+    alone, left, right = torch.split(squared, [len(single), len(products), len(products)])
     norms = (alone.sum(0) + (left * right).sum(0)).sqrt()
     if bool(usual.all()):
         return dict(factors), norms
@@ -256,7 +256,7 @@ def _by_blocks(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right:
     if samples <= SAMPLES_ADDED:
         return product(left, right)
     spans = (slice(start, start + SAMPLES_ADDED) for start in range(0, samples, SAMPLES_ADDED))
-    return _added(product(left[:, one], right[:, one]) for one in spans)
+    return _added(product(left[:, span], right[:, span]) for span in spans)
 
 
 def _added(parts: Iterator[Tensor]) -> Tensor:
@@ -354,13 +354,13 @@ class RecordedLinear(nn.Linear):
 
     def factors(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> dict[str, Factor]:
         """Gradients of weight and bias from all calls' inputs and δ, samples first."""
-        given = torch.cat([one.flatten(1, -2) for one in inputs], 1)
-        back = torch.cat([one.flatten(1, -2) for one in deltas], 1)
+        given = torch.cat([tensor.flatten(1, -2) for tensor in inputs], 1)
+        back = torch.cat([tensor.flatten(1, -2) for tensor in deltas], 1)
         return {"weight": linear_weight(given, back), "bias": Dense(back.sum(1))}
 
     def numbers(self, inputs: Sequence[Tensor]) -> int:
         """How many numbers a sample's factors take."""
-        rows = sum(one.numel() // self.in_features for one in inputs)
+        rows = sum(tensor.numel() // self.in_features for tensor in inputs)
         return self.in_features + self.out_features if rows == 1 else self.weight.numel()
 
 
@@ -376,13 +376,13 @@ class RecordedEmbedding(nn.Embedding):
 
     def factors(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> dict[str, Factor]:
         """The table's gradient from all calls' words and δ, samples first."""
-        words = torch.cat([one.flatten(1) for one in inputs], 1)
-        back = torch.cat([one.flatten(1, -2) for one in deltas], 1)
+        words = torch.cat([tensor.flatten(1) for tensor in inputs], 1)
+        back = torch.cat([tensor.flatten(1, -2) for tensor in deltas], 1)
         return {"weight": embedding_weight(words, back, size=self.num_embeddings, padding=self.padding_idx)}
 
     def numbers(self, inputs: Sequence[Tensor]) -> int:
         """How many numbers a sample's factors take."""
-        words = sum(one.numel() for one in inputs)
+        words = sum(tensor.numel() for tensor in inputs)
         return words * (self.embedding_dim + words)
 
 
@@ -394,19 +394,19 @@ def install(module: nn.Module) -> _Slot:
     """Turn every layer that can be recorded into its recorded twin, in place."""
     slot = _Slot()
     owners: dict[int, int] = {}
-    for one in module.modules():
-        for parameter in one._parameters.values():
+    for layer in module.modules():
+        for parameter in layer._parameters.values():
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for one in module.modules():
-        kind = next((kind for kind in _KINDS if type(one) in kind.original), None)
+    for layer in module.modules():
+        kind = next((kind for kind in _KINDS if type(layer) in kind.original), None)
         if (
             kind is not None
-            and _plain(one)
-            and all(owners[id(p)] == 1 for p in one._parameters.values() if p is not None)
+            and _plain(layer)
+            and all(owners[id(p)] == 1 for p in layer._parameters.values() if p is not None)
         ):
-            one._before = type(one)  # type: ignore[assignment]
-            one.slot = slot  # type: ignore[assignment]
-            one.__class__ = kind
+            layer._before = type(layer)  # type: ignore[assignment]
+            layer.slot = slot  # type: ignore[assignment]
+            layer.__class__ = kind
     return slot
 
 
@@ -438,7 +438,7 @@ def joined(parts: Sequence[Sums]) -> Sums:
     """Several groups of clients with equally many samples, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    return Sums(*(torch.cat([getattr(part, one) for part in parts]) for one in ("sums", "norms", "losses")))
+    return Sums(*(torch.cat([getattr(part, field) for part in parts]) for field in ("sums", "norms", "losses")))
 
 
 def _summed(parts: Iterator[Sums]) -> Sums:
@@ -456,13 +456,13 @@ def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tens
     """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with."""
     named = dict(module.named_parameters())
     moving = [named[name] for name in trained]
-    total = [one.new_zeros(1, one.numel(), dtype=torch.float64) for one in moving]
+    total = [parameter.new_zeros(1, parameter.numel(), dtype=torch.float64) for parameter in moving]
     norms, losses = [], []
     for number in range(len(y)):
         with torch.enable_grad():
             value = loss.mean(module(x[number : number + 1]), y[number : number + 1])
             grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        kept, norm = measured({name: Dense(one.reshape(1, -1)) for name, one in zip(trained, grads, strict=True)})
+        kept, norm = measured({name: Dense(grad.reshape(1, -1)) for name, grad in zip(trained, grads, strict=True)})
         weights = clip_weights(norm, clip, working(grads[0].dtype))[:, None]
         for sum, factor in zip(total, kept.values(), strict=True):
             sum += factor.total(weights)
@@ -480,7 +480,10 @@ def trained_names(architecture: Architecture) -> list[str]:
 
 def _placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: int) -> Tensor:
     """All parameters' sums side by side, zero where nothing is trained."""
-    parts = [sums[name] if name in sums else one.new_zeros(clients, one.numel()) for name, one in named.items()]
+    parts = [
+        sums[name] if name in sums else parameter.new_zeros(clients, parameter.numel())
+        for name, parameter in named.items()
+    ]
     return torch.cat(parts, 1)
 
 
@@ -509,15 +512,15 @@ class PerSample:
         plan = self._plan(x[:1], y[:1])
         each = len(y) // clients
         budget = budget or (GPU_BYTES if x.device.type == "cuda" else CPU_BYTES)
-        element = next((one.element_size() for one in self.module.parameters()), 4)
+        element = next((parameter.element_size() for parameter in self.module.parameters()), 4)
         at_once = max(1, budget // (plan.numbers * element))
         whole = max(1, at_once // each)
         parts = []
         for start in range(0, clients, whole):
             count = min(whole, clients - start)
             first, end, size = start * each, (start + count) * each, at_once if whole == 1 else count * each
-            spans = (slice(one, min(one + size, end)) for one in range(first, end, size))
-            parts.append(_summed(self._chunk(plan, x[one], y[one], count, clip) for one in spans))
+            spans = (slice(start, min(start + size, end)) for start in range(first, end, size))
+            parts.append(_summed(self._chunk(plan, x[span], y[span], count, clip) for span in spans))
         return joined(parts)
 
     def _chunk(self, plan: _Plan, x: Tensor, y: Tensor, clients: int, clip: float) -> Sums:
@@ -536,7 +539,7 @@ class PerSample:
         """Every trained parameter's gradients of every sample, and the losses."""
         recorded = self._recorded(plan)
         named: dict[str, Tensor] = dict(self.module.named_parameters())
-        rest = {name: one for name, one in named.items() if name in self._trained and name not in recorded}
+        rest = {name: parameter for name, parameter in named.items() if name in self._trained and name not in recorded}
 
         def one_sample(
             taps: list[Tensor], values: dict[str, Tensor], sample: Tensor, target: Tensor
@@ -555,10 +558,10 @@ class PerSample:
             self._slot.recorder = LayerRecorder()
         factors: dict[str, Factor] = {name: Dense(grads.flatten(1)) for name, grads in dense.items()}
         for layer in dict.fromkeys(plan.layers):
-            calls = [number for number, one in enumerate(plan.layers) if one is layer]
-            found = layer.factors([inputs[number] for number in calls], [deltas[number] for number in calls])
+            calls = [number for number, called in enumerate(plan.layers) if called is layer]
+            made = layer.factors([inputs[number] for number in calls], [deltas[number] for number in calls])
             names = {id(parameter): name for name, parameter in recorded.items()}
-            for name, factor in found.items():
+            for name, factor in made.items():
                 parameter = layer._parameters[name]
                 if parameter is not None and names[id(parameter)] in self._trained:
                     factors[names[id(parameter)]] = factor
@@ -584,8 +587,10 @@ class PerSample:
         gradients that its own calls do not tell.
         """
         recorder = self._slot.recorder = LayerRecorder()
-        values = {name: one.detach().clone().requires_grad_() for name, one in self.module.named_parameters()}
-        shared, numbers = {one.untyped_storage().data_ptr() for one in values.values()}, 0
+        values = {
+            name: parameter.detach().clone().requires_grad_() for name, parameter in self.module.named_parameters()
+        }
+        shared, numbers = {tensor.untyped_storage().data_ptr() for tensor in values.values()}, 0
 
         def keep(tensor: Tensor) -> Tensor:
             """Count what the pass keeps for its way back, the parameters (shared by all samples) aside."""
@@ -594,12 +599,12 @@ class PerSample:
                 numbers += tensor.numel()
             return tensor
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
             loss = self._loss.mean(torch.func.functional_call(self.module, values, (x.clone(),)), y)
             names = list(values)
-            found = torch.autograd.grad(loss, [values[name] for name in names], allow_unused=True)
-        used = {name for name, grad in zip(names, found, strict=True) if grad is not None}
-        named = {id(one): name for name, one in self.module.named_parameters()}
+            grads = torch.autograd.grad(loss, [values[name] for name in names], allow_unused=True)
+        used = {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+        named = {id(parameter): name for name, parameter in self.module.named_parameters()}
         changed = {
             id(layer)
             for layer, given, version in zip(recorder.layers, recorder.inputs, recorder.versions, strict=True)
@@ -609,15 +614,15 @@ class PerSample:
         doubtful = [
             layer
             for layer in dict.fromkeys(layers)
-            if id(layer) in changed or used & {named[id(one)] for one in layer.parameters(recurse=False)}
+            if id(layer) in changed or used & {named[id(parameter)] for parameter in layer.parameters(recurse=False)}
         ]
         for layer in doubtful:
             layer.__class__ = layer._before  # type: ignore[assignment]
         if doubtful:
             return None
-        numbers += sum(one.numel() for one in (*recorder.inputs, *recorder.made))
+        numbers += sum(tensor.numel() for tensor in (*recorder.inputs, *recorder.made))
         for layer in dict.fromkeys(layers):
-            numbers += layer.numbers([i for i, one in zip(recorder.inputs, layers, strict=True) if one is layer])
-        recorded = {named[id(one)] for layer in layers for one in layer.parameters(recurse=False)}
-        numbers += sum(one.numel() for n, one in values.items() if n in self._trained and n not in recorded)
-        return _Plan(layers, [torch.zeros_like(one) for one in recorder.made], max(1, numbers))
+            numbers += layer.numbers([i for i, called in zip(recorder.inputs, layers, strict=True) if called is layer])
+        recorded = {named[id(parameter)] for layer in layers for parameter in layer.parameters(recurse=False)}
+        numbers += sum(tensor.numel() for n, tensor in values.items() if n in self._trained and n not in recorded)
+        return _Plan(layers, [torch.zeros_like(tensor) for tensor in recorder.made], max(1, numbers))

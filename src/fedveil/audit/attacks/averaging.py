@@ -42,7 +42,7 @@ def averaging_attack(
     assumption: the mean is read as a gradient of the last round's model. Without `with`, the closed form is taken
     where the model allows it, otherwise inverting.
     """
-    rounds = [one for one in seen_by(view, ServerHistory).rounds if _has_gradient(one, context)]
+    rounds = [seen_round for seen_round in seen_by(view, ServerHistory).rounds if _has_gradient(seen_round, context)]
     if len(rounds) < 2:
         raise NotApplicableError(
             f"a gradient that the server can read in {len(rounds)} of the recorded rounds: a mean takes at least two"
@@ -54,16 +54,18 @@ def averaging_attack(
         raise ConfigError(f"{len(variances)} variances for {len(rounds)} rounds: pass one for each with a gradient.")
     if with_ is not None and with_ not in READERS:
         raise unknown_name("reading attack", str(with_), READERS)
-    seen = [observed_in(one, context) for one in rounds]
-    weighted = [1.0] * len(rounds) if variances is None else [float(one) for one in variances]
-    mean = averaged([one.gradient for one in seen], variances=weighted).estimate.to(seen[-1].gradient.dtype)
+    seen = [observed_in(seen_round, context) for seen_round in rounds]
+    weighted = [1.0] * len(rounds) if variances is None else [float(variance) for variance in variances]
+    mean = averaged([observation.gradient for observation in seen], variances=weighted).estimate.to(
+        seen[-1].gradient.dtype
+    )
     problem = problem_from(replace(seen[-1], gradient=mean), context)
     reader = with_ or ("closed-form" if has_closed_form(problem) else "inverting")
     return as_result(READERS[reader](problem, context))
 
 
-def _has_gradient(one: ServerView, context: AttackContext) -> bool:
-    return (one.summed if context.target == "sum" else one.recovered) is not None
+def _has_gradient(seen_round: ServerView, context: AttackContext) -> bool:
+    return (seen_round.summed if context.target == "sum" else seen_round.recovered) is not None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,11 +95,11 @@ def averaged(uploads: Sequence[Tensor] | Tensor, *, variances: Sequence[float]) 
             f"Averaging takes one flat upload and one variance for each round: got uploads of shape "
             f"{tuple(rows.shape)} and {len(variances)} variances."
         )
-    if not all(math.isfinite(one) and one > 0 for one in variances):
+    if not all(math.isfinite(variance) and variance > 0 for variance in variances):
         raise DataError("Averaging needs variances that are positive numbers; an upload without noise needs no mean.")
-    precision = torch.tensor([1.0 / one for one in variances], dtype=torch.float64, device=rows.device)
+    precision = torch.tensor([1.0 / variance for variance in variances], dtype=torch.float64, device=rows.device)
     weights = precision / precision.sum()
-    return Averaged(weights @ rows, 1.0 / math.fsum(1.0 / one for one in variances), weights)
+    return Averaged(weights @ rows, 1.0 / math.fsum(1.0 / variance for variance in variances), weights)
 
 
 def _rows(uploads: Sequence[Tensor] | Tensor) -> Tensor:

@@ -52,9 +52,9 @@ def labels_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
     """The batch's labels as the last layer's gradient shows them; labels the attacker knows are not looked at."""
     problem = problem_from(replace(observed_in(view, context), labels=None), context, most=MOST_READ)
     with applicable():
-        found = labels_of(with_label(problem, context.generator()), generator=context.generator())
+        labels = labels_of(with_label(problem, context.generator()), generator=context.generator())
     context.progress(1.0)
-    return {"labels": found.cpu()}
+    return {"labels": labels.cpu()}
 
 
 @attack(
@@ -140,8 +140,8 @@ def _likeliest_class(problem: Problem, inputs: Tensor) -> tuple[Tensor, float]:
     classes = torch.arange(problem.outputs, device=observed.device) if problem.labels is None else problem.labels
     apart = torch.stack(
         [
-            cosine_distance(client_gradient(module, problem.loss, inputs, one.reshape(1)), observed)
-            for one in classes.to(observed.device)
+            cosine_distance(client_gradient(module, problem.loss, inputs, label.reshape(1)), observed)
+            for label in classes.to(observed.device)
         ]
     )
     best = int(apart.argmin())
@@ -195,7 +195,7 @@ def _chosen(problem: Problem, ratios: Tensor, strength: Tensor) -> Tensor:
 def first_linear_gradients(problem: Problem) -> tuple[Tensor, Tensor]:
     """(∂L/∂W, ∂L/∂b) of the layer that reads the input; refused if that is not linear with a bias."""
     name, layer = next(
-        ((name, one) for name, one in problem.module.named_modules() if list(one.parameters(recurse=False))),
+        ((name, layer) for name, layer in problem.module.named_modules() if list(layer.parameters(recurse=False))),
         ("", None),
     )
     if not isinstance(layer, nn.Linear) or layer.bias is None or not _reads_the_input(problem, name):
@@ -266,7 +266,7 @@ def _slope(problem: Problem, output: Tensor, label: int) -> Tensor:
 
 
 def _head(problem: Problem, module: nn.Module) -> tuple[str, nn.Linear]:
-    linear = [(name, one) for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+    linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear or linear[-1][1].out_features != problem.outputs:
         raise ConfigError(
             f"Labels can be inferred only where the last layer is linear with one output for each of the "
@@ -294,7 +294,7 @@ def read_class(problem: Problem) -> Tensor:
     The last layer's gradient is δ·(h, 1)ᵀ for one sample: it gives away h, so the outputs, so the class whose
     ∂loss/∂output is δ. This holds for any loss; under the square loss a class cannot be told by a sign.
     """
-    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    linear = [name for name, layer in problem.module.named_modules() if isinstance(layer, nn.Linear)]
     prefix = f"{linear[-1]}." if linear and linear[-1] else ""
     parts, held = named_gradients(problem), dict(problem.module.named_parameters())
     if not linear or f"{prefix}bias" not in parts:
@@ -303,7 +303,7 @@ def read_class(problem: Problem) -> Tensor:
     features = (bias @ weight) / bias.square().sum().clamp_min(1e-300)
     with torch.no_grad():
         output = held[f"{prefix}weight"].double() @ features + held[f"{prefix}bias"].double()
-    apart = [(_slope(problem, output[None], one) - bias).norm() for one in range(problem.outputs)]
+    apart = [(_slope(problem, output[None], label) - bias).norm() for label in range(problem.outputs)]
     return torch.stack(apart).nan_to_num(nan=torch.inf).argmin().reshape(1)
 
 
@@ -314,7 +314,7 @@ def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:
     """
     if problem.batch != 1:
         raise ConfigError(f"The direction of a gradient tells the label of one sample, not of {problem.batch}.")
-    linear = [name for name, one in problem.module.named_modules() if isinstance(one, nn.Linear)]
+    linear = [name for name, layer in problem.module.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise ConfigError("Labels can be inferred only where the last layer is linear.")
     parts = named_gradients(problem)
@@ -323,8 +323,8 @@ def likeliest_label(problem: Problem, *, generator: torch.Generator) -> Tensor:
     module = private_copy(problem, dtype=torch.float64)
     probes = torch.cat([first_guess(problem, generator=generator, dtype=torch.float64) for _ in range(PROBES)])
     apart = [
-        cosine_distance(_expected(problem, module, probes, one)[name].reshape(-1), parts[name].double().reshape(-1))
-        for one in range(problem.outputs)
+        cosine_distance(_expected(problem, module, probes, label)[name].reshape(-1), parts[name].double().reshape(-1))
+        for label in range(problem.outputs)
     ]
     return torch.stack(apart).argmin().reshape(1)
 

@@ -184,11 +184,11 @@ def _search(
         return distance(gradient_at(module, loss), observed)
 
     def closure() -> Tensor:
-        found = value()
+        mismatch = value()
         for variable in (x, logits):
             if variable.requires_grad:
-                (variable.grad,) = torch.autograd.grad(found, variable, retain_graph=True)
-        return found.detach()
+                (variable.grad,) = torch.autograd.grad(mismatch, variable, retain_graph=True)
+        return mismatch.detach()
 
     lowest, since, kept = float("inf"), 0, (x.detach().clone(), logits.detach().clone())
     for step in range(search.steps):
@@ -201,8 +201,8 @@ def _search(
         if lowest <= search.good_enough or since >= search.patience:
             break
     inputs, scores = kept
-    found = scores.argmax(1) if labels is None else labels
-    return Reconstruction(inputs=boxed(problem, inputs).to(problem.gradient.dtype), labels=found, loss=lowest)
+    classes = scores.argmax(1) if labels is None else labels
+    return Reconstruction(inputs=boxed(problem, inputs).to(problem.gradient.dtype), labels=classes, loss=lowest)
 
 
 def _soft(problem: Problem, output: Tensor, logits: Tensor) -> Tensor:
@@ -210,10 +210,10 @@ def _soft(problem: Problem, output: Tensor, logits: Tensor) -> Tensor:
     batch, classes = logits.shape
     every = torch.arange(classes, device=output.device)
 
-    def one(sample: Tensor, label: Tensor) -> Tensor:
+    def loss_of(sample: Tensor, label: Tensor) -> Tensor:
         return problem.loss.mean(sample[None], label[None])
 
-    table = torch.func.vmap(torch.func.vmap(one, in_dims=(None, 0)), in_dims=(0, None))(output, every)
+    table = torch.func.vmap(torch.func.vmap(loss_of, in_dims=(None, 0)), in_dims=(0, None))(output, every)
     return (logits.softmax(1) * table).sum() / batch
 
 

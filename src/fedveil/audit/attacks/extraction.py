@@ -74,7 +74,7 @@ def calibration_attack(view: View, context: AttackContext, *, counts: Sequence[i
     x, y = labelled(seen)
     if y is None:
         require_classes(seen.facts)
-    found = head_calibration(
+    calibrated = head_calibration(
         architecture,
         broadcast,
         inputs=fitting(module, x),
@@ -85,9 +85,9 @@ def calibration_attack(view: View, context: AttackContext, *, counts: Sequence[i
         module=module,
     )
     context.progress(1.0)
-    series = {"labelled": found.labelled, "unlabelled": found.unlabelled, "total": found.total}
-    by_count = {f"{name}.{count}": one for name, results in series.items() for count, one in results.items()}
-    return {"weights": found.weights, **by_count}
+    series = {"labelled": calibrated.labelled, "unlabelled": calibrated.unlabelled, "total": calibrated.total}
+    by_count = {f"{name}.{count}": outputs for name, results in series.items() for count, outputs in results.items()}
+    return {"weights": calibrated.weights, **by_count}
 
 
 @attack(
@@ -109,7 +109,7 @@ def probe_attack(view: View, context: AttackContext, *, counts: Sequence[int] | 
         raise NotApplicableError("no labels: a head cannot be fitted without them")
     queries = _queries(seen)
     architecture, module, _ = held_model(seen, device=context.device)
-    own, asked = (read_head(architecture, module, fitting(module, one)).to(CPU) for one in (x, queries))
+    own, asked = (read_head(architecture, module, fitting(module, inputs)).to(CPU) for inputs in (x, queries))
     wanted, results = _counts(counts, len(x)), {}
     for done, count in enumerate(wanted):
         head = fit_probe(own.features[:count], y[:count], outputs=seen.facts.outputs)
@@ -133,7 +133,7 @@ def parameters_attack(view: View, context: AttackContext) -> dict[str, Tensor]:
     if broadcast is not None and broadcast.head is not None:
         module = calibrated(seen, device=context.device)
     context.progress(1.0)
-    return {"parameters": flatten([one.detach() for one in module.parameters()]).to(CPU, torch.float64)}
+    return {"parameters": flatten([parameter.detach() for parameter in module.parameters()]).to(CPU, torch.float64)}
 
 
 def _queries(view: ClientView) -> Tensor:
@@ -146,9 +146,9 @@ def _queries(view: ClientView) -> Tensor:
 def _counts(given: Sequence[int] | None, available: int) -> Sequence[int]:
     """How many samples to use, one after the other, as far as there are samples; the last is all of them."""
     given = given or COUNTS
-    if any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in given):
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in given):
         raise ConfigError(f"counts must be whole numbers of at least 1 (got {given!r}).")
-    within = sorted({one for one in given if one <= available})
+    within = sorted({count for count in given if count <= available})
     return within if within and max(given) <= available else [*within, available]
 
 
@@ -160,7 +160,7 @@ def held_model(view: ClientView, *, device: torch.device = CPU) -> tuple[Archite
     sample's outputs then do not depend on which others it is judged with.
     """
     architecture = view.facts.architecture()
-    own = {name[len(_WEIGHTS) :]: one for name, one in view.known.items() if name.startswith(_WEIGHTS)}
+    own = {name[len(_WEIGHTS) :]: tensor for name, tensor in view.known.items() if name.startswith(_WEIGHTS)}
     weights = weights_from(own)
     if weights is not None:
         return architecture, assemble(architecture, weights).eval().to(device), None
@@ -214,10 +214,10 @@ def labelled(view: ClientView) -> tuple[Tensor, Tensor | None]:
 def inputs_at_hand(view: ClientView) -> Tensor:
     """Every input that a client has, in mixed order, whatever it knows about them; none may be there."""
     names = ("labelled.x", "public.x", "queries", "candidates.x")
-    given = [one for one in (view.x, *map(view.known.get, names)) if one is not None]
+    given = [tensor for tensor in (view.x, *map(view.known.get, names)) if tensor is not None]
     if not given:
         return torch.empty(0)
-    every = torch.cat([one.to(given[0]) for one in given])
+    every = torch.cat([tensor.to(given[0]) for tensor in given])
     return every[torch.randperm(len(every), generator=torch.Generator().manual_seed(0))]
 
 
@@ -265,9 +265,9 @@ def received(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
     module = architecture.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
     prepare(architecture, module, broadcast)
     module.eval()
-    for one in module.modules():
-        if isinstance(one, VectorBatchNorm) and not broadcast.statistics.numel():
-            one.train()
+    for layer in module.modules():
+        if isinstance(layer, VectorBatchNorm) and not broadcast.statistics.numel():
+            layer.train()
     return module
 
 
@@ -275,7 +275,7 @@ def head_path(architecture: Architecture) -> str:
     """Where the last linear layer is: as traced, or the last one of the architecture."""
     if architecture.table is not None and architecture.table.head is not None:
         return architecture.table.head.path
-    linear: list[str] = [path for path, one in architecture.skeleton.named_modules() if isinstance(one, nn.Linear)]
+    linear: list[str] = [path for path, layer in architecture.skeleton.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise NotApplicableError("no nn.Linear layer in the model: there is no head to probe or to calibrate")
     return linear[-1]
@@ -298,8 +298,8 @@ def read_head(architecture: Architecture, module: nn.Module, x: Tensor) -> Readi
                 module(part)
     finally:
         handle.remove()
-    features = torch.cat([one.flatten(1) for one, _ in seen])
-    return Readings(features, torch.cat([one for _, one in seen]), layer.bias is not None)
+    features = torch.cat([features.flatten(1) for features, _ in seen])
+    return Readings(features, torch.cat([outputs for _, outputs in seen]), layer.bias is not None)
 
 
 def targets_of(labels: Tensor, *, outputs: int, target_scale: float = 1.0) -> Tensor:
@@ -413,18 +413,18 @@ def head_calibration(
     if head is None:
         raise ConfigError("This broadcast has no head noise: its outputs are the true ones, and nothing is left to do.")
     module = received(architecture, broadcast) if module is None else module
-    readings = (read_head(architecture, module, one) for one in (inputs, queries))
-    own, asked = (one.to(head.vector.device) for one in readings)
+    readings = (read_head(architecture, module, batch) for batch in (inputs, queries))
+    own, asked = (reading.to(head.vector.device) for reading in readings)
     layer = module.get_submodule(head_path(architecture))
     assert isinstance(layer, nn.Linear)
-    rows = [None if one is None else one.detach().to(head.vector.device) for one in (layer.weight, layer.bias)]
+    rows = [None if tensor is None else tensor.detach().to(head.vector.device) for tensor in (layer.weight, layer.bias)]
     assert rows[0] is not None
     ways = _ways(head, labels, outputs=own.outputs.shape[1], target_scale=target_scale)
-    found: dict[str, dict[int, Tensor]] = {"labelled": {}, "unlabelled": {}, "total": {}}
-    for count in sorted({min(one, len(inputs)) for one in counts}):
+    outputs: dict[str, dict[int, Tensor]] = {"labelled": {}, "unlabelled": {}, "total": {}}
+    for count in sorted({min(count, len(inputs)) for count in counts}):
         for name, noise in ways.items():
-            found[name][count] = uncovered(asked, noise(own.rows(count)))
-    return Calibrated(asked.outputs, uncovered(asked, from_weights(rows[0], rows[1], head)), **found)
+            outputs[name][count] = uncovered(asked, noise(own.rows(count)))
+    return Calibrated(asked.outputs, uncovered(asked, from_weights(rows[0], rows[1], head)), **outputs)
 
 
 def _ways(

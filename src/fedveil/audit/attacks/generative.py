@@ -71,14 +71,14 @@ def generative_attack(view: View, context: AttackContext, *, thorough_prior: boo
     prior = _prior(view.known, context, quick=context.quick and not thorough_prior)
     with applicable():
         problem = with_label(problem_of(view, context), context.generator())
-        found = generative(
+        rebuilt = generative(
             problem,
             prior,
             generator=context.generator(),
             quick=context.quick,
             progress=context.part(_FOR_THE_PRIOR, 1.0),
         )
-    return as_result(found)
+    return as_result(rebuilt)
 
 
 @attack(
@@ -166,7 +166,7 @@ def _classes(given: Sequence[int] | None, outputs: int) -> list[int]:
         return list(range(outputs))
     if not isinstance(given, list | tuple) or not given:
         raise ConfigError(f"classes must be a list of class numbers, or left out for all (got {given!r}).")
-    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < outputs for one in given):
+    if any(isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < outputs for label in given):
         raise ConfigError(f"classes must be whole numbers from 0 to {outputs - 1} (got {given!r}).")
     return list(given)
 
@@ -212,7 +212,7 @@ def generative(
     search = search or (QUICK_SEARCH if quick else LatentSearch())
     labels = labels_of(problem, generator=generator)
     match = _matcher(problem, labels)
-    found = best(
+    candidate = best(
         restarted(
             lambda part: _attempt(prior, match, labels, search=search, generator=generator, progress=part),
             times=search.restarts,
@@ -220,8 +220,8 @@ def generative(
         ),
         good_enough=search.good_enough,
     )
-    inputs = boxed(problem, found.inputs).to(problem.gradient.dtype)
-    return Reconstruction(inputs=inputs, labels=labels, loss=found.loss)
+    inputs = boxed(problem, candidate.inputs).to(problem.gradient.dtype)
+    return Reconstruction(inputs=inputs, labels=labels, loss=candidate.loss)
 
 
 def _matcher(problem: Problem, labels: Tensor) -> Callable[[Tensor, bool], Tensor]:
@@ -375,15 +375,15 @@ def _losses_of(
     outputs: Outputs, prior: Prior, codes: Tensor, *, classes: Sequence[int], criterion: Criterion, at_once: int
 ) -> Tensor:
     """The loss of every random picture for every class, codes × classes."""
-    found = []
+    losses = []
     with torch.no_grad():
         for part in torch.split(codes, at_once):
             scores = outputs(prior.decode(part)).float()
             if max(classes) >= scores.shape[1] or min(classes) < 0:
                 raise DataError(f"The model has the classes 0…{scores.shape[1] - 1}; {list(classes)} were asked for.")
-            targets = [torch.full((len(part),), one, device=scores.device) for one in classes]
-            found.append(torch.stack([criterion.losses(scores, one) for one in targets], 1).to(codes.device))
-    return torch.cat(found).nan_to_num(nan=torch.inf)
+            targets = [torch.full((len(part),), label, device=scores.device) for label in classes]
+            losses.append(torch.stack([criterion.losses(scores, target) for target in targets], 1).to(codes.device))
+    return torch.cat(losses).nan_to_num(nan=torch.inf)
 
 
 def _sure(

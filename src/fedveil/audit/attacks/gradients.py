@@ -116,7 +116,7 @@ def private_copy(problem: Problem, *, dtype: torch.dtype) -> nn.Module:
 def gradient_at(module: nn.Module, value: Tensor, *, differentiable: bool = True) -> Tensor:
     """The flat gradient of `value`; parameters it does not depend on get zeros."""
     parameters = list(module.parameters())
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         value,
         parameters,
         create_graph=differentiable,
@@ -124,7 +124,7 @@ def gradient_at(module: nn.Module, value: Tensor, *, differentiable: bool = True
         allow_unused=True,
         materialize_grads=True,
     )
-    return flatten(found)
+    return flatten(gradients)
 
 
 def client_gradient(module: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def matching_loss(problem: Problem, inputs: Tensor, labels: Tensor, *, distance:
     """How far the gradient at a guess is from the observed one."""
     module = private_copy(problem, dtype=inputs.dtype)
     value = problem.loss.mean(module(inputs), labels)
-    found = gradient_at(module, value, differentiable=False)
-    return float(distance(found, problem.gradient.to(found.dtype)))
+    gradient = gradient_at(module, value, differentiable=False)
+    return float(distance(gradient, problem.gradient.to(gradient.dtype)))
 
 
 def first_guess(problem: Problem, *, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
@@ -321,9 +321,9 @@ def _model_as_sent(architecture: Architecture, broadcast: Broadcast) -> nn.Modul
 
 def quiet(module: nn.Module) -> nn.Module:
     """Without dropout, whose draws the adversary does not know."""
-    for one in module.modules():
-        if isinstance(one, nn.modules.dropout._DropoutNd):
-            one.eval()
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.dropout._DropoutNd):
+            layer.eval()
     return module
 
 
@@ -333,11 +333,12 @@ def _overheard(view: OutsiderView, context: AttackContext) -> tuple[Tensor | Non
     if not isinstance(client, int) or not isinstance(round, int):
         raise ConfigError("Many uploads passed on the wire: the settings client and round must say which to read.")
     uploads = {
-        one.attempt: said.payload
-        for one in view.messages
-        if (one.kind, one.client, one.round) == ("reply", client, round) and isinstance(said := one.opened(), Upload)
+        message.attempt: said.payload
+        for message in view.messages
+        if (message.kind, message.client, message.round) == ("reply", client, round)
+        and isinstance(said := message.opened(), Upload)
     }
-    models = {one.attempt: one.broadcast for one in view.broadcasts if one.round == round}
+    models = {sent.attempt: sent.broadcast for sent in view.broadcasts if sent.round == round}
     attempt = max(uploads, default=max(models, default=0))
     payload = uploads.get(attempt)
     return payload, models.get(attempt), _announced(view, client, payload)
@@ -345,8 +346,8 @@ def _overheard(view: OutsiderView, context: AttackContext) -> tuple[Tensor | Non
 
 def _announced(view: OutsiderView, client: int, payload: Tensor | None) -> int | None:
     """n_k: said before the first round, or the last entry of an upload that can be read."""
-    for one in view.messages:
-        said = one.opened() if (one.kind, one.client, one.round) == ("reply", client, 0) else None
+    for message in view.messages:
+        said = message.opened() if (message.kind, message.client, message.round) == ("reply", client, 0) else None
         if isinstance(said, Announce):
             return said.samples
     if payload is None or not payload.is_floating_point():

@@ -84,10 +84,10 @@ def _strangers(
     """
     tensors = (*public, candidates.x, candidates.y)
     about = (facts.model, tuple(sorted(facts.options.items())), facts.loss, facts.target_scale, shadows)
-    for known, same, found in _TRAINED:
+    for known, same, strangers in _TRAINED:
         if same == about and all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(known, tensors, strict=True)):
-            return found
-    found = strangers_to(
+            return strangers
+    strangers = strangers_to(
         candidates,
         public=public,
         fresh=lambda seed: facts.module(seed=seed),
@@ -96,8 +96,8 @@ def _strangers(
         shadows=shadows,
         progress=context.progress,
     )
-    _TRAINED[:] = [(tensors, about, found)]
-    return found
+    _TRAINED[:] = [(tensors, about, strangers)]
+    return strangers
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ def strangers_to(
     architecture from a seed.
     """
     _check_public(public, candidates)
-    found = []
+    closeness = []
     for done in range(shadows.count):
         shadow = train_shadow(public, fresh=fresh, shadows=shadows, criterion=criterion, generator=generator)
         with evaluating(shadow):
-            found.append(criterion.closeness(class_scores(shadow, candidates.x), candidates.y))
+            closeness.append(criterion.closeness(class_scores(shadow, candidates.x), candidates.y))
         progress((done + 1) / shadows.count)
-    return torch.stack(found)
+    return torch.stack(closeness)
 
 
 def train_shadow(

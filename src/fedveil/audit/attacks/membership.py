@@ -102,10 +102,10 @@ def candidates_in(view: ClientView, *, like: Tensor) -> Candidates:
 
 def granted_in(view: ClientView, name: str) -> Tensor:
     """What the auditor grants under a name."""
-    found = view.known.get(name)
-    if found is None:
+    granted = view.known.get(name)
+    if granted is None:
         raise ConfigError(f"The view holds no {name}: membership is told of candidates that an auditor grants.")
-    return found
+    return granted
 
 
 def alike(x: Tensor, like: Tensor) -> Tensor:
@@ -266,8 +266,8 @@ def describe(
             raise DataError(f"Labels must lie in 0…{scores.shape[1] - 1}, the model's outputs.")
         blocks = _output_features(scores, y.to(scores.device), criterion, ordered=features != "classes")
         if features in _PLACES:
-            found = _from_last(activations(model, x), y, features=features, classes=scores.shape[1])
-            blocks = [*(blocks if features == "layers" else blocks[-1:]), *found]
+            last = _from_last(activations(model, x), y, features=features, classes=scores.shape[1])
+            blocks = [*(blocks if features == "layers" else blocks[-1:]), *last]
         elif features == "gradients":
             blocks.append(_gradient_norms(model, outputs or model, x, y, criterion))
     if not all(block.isfinite().all() for block in blocks):
@@ -310,7 +310,7 @@ def _output_features(scores: Tensor, y: Tensor, criterion: Criterion, *, ordered
     """Class scores and their log-probabilities; loss, closeness, whether the label is the first choice; the label."""
     logs = scores.log_softmax(1)
     fit = [criterion.losses(scores, y), criterion.closeness(scores, y), (scores.argmax(1) == y).to(scores)]
-    shown = [one.sort(1, descending=True).values if ordered else one for one in (scores, logs)]
+    shown = [values.sort(1, descending=True).values if ordered else values for values in (scores, logs)]
     return [torch.cat(shown, 1), torch.stack(fit, 1), F.one_hot(y, scores.shape[1]).to(scores)]
 
 
@@ -332,7 +332,7 @@ def _gradient_norms(model: nn.Module, outputs: Outputs, x: Tensor, y: Tensor, cr
         raise NotApplicableError(
             "A norm of this model uses the batch, so a sample has no gradient of its own: use the features 'layers'."
         )
-    parameters = [one for layer in last_layers(model, x) for one in layer.parameters(recurse=False)]
+    parameters = [parameter for layer in last_layers(model, x) for parameter in layer.parameters(recurse=False)]
     rows = []
     for i in range(len(x)):
         with torch.enable_grad():
@@ -340,7 +340,7 @@ def _gradient_norms(model: nn.Module, outputs: Outputs, x: Tensor, y: Tensor, cr
         if not loss.requires_grad:
             raise ConfigError("The features 'gradients' need outputs that keep their gradient: remove no_grad, detach.")
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-        norms = [torch.zeros(()) if one is None else one.double().norm().cpu() for one in gradients]
+        norms = [torch.zeros(()) if gradient is None else gradient.double().norm().cpu() for gradient in gradients]
         rows.append(torch.stack([norm.double() for norm in norms]))
     # A sample fitted to the last bit has no gradient at all, and log 0 is no feature.
     return torch.stack(rows).clamp_min(1e-30).log()
@@ -371,14 +371,14 @@ def _scores(
     progress: Callable[[float], None],
 ) -> Tensor:
     """The mean logit, at ``rows``, of networks trained side by side on all known rows but one fold each."""
-    groups = [one[torch.randperm(len(one), generator=generator)] for one in (inside, outside)]
-    held = torch.cat([_held(len(one), network.folds) / len(one) for one in groups], 1)
+    groups = [group[torch.randperm(len(group), generator=generator)] for group in (inside, outside)]
+    held = torch.cat([_held(len(group), network.folds) / len(group) for group in groups], 1)
     truth = torch.cat([torch.ones(len(inside)), torch.zeros(len(outside))])
     known, half = table[torch.cat(groups)], network.batch // 2
-    steps = -(-max(len(one) for one in groups) // half)
+    steps = -(-max(len(group) for group in groups) // half)
     weights = _initial(table.shape[1], network, generator)
     adam = torch.optim.AdamW(weights, lr=network.rate, weight_decay=network.weight_decay)
-    best, kept = torch.full((network.folds,), torch.inf), [one.detach().clone() for one in weights]
+    best, kept = torch.full((network.folds,), torch.inf), [weight.detach().clone() for weight in weights]
     for epoch in range(network.epochs):
         for _ in range(steps):
             members = _batch(len(inside), half, network.folds, generator)
@@ -482,16 +482,16 @@ def activations(model: nn.Module, x: Tensor) -> list[Tensor]:
 
     layers = last_layers(model, x)
     hooks = [layer.register_forward_hook(keep) for layer in layers]
-    parts, found = parts_of(len(x)), []
+    parts, batches = parts_of(len(x)), []
     try:
         with torch.no_grad():
             for rows in parts:
                 model(x[rows.to(x.device)])
-                found.append([*(read[layer] for layer in layers[1:]), *given])
+                batches.append([*(read[layer] for layer in layers[1:]), *given])
     finally:
         for hook in hooks:
             hook.remove()
-    return [reordered(results, parts) for results in zip(*found, strict=True)]
+    return [reordered(results, parts) for results in zip(*batches, strict=True)]
 
 
 def class_fit(activation: Tensor, y: Tensor, *, classes: int) -> Tensor:

@@ -90,7 +90,7 @@ def phi_attack(
                 f"a {facts.task} task, and no linear layer that reads the input: classes are needed"
             ) from None
         with applicable():
-            found = invert_bare(
+            inverted = invert_bare(
                 architecture,
                 broadcast,
                 bare,
@@ -102,7 +102,7 @@ def phi_attack(
                 box=context.box,
                 progress=context.progress,
             )
-        return as_result(Reconstruction(found.inputs, found.labels.argmax(1), found.loss))
+        return as_result(Reconstruction(inverted.inputs, inverted.labels.argmax(1), inverted.loss))
     inputs, labels = reading.x[None], torch.full((batch,), UNREAD)
     if batch > 1:
         inputs = _rows(facts, architecture, broadcast, bare, batch, context)
@@ -217,8 +217,8 @@ def read_first_layer(architecture: Architecture, gradients: Tensor) -> Reading:
             f"The first layer ({path or 'the model itself'}, {type(layer).__name__}) is no linear layer with a bias "
             "that reads the whole input: there is no closed form. Use invert_bare."
         )
-    found = read_layer(architecture, gradients, path=path)
-    return Reading(found.x.reshape(architecture.input_shape), found.misfit)
+    reading = read_layer(architecture, gradients, path=path)
+    return Reading(reading.x.reshape(architecture.input_shape), reading.misfit)
 
 
 def read_label(architecture: Architecture, broadcast: Broadcast, bare: BareTensors, *, loss: SquareLoss) -> int:
@@ -237,9 +237,9 @@ def read_label(architecture: Architecture, broadcast: Broadcast, bare: BareTenso
     output = parts[f"{prefix}weight"] @ features + parts[f"{prefix}bias"]
     classes = torch.arange(len(output), device=output.device)
     alpha = (features.sum() + 1.0).reshape(1)
-    found = torch.stack([loss.basis(output[None], alpha, one.reshape(1), head) for one in classes])
+    basis = torch.stack([loss.basis(output[None], alpha, label.reshape(1), head) for label in classes])
     last = 1 + head.count
-    return int((found[:, 1:last] - bare.values[1:last]).square().sum(1).argmin())
+    return int((basis[:, 1:last] - bare.values[1:last]).square().sum(1).argmin())
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,9 +287,9 @@ def invert_bare(
     best: Inverted | None = None
     for attempt in range(restarts):
         watched = lambda done, attempt=attempt: progress((attempt + done) / restarts)  # noqa: E731
-        found = search.attempt(batch, generator, steps, rate, watched)
-        if best is None or found.loss < best.loss or math.isnan(best.loss):
-            best = found
+        inverted = search.attempt(batch, generator, steps, rate, watched)
+        if best is None or inverted.loss < best.loss or math.isnan(best.loss):
+            best = inverted
         if best.loss <= good_enough:
             break
     assert best is not None
@@ -327,8 +327,8 @@ class _Search:
             reached = float(value.detach())
             if reached < kept.loss:
                 kept = Inverted(x.detach().clone(), logits.detach().softmax(1), reached)
-            for one, slope in zip(searched, torch.autograd.grad(value, searched), strict=True):
-                one.grad = slope
+            for variable, slope in zip(searched, torch.autograd.grad(value, searched), strict=True):
+                variable.grad = slope
             optimiser.step()
             slower.step()
             if self.box is not None:
@@ -354,8 +354,8 @@ class _Search:
         try:
             return self.module(x), read
         finally:
-            for one in handles:
-                one.remove()
+            for handle in handles:
+                handle.remove()
 
 
 def _keeper(read: dict[str, Tensor], path: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -367,18 +367,18 @@ def _keeper(read: dict[str, Tensor], path: str) -> Callable[[nn.Module, tuple[Te
 
 def _linear_readings(architecture: Architecture, gradients: Tensor) -> dict[str, Tensor]:
     """What every linear layer with a bias read, as far as the gradients are those of one sample."""
-    found = {}
+    readings = {}
     for path, layer in architecture.skeleton.named_modules():
         if isinstance(layer, nn.Linear) and layer.bias is not None:
             reading = read_layer(architecture, gradients, path=path)
             if reading.misfit < _ONE_SAMPLE:
-                found[path] = reading.x
-    return found
+                readings[path] = reading.x
+    return readings
 
 
 def _first_layer(architecture: Architecture) -> tuple[str, nn.Module]:
     """The first module with parameters of its own."""
-    for path, one in architecture.skeleton.named_modules():
-        if any(True for _ in one.parameters(recurse=False)):
-            return path, one
+    for path, layer in architecture.skeleton.named_modules():
+        if any(True for _ in layer.parameters(recurse=False)):
+            return path, layer
     raise ConfigError("This model has no parameters: nothing can be read off its gradients.")

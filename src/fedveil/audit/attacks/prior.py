@@ -212,11 +212,11 @@ def _spread_as(codes: Tensor) -> nn.Linear:
     """
     values, vectors = torch.linalg.eigh(torch.cov(codes.double().T))
     with torch.random.fork_rng(devices=[]):
-        found = nn.Linear(codes.shape[1], codes.shape[1])
+        layer = nn.Linear(codes.shape[1], codes.shape[1])
     with torch.no_grad():
-        found.weight.copy_(vectors * values.clamp_min(0.0).sqrt())
-        found.bias.copy_(codes.mean(0))
-    return found.requires_grad_(False)
+        layer.weight.copy_(vectors * values.clamp_min(0.0).sqrt())
+        layer.bias.copy_(codes.mean(0))
+    return layer.requires_grad_(False)
 
 
 def _norm(channels: int) -> Sequence[nn.Module]:
@@ -248,8 +248,8 @@ def _train(
         seen = (x + lessons.jitter * _like(x, generator)).clamp(0.0, 1.0) if lessons.jitter else x
         mean, spread = encoder(seen).chunk(2, dim=1)
         spread = spread.clamp(-12.0, 6.0)
-        found = _through(stages, mean + (0.5 * spread).exp() * _like(mean, generator))
-        error = F.mse_loss(found, x).clamp_min(1e-6)
+        rebuilt = _through(stages, mean + (0.5 * spread).exp() * _like(mean, generator))
+        error = F.mse_loss(rebuilt, x).clamp_min(1e-6)
         apart = 0.5 * (mean.square() + spread.exp() - 1.0 - spread).sum(1).mean()
         loss = (0.5 * numbers * error.log() + lessons.strictness * apart) / numbers
         adam.zero_grad()

@@ -174,10 +174,10 @@ def _public_key(parameters: Parameters, serialized: bytes) -> PublicKey:
     expected = _level(parameters)
     material = Material(serialized)
     try:
-        found = ciphertexts.level(ciphertexts.encrypt(material.context, np.zeros(1)))
+        level = ciphertexts.level(ciphertexts.encrypt(material.context, np.zeros(1)))
     except Exception as reason:
         raise ProtocolError("a CKKS public key does not encrypt") from reason
-    if found != expected:
+    if level != expected:
         raise ProtocolError("a CKKS public key has other parameters than it says")
     return PublicKey(parameters, material, expected)
 

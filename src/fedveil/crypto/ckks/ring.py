@@ -101,9 +101,9 @@ class Parameters:
     @property
     def grain(self) -> float | None:
         """What values are rounded to multiples of before encryption, a power of two; None where that costs too much."""
-        found = 2.0 ** math.ceil(math.log2(2.0 * self._inexact))
-        affordable = found <= ROUNDED and self.addends * found / 2.0 + ROUNDED / 2.0 <= PRECISION
-        return found if affordable else None
+        grain = 2.0 ** math.ceil(math.log2(2.0 * self._inexact))
+        affordable = grain <= ROUNDED and self.addends * grain / 2.0 + ROUNDED / 2.0 <= PRECISION
+        return grain if affordable else None
 
     @property
     def error(self) -> float:
@@ -154,20 +154,20 @@ def choose(*, addends: int, largest: float) -> Parameters:
     A larger scale costs nothing. Of several moduli for one ring, the smallest that allow a grain are taken,
     or the smallest if none do.
     """
-    found: list[Parameters] = []
+    candidates: list[Parameters] = []
     for degree, moduli in _SHAPES:
         try:
-            found.append(Parameters(degree, moduli, _scale_bits(moduli, addends * largest), addends, largest))
+            candidates.append(Parameters(degree, moduli, _scale_bits(moduli, addends * largest), addends, largest))
         except ConfigError:
             if addends < 1 or not 0.0 < largest < math.inf:
                 raise
-    if not found:
+    if not candidates:
         raise ConfigError(
             f"No CKKS parameters keep an absolute precision of {PRECISION:g} for sums of {addends} values of up to "
             f"{largest:g}. Lower the largest value, or the number of addends."
         )
-    smallest = [one for one in found if one.degree == found[0].degree]
-    return next((one for one in smallest if one.grain is not None), smallest[0])
+    smallest = [parameters for parameters in candidates if parameters.degree == candidates[0].degree]
+    return next((parameters for parameters in smallest if parameters.grain is not None), smallest[0])
 
 
 def _scale_bits(moduli: tuple[int, ...], size: float) -> int:

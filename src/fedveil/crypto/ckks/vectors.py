@@ -126,10 +126,10 @@ class Adder:
     def add(self, content: bytes) -> None:
         """Add one encrypted vector; a refused one (ProtocolError) leaves the sum as it was."""
         key = self._key
-        found, parts = unpack(content, key_id=key.key_id, length=self._length, slots=key.parameters.slots)
-        if self._addends + found.addends > key.parameters.addends:
+        header, parts = unpack(content, key_id=key.key_id, length=self._length, slots=key.parameters.slots)
+        if self._addends + header.addends > key.parameters.addends:
             raise ProtocolError(
-                f"{self._addends} + {found.addends} encrypted vectors are more than the {key.parameters.addends} "
+                f"{self._addends} + {header.addends} encrypted vectors are more than the {key.parameters.addends} "
                 "this key's sums have room for"
             )
         sizes = _sizes(self._length, key.parameters.slots)
@@ -144,7 +144,7 @@ class Adder:
                 self._sum = loaded
         except ciphertexts.Refused as reason:
             raise ProtocolError(f"a ciphertext of an encrypted vector was refused: {reason}") from reason
-        self._addends += found.addends
+        self._addends += header.addends
 
     def total(self) -> bytes:
         """The encrypted sum so far."""
@@ -157,21 +157,21 @@ class Adder:
 def decrypt(content: bytes, key: SecretKey, *, length: int | None = None) -> Values:
     """The values, rounded to multiples of `ROUNDED` (which says why), of a vector of this length (None: of any)."""
     parameters = key.parameters
-    found, parts = unpack(content, key_id=key.key_id, length=length, slots=parameters.slots)
-    if found.addends > parameters.addends:
+    header, parts = unpack(content, key_id=key.key_id, length=length, slots=parameters.slots)
+    if header.addends > parameters.addends:
         raise ProtocolError(
-            f"an encrypted sum of {found.addends} vectors: this key's sums have room for {parameters.addends}"
+            f"an encrypted sum of {header.addends} vectors: this key's sums have room for {parameters.addends}"
         )
-    sizes = _sizes(found.length, parameters.slots)
+    sizes = _sizes(header.length, parameters.slots)
     try:
         pieces = ciphertexts.decrypt_all(parts, sizes, level=key.public.level, material=key.material)
     except ciphertexts.Refused as reason:
         raise ProtocolError(f"a ciphertext of an encrypted vector was refused: {reason}") from reason
     values = np.concatenate(pieces) if pieces else np.empty(0)
-    limit = found.addends * parameters.largest + parameters.error
+    limit = header.addends * parameters.largest + parameters.error
     if len(values) and not (values.min() >= -limit and values.max() <= limit):
         raise ProtocolError(
-            f"a decrypted sum of {found.addends} vectors has values beyond {limit:g}: one of them did not keep to "
+            f"a decrypted sum of {header.addends} vectors has values beyond {limit:g}: one of them did not keep to "
             f"the agreed ± {parameters.largest:g}, or was damaged"
         )
     if parameters.grain is not None:
