@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from audit.in_process import without_processes
 from audit.small_runs import QUICK, subject_of
 from fedveil.audit import running
 from fedveil.audit.attack import Attack, attacks
-from fedveil.audit.findings import AuditStore, Finding
+from fedveil.audit.findings import AuditStore, Finding, Found, Score, Trial
 from fedveil.audit.running import Tick, audit, identity_of
 from fedveil.audit.subject import Effort, scene_of
 from fedveil.audit.views import View
+from fedveil.downlink.architecture import draw
 from fedveil.errors import AttackError, ConfigError, NotApplicableError
 
 SINGLE = {"samples": 1, "scheme": "nadp"}
@@ -37,8 +38,8 @@ def store(folder: Path) -> AuditStore:
     return AuditStore(folder, identity=identity_of(subject.record, QUICK), about={})
 
 
-def audited(folder: Path, *attacks: str, **more: Any) -> dict[str, Finding]:
-    found = audit(subject_of(**SINGLE), store(folder), attacks=attacks, effort=QUICK, workers=1, **more)
+def audited(folder: Path, *attacks: str, workers: int = 1, **more: Any) -> dict[str, Finding]:
+    found = audit(subject_of(**SINGLE), store(folder), attacks=attacks, effort=QUICK, workers=workers, **more)
     return {one.name: one for one in found}
 
 
@@ -200,6 +201,26 @@ def test_ticks_count_trials_up_to_all_of_them(tmp_path: Path, monkeypatch: pytes
     assert {one.total for one in ticks} == {len(found)}
     assert {name for one in ticks for name in one.running} == {"closed-form", "received"}
     assert ticks[-1].running == {}
+
+
+def test_what_this_process_computes_for_one_attack_is_not_disturbed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = without_processes(monkeypatch)
+    calls.instead = {"closed-form": blank, "labels": blank}
+    model, example = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), torch.ones(2, 4)
+    score = Trial.score
+
+    def traced(trial: Trial, found: Sequence[Found]) -> Score:
+        # While torch.fx traces in one thread, every network that another thread runs is taken for a part of that one.
+        for _ in range(40):
+            draw(model, example, traced=True)
+        return score(trial, found)
+
+    monkeypatch.setattr(Trial, "score", traced)
+    found = audited(tmp_path, "closed-form", "labels", workers=2)
+    assert {one.attack for one in found.values()} == {"closed-form", "labels"}
+    assert {one.verdict for one in found.values()} == {"not effective"}
 
 
 def misbehaving(**instead: str) -> Mapping[str, Attack]:
