@@ -154,6 +154,17 @@ def test_findings_are_kept_and_failures_made_again(tmp_path: Path, monkeypatch: 
     assert calls == []
 
 
+def test_an_attack_that_dies_on_its_reference_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(view: View, settings: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        raise AttackError("The attack 'labels' was killed.")
+
+    without_processes(monkeypatch).instead["labels"] = dead
+    found = audited(tmp_path, "labels")["server/labels"]
+    assert found.verdict == "failed"
+    assert found.reason.startswith("on its reference")
+    assert not store(tmp_path).has("server/labels")
+
+
 def test_another_attack_later_adds_to_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_processes(monkeypatch)
     audited(tmp_path, "received")
@@ -230,13 +241,11 @@ def misbehaving(**instead: str) -> Mapping[str, Attack]:
 
 
 def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(tmp_path: Path) -> None:
-    known = misbehaving(received="dies", probe="declines", labels="dies")
-    found = audited(tmp_path, "closed-form", "received", "probe", "labels", known=known)
+    known = misbehaving(received="dies", probe="declines")
+    found = audited(tmp_path, "closed-form", "received", "probe", known=known)
     assert found["client/received"].verdict == "failed"
     assert "killed by signal 9" in found["client/received"].reason
     assert (found["client/probe"].verdict, found["client/probe"].reason) == ("not applicable", "no head noise")
-    assert found["server/labels"].verdict == "failed"
-    assert found["server/labels"].reason.startswith("on its reference")
     assert found["server/closed-form"].verdict == "nothing"
     assert found["server/closed-form"].unprotected == 100.0
 
