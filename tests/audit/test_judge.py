@@ -38,7 +38,7 @@ def test_noise_is_no_digit_the_judge_agrees_on() -> None:
     assert attack_success(noise, labels, classifier=digits_judge().scores).value < 0.22
 
 
-@pytest.mark.parametrize(("scale", "shift"), [(1.0, 0.0), (5.0, -3.0), (0.01, 100.0)])
+@pytest.mark.parametrize(("scale", "shift"), [(5.0, -3.0), (0.01, 100.0)])
 def test_inputs_may_come_in_any_scale(scale: float, shift: float) -> None:
     judge = train_judge(scale * X + shift, Y, outputs=10, generator=generator(), study=Study(steps=150))
     assert judge.accuracy > 0.8

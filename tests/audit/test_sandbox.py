@@ -35,13 +35,24 @@ def run_on(name: str, seen: bytes, **more: Any) -> dict[str, torch.Tensor]:
 
 def test_an_attack_gets_its_view_and_settings_and_sends_progress_and_tensors() -> None:
     heard: list[float] = []
-    found = run("counts", settings={"number": 7}, on_progress=heard.append)
+    refused: list[str] = []
+
+    def meddle(fraction: float) -> None:
+        heard.append(fraction)
+        with pytest.raises(ConfigError) as reason:
+            process.run(view())
+        refused.append(str(reason.value))
+
+    with AttackProcess("counts", attacks=ATTACKS) as process:
+        found = process.run(view(), settings={"number": 7}, on_progress=meddle)
     record = recorded_once(scheme="lossless")[1]
     weights = server_view(record, 0, round=1).weights
     assert weights is not None
     assert (found["messages"].tolist(), found["given"].tolist()) == ([2], [7])
     assert torch.equal(found["parameters"], weights.parameters)
     assert heard == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert len(refused) == 5, "a view that comes while another is worked on"
+    assert "is at work" in refused[0]
 
 
 def test_what_is_not_in_the_view_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,21 +138,6 @@ def test_after_a_death_the_next_view_gets_a_new_process() -> None:
     assert before != after
     assert not alive(before)
     assert not alive(after)
-
-
-def test_a_view_that_comes_while_another_is_worked_on_is_refused() -> None:
-    refused: list[str] = []
-
-    def meddle(fraction: float) -> None:
-        try:
-            process.run(view())
-        except ConfigError as reason:
-            refused.append(str(reason))
-
-    with AttackProcess("counts", attacks=ATTACKS) as process:
-        process.run(view(), settings={"number": 1}, on_progress=meddle)
-    assert len(refused) == 5
-    assert "is at work" in refused[0]
 
 
 def test_what_is_no_answer_is_not_taken_for_one() -> None:

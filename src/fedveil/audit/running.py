@@ -112,6 +112,9 @@ class _Runner:
         self._processes: list[AttackProcess] = []
         self._stopped = Event()
         self._lock = Lock()
+        # Attacks run side by side in processes of their own. What this process computes around them is done by one
+        # thread at a time: a trace patches nn.Module, and a seeded draw resets torch's generator, for all threads.
+        self._computing = Lock()
 
     def run(self, trials: Sequence[Trial], *, workers: int) -> None:
         """Attacks side by side, the trials of one attack after the other."""
@@ -174,12 +177,15 @@ class _Runner:
             self._tick(Tick(self._done, self._total, dict(self._running)))
 
     def _proof(self, name: str, attack: Tried) -> _Proof:
-        reference = self._references.of(self._known[name])
+        with self._computing:
+            reference = self._references.of(self._known[name])
         if reference is None:
             return _Proof()
         trial = reference.trial
         try:
-            score = trial.score([attack(attempt.view, trial.told(attempt)) for attempt in trial.attempts])
+            results = [attack(attempt.view, trial.told(attempt)) for attempt in trial.attempts]
+            with self._computing:
+                score = trial.score(results)
         except _UNUSABLE as reason:
             return _Proof(verdict="failed", reason=f"on its reference ({reference.what}): {reason}")
         if score.value > reference.threshold:
@@ -213,8 +219,9 @@ class _Runner:
         try:
             results = [attack(attempt.view, trial.told(attempt)) for attempt in trial.attempts]
             bare = self._unprotected(trial, attack, results)
-            score = trial.score(results)
-            twin = trial.unprotected or trial.twin_score(bare)
+            with self._computing:
+                score = trial.score(results)
+                twin = trial.unprotected or trial.twin_score(bare)
         except NotApplicableError as reason:
             return replace(finding, verdict="not applicable", reason=str(reason))
         except AttackError as reason:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -373,13 +372,11 @@ class Scene:
     judged: bool = True
     scratch: Path | None = None
     say: Callable[[str], None] = lambda text: None
-    _lock: Lock = field(default_factory=Lock, repr=False)
     _plain: dict[int, Subject] = field(default_factory=dict, repr=False)
 
     def judge(self) -> Judge:
         """An independent classifier of everybody's data, held-out ones included."""
-        with self._lock:
-            return self._judge
+        return self._judge
 
     @cached_property
     def _judge(self) -> Judge:
@@ -402,12 +399,11 @@ class Scene:
         if self.scratch is None or not noisy(self.run):
             return None
         last = round or self.run.config.rounds
-        with self._lock:
-            if last not in self._plain:
-                self.say("The run is trained once more without its noise, to compare with.")
-                folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
-                self._plain[last] = plainly_trained(self.run, folder / "record", round=last)
-            return self._plain[last]
+        if last not in self._plain:
+            self.say("The run is trained once more without its noise, to compare with.")
+            folder = Path(tempfile.mkdtemp(prefix="plain-", dir=self.scratch))
+            self._plain[last] = plainly_trained(self.run, folder / "record", round=last)
+        return self._plain[last]
 
     @property
     def settings(self) -> dict[str, Any]:

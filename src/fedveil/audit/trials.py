@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -487,17 +486,15 @@ class References:
     scratch: Path
     effort: Effort
     _scenes: list[tuple[ReferenceRun, Scene]] = field(default_factory=list)
-    _lock: Lock = field(default_factory=Lock)
 
     def of(self, attack: Attack | str) -> Reference | None:
         """An attack's reference, on one attempt."""
         tried = attacks()[attack] if isinstance(attack, str) else attack
         if tried.reference is None:
             return None
-        with self._lock:
-            scene = self._scene(tried.reference)
-            for trial in all_trials(scene, [tried]):
-                return Reference(tried.reference.what, replace(trial, attempts=trial.attempts[:1]), tried.asked)
+        scene = self._scene(tried.reference)
+        for trial in all_trials(scene, [tried]):
+            return Reference(tried.reference.what, replace(trial, attempts=trial.attempts[:1]), tried.asked)
         raise ConfigError(f"The attack {tried.name!r} is not tried in its own reference run ({tried.reference.what}).")
 
     def _scene(self, run: ReferenceRun) -> Scene:
