@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.compare.grid import Report, cores, run_grid
-from fedveil.compare.plan import Plan, changed, check_unchanged, planned
+from fedveil.compare.grid import cores, run_grid
+from fedveil.compare.plan import Plan, changed, check_unchanged, label_of, planned
 from fedveil.compare.results import CellEvent, CellProgress, read_results, results_of, write_results
+from fedveil.compare.worker import Report
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
 from fedveil.runs.folder import RunFolder, ledger_from
@@ -60,8 +61,9 @@ def compare(
     """Train schemes with the same data, settings and seeds, each in the run folder out/SCHEME/seed-N.
 
     `settings` are those of `fedveil run`, and hold for every scheme that has them; `only` holds those of single
-    schemes, {"nadp": {"lr": 3}}. At most `jobs` runs go on at once, each in a process with one thread (default: one
-    per core, and one on a GPU). A scheme that fails ends no other. With `resume`, finished runs are kept and others
+    schemes, {"nadp": {"lr": 3}}. A scheme of one's own is OwnCode("file.py:function"), and called
+    file.py:function. At most `jobs` runs go on at once, each in a process with one thread (default: one per core, and
+    one on a GPU). A scheme that fails ends no other. With `resume`, finished runs are kept and others
     go on from their checkpoints; schemes, seeds and settings are then those of before unless they are given.
     `watch` sees all cells whenever something happens to one.
     """
@@ -134,9 +136,7 @@ def _event(one: CellProgress, report: Report) -> CellEvent:
     if kind == "done":
         one.finish(report["summary"])
     else:
-        further = (
-            " (see workers.log). The run can go on from its last checkpoint: --resume." if "died" in report else ""
-        )
+        further = "; see workers.log. The run can go on from its last checkpoint: --resume." if "died" in report else ""
         one.fail(report["reason"] + further, code=report["code"])
     return CellEvent(one, "over")
 
@@ -164,11 +164,13 @@ def _plan(
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
     own = vouched_settings(stored["common"], settings, where=str(file), say=say)
+    named = {**{name: name for name in stored["schemes"]}, **{label_of(one): one for one in schemes or ()}}
     plan = planned(
-        _joined(list(stored["schemes"]), schemes),
-        seeds=_joined(stored["seeds"], seeds),
+        list(named.values()),
+        seeds=list(dict.fromkeys([*stored["seeds"], *(seeds or ())])),
         settings={**stored["common"], **settings, **own},
         only={**stored["only"], **(only or {})},
+        where=str(file),
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
     if differ:
@@ -177,11 +179,6 @@ def _plan(
             "another --out."
         )
     return plan
-
-
-def _joined(before: Sequence[Any], now: Sequence[Any] | None) -> list[Any]:
-    """What was compared, and what is to be compared with it."""
-    return list(dict.fromkeys([*before, *(now or ())]))
 
 
 def _take_finished(one: CellProgress, out: Path) -> None:
