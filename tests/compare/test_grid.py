@@ -30,8 +30,7 @@ def work(job, tell):
         raise ValueError("a defect")
     if number == 7:
         try:
-            open(os.path.join(job["folder"], "at work"), "w").close()
-            tell({"kind": "half", "of": number, "pid": os.getpid()})
+            tell({"kind": "asleep", "pid": os.getpid()})
             signal.pause()
         except KeyboardInterrupt:
             open(os.path.join(job["folder"], "put away"), "w").close()
@@ -91,7 +90,7 @@ def test_a_stopped_cell_can_put_its_things_away_and_leaves_no_process(folder: Pa
     workers = []
 
     def interrupt(number: int, report: Report) -> None:
-        if report["kind"] == "half" and number == 7:
+        if report["kind"] == "asleep":
             workers.append(report["pid"])
             raise KeyboardInterrupt
 
@@ -108,7 +107,7 @@ from pathlib import Path
 from fedveil.compare.grid import run_grid
 
 def take(number, report):
-    if report["kind"] == "half":
+    if report["kind"] == "asleep":
         print(report["pid"], flush=True)
 
 if __name__ == "__main__":

@@ -196,7 +196,8 @@ def compare(
 ) -> None:
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
-    Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it; OUT/compare.json holds all figures.
+    Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it (a scheme of your own is
+    OUT/FILE.py-FUNCTION/seed-N); OUT/compare.json holds all figures.
     A setting that a scheme does not have is left out for it; one that fails does not end the others.
 
     [bold]Examples[/bold]

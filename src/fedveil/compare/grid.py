@@ -60,6 +60,7 @@ def run_grid(
     env = {**os.environ, **({} if threads is None else dict.fromkeys(_THREADS, str(threads)))}
     waiting = deque(cells)
     running: dict[ChildProcess, Cell] = {}
+    heard: set[ChildProcess] = set()
 
     def give(process: ChildProcess) -> None:
         cell = running[process] = waiting.popleft()
@@ -83,6 +84,7 @@ def run_grid(
                 for key, _ in outputs.select():
                     process = key.data
                     report = _next_report(process)
+                    heard.add(process)
                     take(running[process], report)
                     if report["kind"] not in ("done", "failed"):
                         continue
@@ -92,9 +94,13 @@ def run_grid(
                         outputs.unregister(process.output)
                         end(process)
         finally:
-            # Interrupted before their input closes, which would end them in the middle of what they write.
+            # Interrupted before their input closes, which would end them in the middle of what they write. One that
+            # has told nothing yet has nothing to put away, and may lose an interrupt among its imports.
             for process in running:
-                process.signal(signal.SIGINT)
+                if process in heard:
+                    process.signal(signal.SIGINT)
+                else:
+                    process.kill()
             deadline = time.monotonic() + _PATIENCE
             for process in list(running):
                 process.wait(max(0.0, deadline - time.monotonic()))
