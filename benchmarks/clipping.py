@@ -19,7 +19,7 @@ from fedveil.downlink import Broadcast, Plain, draw
 from fedveil.downlink.architecture import Architecture
 from fedveil.secrets import SeededSecrets
 from fedveil.tensors import flatten
-from fedveil.work import Batches, Bench, ClientData, CrossEntropy, Gradients
+from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, Workspace
 from fedveil.work.clipping import ClippedSamples
 
 LOSS = CrossEntropy()
@@ -105,12 +105,12 @@ class _Bed:
         self.at_once = max(1, CHUNK_BYTES[device.type] // (4 * self.architecture.size))
 
     def work(self, work: Gradients | ClippedSamples) -> Callable[[], object]:
-        bench = Bench(self.architecture, work.layout(self.architecture, tensors=1))
-        return lambda: list(work.run_many(bench, self.sent, self.clients, round=0))
+        workspace = Workspace(self.architecture, work.layout(self.architecture, tensors=1))
+        return lambda: list(work.run_many(workspace, self.sent, self.clients, round=0))
 
     def singly(self, work: ClippedSamples) -> Callable[[], object]:
-        bench = Bench(self.architecture, work.layout(self.architecture, tensors=1))
-        return lambda: [work.run(bench, self.sent, one, round=0) for one in self.clients]
+        workspace = Workspace(self.architecture, work.layout(self.architecture, tensors=1))
+        return lambda: [work.run(workspace, self.sent, one, round=0) for one in self.clients]
 
     def one_pass(self) -> Tensor:
         """vmap over grad, everything written out, Σ c_i·g_i chunk by chunk."""

@@ -17,7 +17,7 @@ from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train, Upload
 from fedveil.secrets import SeededSecrets
 from fedveil.tensors import ExactSum, flatten
-from fedveil.work import Batches, Bench, ClientData, Gradients, SquareLoss
+from fedveil.work import Batches, ClientData, Gradients, SquareLoss, Workspace
 from fedveil.work.gradients import CapturedStep, prepare, step
 
 
@@ -45,7 +45,7 @@ WORK = Gradients(LOSS, Batches(0, 0))
 
 @dataclass
 class Bed:
-    """A model, its blueprint, one batch, and veils over it."""
+    """A model, its architecture, one batch, and veils over it."""
 
     net: nn.Module
     architecture: Architecture
@@ -69,13 +69,13 @@ class Bed:
     def client(self, downlink: Downlink) -> Callable[[], Tensor]:
         """One whole client step, from a received broadcast to the finished contribution, eagerly."""
         sent = self.veil(downlink).broadcast()
-        bench = Bench(
+        workspace = Workspace(
             self.architecture, WORK.layout(self.architecture, tensors=downlink.head_tensors(self.architecture))
         )
 
         def work() -> Tensor:
-            prepare(self.architecture, bench.module, sent)
-            return step(self.architecture, bench.module, LOSS, self.x, self.y, sent.head)
+            prepare(self.architecture, workspace.module, sent)
+            return step(self.architecture, workspace.module, LOSS, self.x, self.y, sent.head)
 
         return work
 
@@ -182,10 +182,10 @@ def many_clients(device: torch.device, *, repeats: int) -> list[Row]:
             clients = [
                 ClientData(k, torch.randn(samples, *shape), torch.randint(0, 10, (samples,))) for k in range(100)
             ]
-            bench = Bench(architecture, WORK.layout(architecture, tensors=downlink.head_tensors(architecture)))
+            workspace = Workspace(architecture, WORK.layout(architecture, tensors=downlink.head_tensors(architecture)))
             timed = interleaved(
                 {
-                    how: _round(Gradients(LOSS, Batches(0, 0), how == "together"), bench, sent, clients)
+                    how: _round(Gradients(LOSS, Batches(0, 0), how == "together"), workspace, sent, clients)
                     for how in ("loop", "together")
                 },
                 repeats=repeats,
@@ -195,10 +195,10 @@ def many_clients(device: torch.device, *, repeats: int) -> list[Row]:
     return rows
 
 
-def _round(work: Gradients, bench: Bench, sent: Broadcast, clients: list[ClientData]) -> Callable[[], object]:
+def _round(work: Gradients, workspace: Workspace, sent: Broadcast, clients: list[ClientData]) -> Callable[[], object]:
     def run() -> object:
-        total = ExactSum(bench.layout.length)
-        for _, vector in work.run_many(bench, sent, clients, round=0):
+        total = ExactSum(workspace.layout.length)
+        for _, vector in work.run_many(workspace, sent, clients, round=0):
             total.add(vector)
         return total.total()
 

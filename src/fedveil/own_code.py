@@ -50,13 +50,13 @@ def typed(name: str) -> str:
     return OwnCode(name).located() if names_code(name) else name
 
 
-def refuse_code(name: str | None, *, where: str = "", what: str = "model") -> None:
-    """Refuse a name of code that did not come from whoever runs it."""
+def refuse_code(name: str | None, *, where: str = "", what: str = "model", flag: str = "") -> None:
+    """Refuse a name of code that did not come from whoever runs it; `flag` is where it could, if not `what`."""
     if name is not None and not isinstance(name, OwnCode) and names_code(name):
         raise ConfigError(
             f"{where or 'A file'} names code as its {what}, {name!r}. What a file names is never imported: nothing was "
-            f"run. If you know that code and want it to run, say so on this command: --{what} {name} (in Python: "
-            f"fedveil.own_code.OwnCode({name!r}))."
+            f"run. If you know that code and want it to run, say so on this command: --{flag or what} {name} (in "
+            f"Python: fedveil.own_code.OwnCode({name!r}))."
         )
 
 

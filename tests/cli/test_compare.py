@@ -138,6 +138,65 @@ def test_a_file_of_settings_holds_for_all(tmp_path: Path) -> None:
     assert "leave scheme out of the file" in done.error
 
 
+OWN = """
+from fedveil.downlink import Rescaling
+from fedveil.protocol.parts import Scheme
+from fedveil.uplink.plain import Bare
+from fedveil.work import Gradients
+
+def veil(setting, *, keep: float = 2.0):
+    work = Gradients(setting.loss, setting.batches)
+    return Scheme(name="veil", downlink=Rescaling(keep), work=work, uplink=Bare())
+"""
+
+
+def test_a_scheme_of_ones_own_is_compared_under_the_name_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    named = ("--schemes", "mine.py:veil,fedavg")
+    done = fedveil("compare", *SMALL, *named, "--set", "mine.py:veil.keep=1.5", "--epsilon", 3, "--out", "c")
+    assert done.code == 0, done
+    assert "mine.py:veil" in done.output
+    assert "mine.py:veil has keep = 1.5 of its own" in done.output
+    assert "mine.py:veil, fedavg: left out epsilon, which they do not have" in done.error
+    assert "keep = 1.5" in (tmp_path / "c" / "mine.py-veil" / "seed-1" / "config.toml").read_text()
+    (tmp_path / "c" / "mine.py-veil" / "seed-1" / "summary.json").unlink()
+    again = ("compare", "--resume", "--out", "c", "--jobs", 1)
+    done = fedveil(*again)
+    assert done.code == 2
+    assert "nothing was run" in done.error
+    assert "--schemes mine.py:veil" in done.error
+    done = fedveil(*again, "--schemes", "mine.py:veil")
+    assert done.code == 0, done
+    assert "1 of 2 runs are there already" in done.error
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("mine.py:viel",), "has no 'viel'"),
+        (("yours.py:veil",), "there is no such file"),
+        (("mine.py:veil,./mine.py:veil",), "The scheme mine.py:veil is named twice"),
+        (("mine.py:veil", "--set", "mine.py:veil.kep=1"), "Did you mean 'keep'"),
+        (("mine.py:veil", "--set", "mine.py:veil.epsilon=1"), "Scheme 'mine.py:veil' has no option 'epsilon'"),
+        (("mine.py:veil", "--set", "yours.py:veil.keep=1"), "Only schemes of the comparison"),
+    ],
+    ids=["function", "file", "twice", "option", "another's option", "another scheme"],
+)
+def test_what_does_not_fit_a_scheme_of_ones_own_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    done = fedveil("compare", "--schemes", *given, "--out", "c")
+    assert done.code == 2
+    assert said in done.error
+    assert len(done.error.splitlines()) == 1
+    assert not (tmp_path / "c").exists()
+
+
 def test_ctrl_c_stops_every_process_and_leaves_all_of_it_resumable(tmp_path: Path) -> None:
     out = tmp_path / "c"
     words = ["compare", "--schemes", "fedavg,lossless", "--rounds", "5000", "--clients", "3", "--evaluate-every", "0"]

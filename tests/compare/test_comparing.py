@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from fedveil.compare.plan import planned
 from fedveil.compare.results import results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.own_code import OwnCode
 from fedveil.runs import session
 from interrupting import interrupted_run
 
@@ -119,49 +118,55 @@ def test_finished_runs_are_kept_half_done_ones_go_on_and_a_failure_ends_no_other
     assert [(one["ok"], one["reason"]) for one in runs] == [(False, failed.reason)] * 2 + [(True, "")] * 2
 
 
+MORTAL = """
+import os, signal
+from dataclasses import dataclass
+from pathlib import Path
+from fedveil.downlink.plain import Plain
+from fedveil.protocol.parts import Scheme
+from fedveil.uplink.plain import Bare
+from fedveil.work.gradients import Gradients
+
+@dataclass(frozen=True)
+class DiesOnce(Bare):
+    at: int = 3
+
+    def accumulator(self, context, terms, *, device):
+        died = Path(__file__).with_name("died")
+        if context.round == self.at and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().accumulator(context, terms, device=device)
+
+def mortal(setting, *, at: int = 2):
+    work = Gradients(setting.loss, setting.batches, setting.vectorise)
+    return Scheme(name="mortal", downlink=Plain(), work=work, uplink=DiesOnce(at=at))
+"""
+
+
 def test_a_process_that_dies_fails_its_cell_only_and_schemes_may_be_added(tmp_path: Path) -> None:
     out = tmp_path / "c"
-    killed: list[int] = []
-
-    def kill(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
-        if event is not None and event.kind == "round" and event.standing.round == 2 and not killed:
-            killed.extend(children_of(os.getpid()))
-            for one in killed:
-                os.kill(one, signal.SIGKILL)
-
-    longer = {**SMALL, "rounds": 400, "evaluate_every": 0, "checkpoint_every": 100}
-    done = compare(["fedavg"], out=out, jobs=1, watch=kill, **longer)
-    assert len(killed) == 1
+    (tmp_path / "mine.py").write_text(MORTAL)
+    mine = OwnCode(f"{tmp_path / 'mine.py'}:mortal")
+    done = compare([mine, "fedavg"], out=out, jobs=1, only={mine: {"at": 3}}, **SMALL)
+    assert (tmp_path / "died").exists()
+    assert [one.state for one in done.standings] == ["failed", "finished"]
     (failed,) = done.failed
     assert "killed by signal 9" in failed.reason
     assert failed.exit_code == 1
-    again = compare(["ldp"], out=out, jobs=2, resume=True)
+    rounds: list[int] = []
+
+    def watch(standings: Sequence[CellProgress], event: CellEvent | None) -> None:
+        if event is not None and event.kind == "round" and event.standing.cell.scheme == "mine.py:mortal":
+            rounds.append(event.standing.round)
+
+    again = compare([mine, "ldp"], out=out, jobs=2, resume=True, watch=watch)
     assert [(one.cell.scheme, one.state, one.round) for one in again.standings] == [
-        ("fedavg", "finished", 400),
-        ("ldp", "finished", 400),
+        ("mine.py:mortal", "finished", 4),
+        ("fedavg", "kept", 4),
+        ("ldp", "finished", 4),
     ]
-
-
-def children_of(parent: int) -> list[int]:
-    """Worker processes, by /proc."""
-    return [
-        one for one in descendants(parent) if b"fedveil.compare.worker" in Path(f"/proc/{one}/cmdline").read_bytes()
-    ]
-
-
-def descendants(parent: int) -> list[int]:
-    if not Path("/proc/self/stat").exists():
-        pytest.skip("needs /proc")
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            except OSError:
-                continue
-            if int(fields[1]) == parent:
-                found.append(int(entry.name))
-    return found
+    assert rounds == [2, 3, 4]  # from the checkpoint on
 
 
 @pytest.mark.parametrize(

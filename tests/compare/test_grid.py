@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedveil.compare.grid import Report, run_grid
+from fedveil.compare.grid import run_grid
+from fedveil.compare.worker import Report
 from fedveil.errors import ConfigError
 
 WORK = """
@@ -23,6 +28,13 @@ def work(job, tell):
         os.kill(os.getpid(), signal.SIGKILL)
     if number == 3:
         raise ValueError("a defect")
+    if number == 7:
+        try:
+            tell({"kind": "asleep", "pid": os.getpid()})
+            signal.pause()
+        except KeyboardInterrupt:
+            open(os.path.join(job["folder"], "put away"), "w").close()
+            raise
     print("a library talks")
     return {"square": number**2, "threads": os.environ.get("OMP_NUM_THREADS")}
 """
@@ -39,10 +51,9 @@ def run(folder: Path, numbers: range, **settings: Any) -> dict[int, list[Report]
     run_grid(
         numbers,
         work="squares:work",
-        job_of=lambda number: {"number": number},
-        take=lambda number, report: heard.setdefault(number, []).append(report),
+        job_of=lambda number: {"number": number, "folder": str(folder)},
         path=[folder],
-        **settings,
+        **{"take": lambda number, report: heard.setdefault(number, []).append(report), **settings},
     )
     return heard
 
@@ -66,3 +77,62 @@ def test_the_same_work_runs_here_where_no_process_is_asked_for(folder: Path) -> 
     assert [reports[-1]["square"] for reports in heard.values()] == [16, 25]
     with pytest.raises(ConfigError, match="second cell"):
         run(folder, range(3), jobs=None)
+
+
+def test_what_libraries_say_reaches_standard_error_where_there_is_no_log(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(folder, range(4, 5))
+    assert "a library talks" in capsys.readouterr().err
+
+
+def test_a_stopped_cell_can_put_its_things_away_and_leaves_no_process(folder: Path) -> None:
+    workers = []
+
+    def interrupt(number: int, report: Report) -> None:
+        if report["kind"] == "asleep":
+            workers.append(report["pid"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, range(6, 8), jobs=2, take=interrupt, log=folder / "log")
+    assert (folder / "put away").exists()
+    assert not alive(workers[0])
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from fedveil.compare.grid import run_grid
+
+def take(number, report):
+    if report["kind"] == "asleep":
+        print(report["pid"], flush=True)
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+    job = {"number": 7, "folder": folder}
+    run_grid([7], work="squares:work", job_of=lambda number: job, take=take, path=[folder], log=Path(folder, "log"))
+"""
+
+
+def test_no_process_outlives_whoever_started_it(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert alive(worker)
+        parent.kill()
+    until = time.monotonic() + 60
+    while alive(worker):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")  # an orphan that nobody asks for stays as a zombie
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")

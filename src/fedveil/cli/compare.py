@@ -188,11 +188,15 @@ def _notes(results: dict[str, Any]) -> list[str]:
 @takes_flags(without=("scheme", "option"))
 def compare(
     schemes: str | None = typer.Option(
-        None, help="Schemes, by commas. (default: fedavg,lossless,veil-secagg,nadp,mpdp,veil-dp,paraaegis)"
+        None,
+        help="Schemes, by commas; file.py:function is one of your own, which --resume needs named again. "
+        "(default: fedavg,lossless,veil-secagg,nadp,mpdp,veil-dp,paraaegis)",
     ),
     seeds: str | None = typer.Option(None, help="Seeds, like 1,2,3 or 1-5: every scheme runs once with each."),
     repeats: int | None = typer.Option(None, help="So many seeds, from --seed on. (default: 1)"),
-    own: list[str] = typer.Option([], "--set", help="A setting of one scheme, repeatable: --set nadp.lr=3."),
+    own: list[str] = typer.Option(
+        [], "--set", help="A setting of one scheme, repeatable: --set nadp.lr=3, --set mine.py:veil.keep=0.2."
+    ),
     jobs: int | None = typer.Option(None, help="Runs at once, one thread each. (default: one per core; 1 on a GPU)"),
     config: Path | None = typer.Option(None, "--config", "-c", help="TOML file with settings for all; flags win."),
     out: Path = typer.Option(Path("runs/compare"), "--out", help="Folder for the runs, compare.json and the report."),
@@ -207,7 +211,8 @@ def compare(
 ) -> None:
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
-    Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it; OUT/compare.json holds all figures.
+    Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it (a scheme of your own is
+    OUT/FILE.py-FUNCTION/seed-N); OUT/compare.json holds all figures.
     A setting that a scheme does not have is left out for it; one that fails does not end the others.
 
     [bold]Examples[/bold]
@@ -217,6 +222,8 @@ def compare(
       fedveil compare --schemes fedavg,nadp,ldp --epsilon 3 --repeats 3 --set nadp.lr=3 --set ldp.lr=3 --out runs/dp
 
       fedveil compare --resume --out runs/dp
+
+      fedveil compare --schemes mine.py:veil,lossless --set mine.py:veil.keep=0.2 --out runs/mine
 
       fedveil compare --schemes fedavg,lossless --loss square --rounds 50 --seeds 1-5 --tensorboard --out runs/b
     """
@@ -295,4 +302,6 @@ def _seeds(seeds: str | None, seed: int | None, repeats: int | None) -> list[int
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    from fedveil.own_code import typed
+
+    return [typed(word.strip()) for word in text.split(",") if word.strip()]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedveil.compare.grid import Report, cores, run_grid
-from fedveil.compare.plan import Plan, changed, check_unchanged, planned
+from fedveil.compare.grid import cores, run_grid
+from fedveil.compare.plan import Plan, changed, check_unchanged, label_of, planned
 from fedveil.compare.results import CellEvent, CellProgress, read_results, results_of, write_results
+from fedveil.compare.worker import Report
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
 from fedveil.runs.folder import RunFolder, ledger_from
@@ -62,7 +63,7 @@ def compare(
     A scheme that fails ends no other.
 
     Args:
-        schemes: Their names.
+        schemes: Their names; one's own is OwnCode("file.py:function"), and called file.py:function.
         out: The comparison's folder.
         seeds: Every scheme is trained with each of them.
         jobs: How many runs go on at once, each in a process with one thread (default: one per core, and one on a GPU).
@@ -150,9 +151,7 @@ def _event(progress: CellProgress, report: Report) -> CellEvent:
     if kind == "done":
         progress.finish(report["summary"])
     else:
-        further = (
-            " (see workers.log). The run can go on from its last checkpoint: --resume." if "died" in report else ""
-        )
+        further = "; see workers.log. The run can go on from its last checkpoint: --resume." if "died" in report else ""
         progress.fail(report["reason"] + further, code=report["code"])
     return CellEvent(progress, "over")
 
@@ -180,11 +179,13 @@ def _plan(
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
     own = vouched_settings(stored["common"], settings, where=str(file), say=say)
+    named = {**{name: name for name in stored["schemes"]}, **{label_of(one): one for one in schemes or ()}}
     plan = planned(
-        _joined(list(stored["schemes"]), schemes),
-        seeds=_joined(stored["seeds"], seeds),
+        list(named.values()),
+        seeds=list(dict.fromkeys([*stored["seeds"], *(seeds or ())])),
         settings={**stored["common"], **settings, **own},
         only={**stored["only"], **(only or {})},
+        where=str(file),
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
     if differ:
@@ -193,11 +194,6 @@ def _plan(
             "another --out."
         )
     return plan
-
-
-def _joined(before: Sequence[Any], now: Sequence[Any] | None) -> list[Any]:
-    """What was compared, and what is to be compared with it."""
-    return list(dict.fromkeys([*before, *(now or ())]))
 
 
 def _take_finished(progress: CellProgress, out: Path) -> None:

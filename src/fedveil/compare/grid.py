@@ -12,82 +12,27 @@ With `jobs=None` the same work runs here, cell after cell: for a debugger, or wh
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import queue
+import selectors
 import signal
-import subprocess
 import sys
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from fedveil.compare.worker import Frame, Report, perform
 from fedveil.errors import FedVeilError
+from fedveil.processes import ChildDiedError, ChildProcess, python
 
-Report = dict[str, Any]
 Cell = TypeVar("Cell")
 Take = Callable[[Cell, Report], None]
 
-_PATIENCE = 10.0  # seconds that a stopped process has for closing its files
-_LISTEN = 0.5  # seconds between looks at the keyboard
+_PATIENCE = 10.0  # seconds that stopped processes have for closing their files
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_OVER = ("done", "failed")
-
-
-class _Process(Generic[Cell]):
-    """One process and the thread that listens to it."""
-
-    def __init__(
-        self, heard: queue.Queue[tuple[_Process[Cell], Report | None]], log: IO[bytes] | None, threads: int | None
-    ) -> None:
-        # A session of its own: Ctrl-C reaches the parent only, which then stops its children one by one.
-        # -P: the working folder may be a stranger's, and what lies there is not imported.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fedveil.compare.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **({} if threads is None else dict.fromkeys(_THREADS, str(threads)))},
-            start_new_session=True,
-            text=True,
-            encoding="utf-8",
-        )
-        self.cell: Cell | None = None
-        threading.Thread(target=self._listen, args=(heard,), daemon=True).start()
-
-    def _listen(self, heard: queue.Queue[tuple[_Process[Cell], Report | None]]) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            heard.put((self, json.loads(line)))
-        heard.put((self, None))
-
-    def give(self, cell: Cell, job: Mapping[str, Any]) -> None:
-        """Hand over a cell."""
-        assert self.process.stdin is not None
-        self.cell = cell
-        try:
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            return  # it has died; its listener tells
-
-    def dismiss(self) -> None:
-        """No more cells: the process ends by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-    def buried(self) -> Report:
-        """What is told of the cell whose process is no more."""
-        code = self.process.wait()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return {"kind": "failed", "code": FedVeilError.exit_code, "reason": f"Its process {how}", "died": True}
-
-    def stop(self) -> None:
-        """End it now, gently if it lets itself be."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
 
 
 def run_grid(
@@ -104,79 +49,73 @@ def run_grid(
     """Run cells, at most `jobs` at a time, each process with `threads` cores (None: as many as there are).
 
     `take` hears every report, in this thread. `path` are folders from which work may be imported; what libraries say
-    goes to the file `log`, or to standard error.
+    goes to the file `log`, or, when their process ends, to standard error.
     """
     order = {"work": work, "path": [str(entry) for entry in path]}
     if jobs is None:
-        from fedveil.compare.worker import perform  # elsewhere only processes import it: it is their main module
-
         for cell in cells:
             take(cell, {"kind": "start"})
             perform({**order, **job_of(cell)}, lambda report, cell=cell: take(cell, report), catch=False)  # type: ignore[misc]
         return
-    if log is None:
-        _in_processes(list(cells), order, job_of, take, jobs, threads, None)
-        return
-    with log.open("ab") as file:
-        _in_processes(list(cells), order, job_of, take, jobs, threads, file)
+    env = {**os.environ, **({} if threads is None else dict.fromkeys(_THREADS, str(threads)))}
+    waiting = deque(cells)
+    running: dict[ChildProcess, Cell] = {}
+    heard: set[ChildProcess] = set()
 
-
-def _in_processes(
-    left: list[Cell],
-    order: Mapping[str, Any],
-    job_of: Callable[[Cell], Mapping[str, Any]],
-    take: Take[Cell],
-    jobs: int,
-    threads: int | None,
-    log: IO[bytes] | None,
-) -> None:
-    heard: queue.Queue[tuple[_Process[Cell], Report | None]] = queue.Queue()
-    running: list[_Process[Cell]] = []
-
-    def next_for(process: _Process[Cell]) -> None:
-        if not left:
-            running.remove(process)
-            process.dismiss()
-            return
-        cell = left.pop(0)
-        process.give(cell, {**order, **job_of(cell)})
+    def give(process: ChildProcess) -> None:
+        cell = running[process] = waiting.popleft()
+        with contextlib.suppress(ChildDiedError):  # its output tells
+            process.send(Frame.JOB, json.dumps({**order, **job_of(cell)}).encode())
         take(cell, {"kind": "start"})
 
-    def another() -> None:
-        running.append(_Process(heard, log, threads))
-        next_for(running[-1])
+    def end(process: ChildProcess) -> None:
+        del running[process]
+        process.end(patience=_PATIENCE)
+        if log is None:
+            sys.stderr.write(process.said())
 
-    try:
-        for _ in range(min(jobs, len(left))):
-            another()
-        while running:
-            try:
-                process, report = heard.get(timeout=_LISTEN)
-            except queue.Empty:
-                continue
-            if process not in running:
-                continue
-            assert process.cell is not None
-            take(process.cell, process.buried() if report is None else report)
-            if report is None:
-                running.remove(process)
-                if left:
-                    another()
-            elif report["kind"] in _OVER:
-                next_for(process)
-    finally:
-        _stop_all(running)
-
-
-def _stop_all(running: list[_Process[Cell]]) -> None:
-    for worker in running:
-        worker.stop()
-    for worker in running:
+    with log.open("ab+") if log else contextlib.nullcontext() as file, selectors.DefaultSelector() as outputs:
         try:
-            worker.process.wait(timeout=_PATIENCE)
-        except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    process = ChildProcess(python("fedveil.compare.worker:main"), name="A worker", log=file, env=env)
+                    outputs.register(process.output, selectors.EVENT_READ, process)
+                    give(process)
+                for key, _ in outputs.select():
+                    process = key.data
+                    report = _next_report(process)
+                    heard.add(process)
+                    take(running[process], report)
+                    if report["kind"] not in ("done", "failed"):
+                        continue
+                    if waiting and "died" not in report:
+                        give(process)
+                    else:
+                        outputs.unregister(process.output)
+                        end(process)
+        finally:
+            # Interrupted before their input closes, which would end them in the middle of what they write. One that
+            # has told nothing yet has nothing to put away, and may lose an interrupt among its imports.
+            for process in running:
+                if process in heard:
+                    process.signal(signal.SIGINT)
+                else:
+                    process.kill()
+            deadline = time.monotonic() + _PATIENCE
+            for process in list(running):
+                process.wait(max(0.0, deadline - time.monotonic()))
+                end(process)
+
+
+def _next_report(process: ChildProcess) -> Report:
+    """What a worker tells, or what is told of the cell whose worker is no more."""
+    try:
+        _, (report,) = process.receive(Frame)
+    except ChildDiedError:
+        reason = f"Its process {process.ending()}"
+        return {"kind": "failed", "code": FedVeilError.exit_code, "reason": reason, "died": True}
+    told: Report = json.loads(report)
+    return told
 
 
 def cores() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.own_code import typed
+from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.runs.job import located
 
 # What makes runs comparable: no scheme may have its own.
@@ -26,6 +26,7 @@ class Cell:
     """One run of a comparison."""
 
     scheme: str
+    """Its name in the comparison."""
     seed: int
     config: RunConfig
     folder: str
@@ -59,40 +60,59 @@ class Plan:
         ]
 
 
+def label_of(scheme: str) -> str:
+    """What a comparison calls a scheme: its name; of one's own, file.py:function wherever the file lies."""
+    if not isinstance(scheme, OwnCode):
+        return scheme
+    place, _, function = scheme.rpartition(":")
+    return f"{Path(place).name if place.endswith('.py') else place}:{function}"
+
+
 def planned(
     names: Sequence[str],
     *,
     seeds: Sequence[int],
     settings: Mapping[str, Any],
     only: Mapping[str, Mapping[str, Any]],
+    where: str = "The comparison",
 ) -> Plan:
-    """The plan for schemes and seeds; wrong settings are refused, those a scheme does not have left out for it."""
+    """The plan for schemes and seeds; wrong settings are refused, those a scheme does not have left out for it.
+
+    Schemes that are code are of the type OwnCode; text that names code is refused, as `where` names it.
+    """
     if not names:
         raise ConfigError("Name the schemes to compare: --schemes fedavg,lossless.")
-    for what, given in (("scheme", names), ("seed", seeds)):
-        for item, times in Counter[object](given).items():
+    labels = {label_of(name): name for name in names}
+    for what, named in (("scheme", [label_of(name) for name in names]), ("seed", seeds)):
+        for item, times in Counter[object](named).items():
             if times > 1:
                 raise ConfigError(f"The {what} {item} is named twice.")
     if not seeds:
         raise ConfigError("A comparison needs at least one seed.")
-    for scheme in only:
-        if scheme not in names:
-            raise unknown_name("scheme of a setting:", scheme, names, hint="Only schemes of the comparison have any.")
+    own = {label_of(scheme): dict(settings) for scheme, settings in only.items() if settings}
+    for label in own:
+        if label not in labels:
+            raise unknown_name("scheme of a setting:", label, labels, hint="Only schemes of the comparison have any.")
     common = located(RunConfig.from_mapping(settings, where="the comparison"))
     cells: list[Cell] = []
     left_out: dict[str, tuple[str, ...]] = {}
-    for scheme in names:
+    given = {name: value for name, value in common.scheme_options.items() if value is not None}
+    for label, scheme in labels.items():
+        refuse_code(scheme, where=where, what="scheme", flag="schemes")
         options = schemes.find(scheme).options
-        foreign = tuple(k for k, v in common.scheme_options.items() if v is not None and k not in options)
+        foreign = tuple(name for name in (*given, *(common.options or {})) if name not in options)
         if foreign:
-            left_out[scheme] = foreign
-        config = common.with_changes(scheme=scheme, **dict.fromkeys(foreign))
-        config = _with_own(config, only.get(scheme, {}), options=options)
-        cells += [Cell(scheme, seed, config.with_changes(seed=seed), f"{scheme}/seed-{seed}") for seed in seeds]
+            left_out[label] = foreign
+        declared = {name: value for name, value in (common.options or {}).items() if name in options}
+        unset = dict.fromkeys(name for name in given if name not in options)
+        config = located(common.with_changes(scheme=scheme, options=declared or None, **unset))
+        config = _with_own(config, own.get(label, {}), label=label, options=options)
+        folder = label.replace(":", "-")
+        cells += [Cell(label, seed, config.with_changes(seed=seed), f"{folder}/seed-{seed}") for seed in seeds]
     return Plan(
         common=settings_of(common),
-        only={scheme: dict(own) for scheme, own in only.items() if own},
-        schemes=tuple(names),
+        only=own,
+        schemes=tuple(labels),
         seeds=tuple(seeds),
         cells=tuple(cells),
         left_out=left_out,
@@ -125,17 +145,20 @@ def check_unchanged(cell: Cell, out: Path) -> None:
         )
 
 
-def _with_own(config: RunConfig, own: Mapping[str, Any], *, options: Mapping[str, Any]) -> RunConfig:
-    for name in own:
+def _with_own(config: RunConfig, own: Mapping[str, Any], *, label: str, options: Mapping[str, Any]) -> RunConfig:
+    whole = dataclasses.asdict(config)
+    declared = dict(config.options or {})
+    for name, value in own.items():
         if name in _SHARED:
-            raise ConfigError(
-                f"{config.scheme}.{name} cannot differ between schemes that are compared: set it for all."
-            )
+            raise ConfigError(f"{label}.{name} cannot differ between schemes that are compared: set it for all.")
         if name in config.scheme_options and name not in options:
             takes = f"It takes: {', '.join(options)}." if options else "It takes no options of its own."
-            raise ConfigError(f"Scheme {config.scheme!r} has no option {name!r}. {takes}")
-    whole = {**dataclasses.asdict(config), **own}
-    return RunConfig.from_mapping(whole, where=f"the settings of {config.scheme}")
+            raise ConfigError(f"Scheme {label!r} has no option {name!r}. {takes}")
+        if name not in whole and name not in options:
+            raise unknown_name(f"setting in the settings of {label}:", name, {**whole, **options})
+        (whole if name in whole else declared)[name] = value
+    whole["options"] = declared or None
+    return RunConfig.from_mapping(whole, where=f"the settings of {label}")
 
 
 def parse_own(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -144,12 +167,16 @@ def parse_own(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
 
     settings: dict[str, dict[str, Any]] = {}
     for pair in pairs:
-        scheme, dot, setting = pair.partition(".")
-        if not dot or "=" not in setting or not scheme or setting.startswith("="):
-            raise ConfigError(f"A setting of one scheme is written scheme.option=value, like nadp.lr=3 (got {pair!r}).")
-        for name, value in parse_model_options([setting]).items():
-            own = typed(value) if name == "model" and isinstance(value, str) else value
-            settings.setdefault(scheme, {})[name.replace("-", "_")] = own
+        key, equals, text = pair.partition("=")
+        scheme, _, name = key.rpartition(".")
+        if not equals or not scheme or not name:
+            raise ConfigError(
+                "A setting of one scheme is written scheme.option=value, like nadp.lr=3 or mine.py:veil.keep=0.2 (got "
+                f"{pair!r})."
+            )
+        (value,) = parse_model_options([f"{name}={text}"]).values()
+        own = typed(value) if name == "model" and isinstance(value, str) else value
+        settings.setdefault(label_of(typed(scheme)), {})[name.replace("-", "_")] = own
     return settings
 
 

@@ -1,7 +1,6 @@
-"""A process that does one cell after the other: jobs come as lines on standard input, reports go out as lines.
+"""A process that does one cell after the other: jobs come in as frames, reports go out as frames.
 
-Started as `python -m fedveil.compare.worker`. Where nobody reads any more, the next report ends the process, and the
-run it was at can be resumed.
+It ends with its parent, whatever it is at; the run it was at can be resumed.
 """
 
 from __future__ import annotations
@@ -12,21 +11,30 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
+from fedveil import framing
 from fedveil.config import RunConfig
 from fedveil.errors import FedVeilError
+from fedveil.processes import channel
 from fedveil.runs.folder import RunFolder
 
-Tell = Callable[[dict[str, Any]], None]
+Report = dict[str, Any]
+Tell = Callable[[Report], None]
+
+
+class Frame(IntEnum):
+    """What passes between a grid and a worker, each one part of JSON."""
+
+    JOB = 1
+    REPORT = 2
 
 
 def perform(job: Mapping[str, Any], tell: Tell, *, catch: bool = True) -> None:
     """Do one cell and tell how that went; without `catch`, what goes wrong is raised."""
     try:
         result = _work(job)(job, tell)
-    except BrokenPipeError:
-        raise
     except Exception as reason:
         if not catch:
             raise
@@ -94,25 +102,19 @@ def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 def main() -> None:
     """Work until there are no more jobs."""
-    # What libraries print must not end up between the reports.
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    incoming, outgoing = channel()
 
-    def tell(report: dict[str, Any]) -> None:
-        channel.write(json.dumps(report) + "\n")
-        channel.flush()
+    def tell(report: Report) -> None:
+        sys.stdout.flush()  # what libraries printed: the last report may be the last thing this process does
+        framing.send(outgoing, Frame.REPORT, json.dumps(report).encode())
 
-    import torch
-
-    if "OMP_NUM_THREADS" in os.environ:
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        for line in sys.stdin:
-            perform(json.loads(line), tell)
-    except (KeyboardInterrupt, BrokenPipeError):
-        # Nobody waits for an answer; flushing what is left must not complain either.
-        os._exit(130)
+        import torch
 
-
-if __name__ == "__main__":
-    main()
+        if "OMP_NUM_THREADS" in os.environ:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        while True:
+            _, (job,) = framing.receive(incoming, Frame)
+            perform(json.loads(job), tell)
+    except (KeyboardInterrupt, framing.BrokenOffError):
+        os._exit(130)  # nobody waits for an answer
