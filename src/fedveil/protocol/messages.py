@@ -47,6 +47,7 @@ def releases_of(
     sections: Collection[str] = (),
     but: Collection[str] = (),
     covers: Mapping[str, Cover] = MappingProxyType({}),
+    sender: Party | None = None,
 ) -> tuple[Release, ...]:
     """The releases of a kind of message, as its fields declare them.
 
@@ -55,9 +56,10 @@ def releases_of(
         sections: of the vector in it, where there is one; those that it does not know stay undeclared.
         but: fields that are never there, or whose releases somebody else declares.
         covers: by field or section, what a part makes of it.
+        sender: of the message that it travels in, where it does.
     """
-    name = name or getattr(kind, "released_as", kind.__name__.lower())
-    by: Party = "client" if issubclass(kind, FromClient) else "server"
+    name = name or _name_of(kind)
+    by: Party = "client" if issubclass(kind, FromClient) or sender == "client" else "server"
     to: tuple[Party, ...] = ("server",) if by == "client" else ("clients",)
     found: list[Release] = []
     for field in declared(kind):
@@ -71,18 +73,28 @@ def releases_of(
             own = dataclasses.asdict(said)
             found.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
         else:
-            found += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"))
+            found += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"), sender=by)
     return tuple(dataclasses.replace(one, **covers.get(one.field.rsplit(".", 1)[1], Cover())) for one in found)
+
+
+def _name_of(kind: type[Any]) -> str:
+    name: str = getattr(kind, "released_as", kind.__name__.lower())
+    return name
 
 
 def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
     """The name of every field that a kind of message always carries, as releases name them; sections excepted."""
-    name = name or getattr(kind, "released_as", kind.__name__.lower())
-    fields = declared(kind).items()
-    sure = [
-        field for field, one in fields if type(None) not in one.types and isinstance(released(kind, field), Released)
-    ]
-    return [f"{name}.{field}" for field in sure]
+    name = name or _name_of(kind)
+    found: list[str] = []
+    for field, one in declared(kind).items():
+        said = released(kind, field)
+        if type(None) in one.types or isinstance(said, ContributionSections):
+            continue
+        if isinstance(said, Released):
+            found.append(f"{name}.{field}")
+        else:
+            found += awaited_fields(said, name=getattr(said, "released_as", f"{name}.{field}"))
+    return found
 
 
 def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
@@ -98,24 +110,29 @@ def each_once(releases: Iterable[Release]) -> tuple[Release, ...]:
     return tuple(found.values())
 
 
-def released_fields(sent: Request) -> list[str]:
-    """The name of every field a request carries, as releases name them (train.parameters, train.head.vector).
+def released_fields(sent: Request | Reply, *, name: str = "", among: Collection[str] = ()) -> list[str]:
+    """The name of every field a message carries, as releases name them (train.parameters, train.head.vector).
 
-    What travels inside several requests has a name of its own, `released_as`.
+    What travels inside several messages has a name of its own, `released_as`. A vector whose sections are releases of
+    their own counts as one of those that are `among` the declared ones, and under its own name where none is.
     """
 
     def walk(value: object, prefix: str) -> list[str]:
-        if value is None:
-            return []
-        if not dataclasses.is_dataclass(value):
-            return [prefix]
         found = []
-        for field in dataclasses.fields(value):
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]
             inner = getattr(value, field.name)
-            found += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
+            said = released(type(value), field.name)
+            if inner is None:
+                continue
+            if isinstance(said, type):  # a message inside, which declares for itself
+                found += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
+                continue
+            sections = said.what if isinstance(said, ContributionSections) else ()
+            named = [one for section in sections if (one := f"{prefix}.{section}") in among]
+            found += named or [f"{prefix}.{field.name}"]
         return found
 
-    return walk(sent, type(sent).__name__.lower())
+    return walk(sent, name or _name_of(type(sent)))
 
 
 @message
