@@ -25,7 +25,7 @@ SETTINGS = ("scheme", "model", "dataset")
 class OwnCode(str):
     """The name of the user's own code, given by whoever runs it: by hand or in a program, never by a file.
 
-    >>> Code("mypackage.nets:make")
+    >>> OwnCode("mypackage.nets:make")
     'mypackage.nets:make'
     """
 

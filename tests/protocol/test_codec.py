@@ -114,6 +114,30 @@ def test_a_message_with_a_tensor_of_undeclared_shape_cannot_be_registered() -> N
     assert "Loose" not in {kind.__name__ for kind in registered()}
 
 
+def test_a_declared_message_inside_does_not_speak_for_what_else_a_field_may_hold() -> None:
+    with pytest.raises(TypeError, match=r"Sneaky\.inside may not travel"):
+
+        @message
+        @dataclass(frozen=True, eq=False)
+        class Sneaky(Reply):
+            inside: Annotated[Epoch | Tensor, reals("n")]
+
+    assert "Sneaky" not in {one.__name__ for one in registered()}
+
+
+def test_nobody_takes_the_name_of_a_message_that_there_is() -> None:
+    def another() -> type:
+        @dataclass(frozen=True, eq=False)
+        class Upload(Reply):
+            diary: Annotated[int, Released("all of it")]
+
+        return Upload
+
+    with pytest.raises(TypeError, match=r"Upload is a message of fedveil\.protocol\.messages already"):
+        message(another())
+    assert Upload in registered()
+
+
 def test_a_message_with_a_field_of_which_nobody_says_what_leaves_with_it_cannot_be_registered() -> None:
     with pytest.raises(TypeError, match=r"Silent\.height may not travel: declare what leaves with it"):
 

@@ -5,23 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
+import torch
+from torch import Tensor
 
 from client_held.relaying import HELD_MESSAGES, HELD_SCHEMES
 from federation import job, server_of, trained
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.engine.local import Absent
 from fedveil.errors import ProtocolError
+from fedveil.ledger.releases import Released
 from fedveil.protocol.codec import registered
 from fedveil.protocol.directory import Announce, Directory, Epoch, Hello, Nonce, Nonces, Ready
-from fedveil.protocol.messages import Train, Upload
-from fedveil.protocol.phases import Ask, RoundBegins
+from fedveil.protocol.messages import SECTIONS, Reply, Request, Round, Train, Upload, releases_of
+from fedveil.protocol.phases import Ask, Inbox, RoundBegins
 from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerRole
 from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role
 from fedveil.schemes import find, schemes
+from fedveil.shapes import words
 from fedveil.tensors import Layout
 from fedveil.uplink.noised import Repair, Repaired
 from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
@@ -319,3 +324,105 @@ def test_a_server_with_declared_sections_starts() -> None:
     steps = server_of(job()).run()
     assert isinstance(next(steps), RoundBegins)
     assert isinstance(next(steps), Ask)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Told(Request):
+    """A private part of an uplink of somebody's own, of which most clients get less than one does."""
+
+    round: Round
+    secret: Annotated[int | None, Released("something about another client", about="data")] = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Aside:
+    """What travels inside a reply, without a word about who sends it."""
+
+    diary: Annotated[int, Released("what the client did all day", about="data")]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Chat(Reply):
+    """A reply of somebody's own, with fields that are not always there, and one inside another."""
+
+    extra: Annotated[int | None, Released("a number of the client's", about="data")] = None
+    aside: Aside | None = None
+    vector: Annotated[Tensor | None, words("vector"), SECTIONS] = None
+
+
+class Folding:
+    """An accumulator of somebody's own, which checks nothing."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def add(self, reply: Any) -> None:
+        self.taken.append(reply)
+
+
+def steps_with(one: Job, ask: Ask) -> Any:
+    class Own(ServerRole):
+        def _steps(self) -> Any:
+            yield ask
+
+    server = server_of(one)
+    server.__class__ = Own
+    return server.run()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_private_part_is_held_to_what_is_declared_not_one_of_its_kind(first: bool) -> None:
+    one = of("fedavg")
+    known = (*one.scheme.releases(one.architecture), *releases_of(Told, but=("secret",)))
+
+    class Forgetful(type(one.scheme)):  # type: ignore[misc]
+        def releases(self, architecture: Any) -> Any:
+            return known
+
+    object.__setattr__(one.scheme, "__class__", Forgetful)
+    parts = {0: Told(0, 7 if first else None), 1: Told(0, None if first else 7)}
+    with pytest.raises(ProtocolError, match=r"undeclared release: told\.secret"):
+        next(steps_with(one, Ask((0, 1), Told(0), Folding(), each=parts)))
+
+
+@pytest.mark.parametrize(
+    ("reply", "forgotten"),
+    [
+        (Chat(0, extra=3), "chat.extra"),
+        (Chat(0, aside=Aside(3)), "chat.aside.diary"),
+        (Chat(0, vector=torch.arange(3)), "chat.vector"),
+    ],
+)
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_reply_with_an_undeclared_field_is_not_taken(reply: Chat, forgotten: str, checked: bool) -> None:
+    """Also where the field is rarely there, inside another message, or the accumulator looks at nothing itself."""
+    one = of("fedavg")
+    known = (*one.scheme.releases(one.architecture), *releases_of(Told), *releases_of(Chat, but=("extra", "aside")))
+
+    class Forgetful(type(one.scheme)):  # type: ignore[misc]
+        def releases(self, architecture: Any) -> Any:
+            return known
+
+    class Checked(Folding, Inbox[Chat]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expect(Chat, (0,))
+
+        add = Inbox.add
+
+        def _fold(self, reply: Chat) -> None:
+            self.taken.append(reply)
+
+    object.__setattr__(one.scheme, "__class__", Forgetful)
+    into = Checked() if checked else Folding()
+    ask = next(steps_with(one, Ask((0,), Told(0), into)))
+    with pytest.raises(ProtocolError, match=f"undeclared release: {forgotten}"):
+        ask.into.add(reply)
+    assert into.taken == []
+    ask.into.add(Chat(0))
+    assert len(into.taken) == 1
+
+
+def test_what_travels_inside_a_reply_is_declared_as_the_clients() -> None:
+    (found,) = (one for one in releases_of(Chat) if one.field == "chat.aside.diary")
+    assert (found.sender, found.to) == ("client", ("server",))

@@ -33,11 +33,19 @@ def message(kind: type[_T]) -> type[_T]:
     """Register a dataclass as something that may travel.
 
     Each of its tensors must declare its shape, and each of its fields what leaves with it, unless that is a message.
+    It travels by its name, and takes no name of FedVeil's own messages; a user's own file may be loaded anew.
     """
     for name in declared(kind):
         released(kind, name)
+    other = _TYPES.get(kind.__name__, kind)
+    if other is not kind and _ours(other):
+        raise TypeError(f"{kind.__name__} is a message of {other.__module__} already: give yours another name")
     _TYPES[kind.__name__] = kind
     return kind
+
+
+def _ours(kind: type[Any]) -> bool:
+    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def released(kind: type[Any], name: str) -> Released | ContributionSections | type[Any]:
@@ -46,8 +54,8 @@ def released(kind: type[Any], name: str) -> Released | ContributionSections | ty
     for mark in field.metadata:
         if isinstance(mark, (Released, ContributionSections)):
             return mark
-    inside = [nested for nested in field.types if dataclasses.is_dataclass(nested)]
-    if len(inside) != 1:
+    inside = [nested for nested in field.types if nested is not type(None)]
+    if len(inside) != 1 or not dataclasses.is_dataclass(inside[0]):
         raise TypeError(
             f"{kind.__name__}.{name} may not travel: declare what leaves with it, as Annotated[…, Released(what)]"
         )

@@ -47,6 +47,7 @@ def releases_of(
     sections: Collection[str] = (),
     but: Collection[str] = (),
     covers: Mapping[str, Cover] = MappingProxyType({}),
+    sender: Party | None = None,
 ) -> tuple[Release, ...]:
     """The releases of a kind of message, as its fields declare them.
 
@@ -55,9 +56,10 @@ def releases_of(
         sections: of the vector in it, where there is one; those that it does not know stay undeclared.
         but: fields that are never there, or whose releases somebody else declares.
         covers: by field or section, what a part makes of it.
+        sender: of the message that it travels in, where it does.
     """
-    name = name or getattr(kind, "released_as", kind.__name__.lower())
-    by: Party = "client" if issubclass(kind, FromClient) else "server"
+    name = name or _name_of(kind)
+    by: Party = "client" if issubclass(kind, FromClient) or sender == "client" else "server"
     to: tuple[Party, ...] = ("server",) if by == "client" else ("clients",)
     releases: list[Release] = []
     for field in declared(kind):
@@ -71,22 +73,30 @@ def releases_of(
             own = dataclasses.asdict(said)
             releases.append(Release(f"{name}.{field}", by, **{**own, "to": said.to or to}))
         else:
-            releases += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"))
+            releases += releases_of(said, name=getattr(said, "released_as", f"{name}.{field}"), sender=by)
     return tuple(
         dataclasses.replace(release, **covers.get(release.field.rsplit(".", 1)[1], Cover())) for release in releases
     )
 
 
+def _name_of(kind: type[Any]) -> str:
+    name: str = getattr(kind, "released_as", kind.__name__.lower())
+    return name
+
+
 def awaited_fields(kind: type[Any], *, name: str = "") -> list[str]:
     """The name of every field that a kind of message always carries, as releases name them; sections excepted."""
-    name = name or getattr(kind, "released_as", kind.__name__.lower())
-    fields = declared(kind).items()
-    sure = [
-        field
-        for field, layout in fields
-        if type(None) not in layout.types and isinstance(released(kind, field), Released)
-    ]
-    return [f"{name}.{field}" for field in sure]
+    name = name or _name_of(kind)
+    names: list[str] = []
+    for field, layout in declared(kind).items():
+        said = released(kind, field)
+        if type(None) in layout.types or isinstance(said, ContributionSections):
+            continue
+        if isinstance(said, Released):
+            names.append(f"{name}.{field}")
+        else:
+            names += awaited_fields(said, name=getattr(said, "released_as", f"{name}.{field}"))
+    return names
 
 
 def releases_of_all(*kinds: type[Any]) -> tuple[Release, ...]:
@@ -102,24 +112,29 @@ def each_once(releases: Iterable[Release]) -> tuple[Release, ...]:
     return tuple(unique.values())
 
 
-def released_fields(sent: Request) -> list[str]:
-    """The name of every field a request carries, as releases name them (train.parameters, train.head.vector).
+def released_fields(sent: Request | Reply, *, name: str = "", among: Collection[str] = ()) -> list[str]:
+    """The name of every field a message carries, as releases name them (train.parameters, train.head.vector).
 
-    What travels inside several requests has a name of its own, `released_as`.
+    What travels inside several messages has a name of its own, `released_as`. A vector whose sections are releases of
+    their own counts as one of those that are `among` the declared ones, and under its own name where none is.
     """
 
     def walk(value: object, prefix: str) -> list[str]:
-        if value is None:
-            return []
-        if not dataclasses.is_dataclass(value):
-            return [prefix]
-        names = []
-        for field in dataclasses.fields(value):
+        names: list[str] = []
+        for field in dataclasses.fields(value):  # type: ignore[arg-type]
             inner = getattr(value, field.name)
-            names += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
+            said = released(type(value), field.name)
+            if inner is None:
+                continue
+            if isinstance(said, type):  # a message inside, which declares for itself
+                names += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
+                continue
+            sections = said.what if isinstance(said, ContributionSections) else ()
+            named = [full for section in sections if (full := f"{prefix}.{section}") in among]
+            names += named or [f"{prefix}.{field.name}"]
         return names
 
-    return walk(sent, type(sent).__name__.lower())
+    return walk(sent, name or _name_of(type(sent)))
 
 
 @message

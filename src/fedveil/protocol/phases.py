@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from fedveil.errors import ProtocolError, Refusal
+from fedveil.ledger.releases import Release, check_declared
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.messages import Reply, Request, awaited_fields
+from fedveil.protocol.messages import Reply, Request, awaited_fields, released_fields
 from fedveil.shapes import Sizes, Types, check, named
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class Inbox(ABC, Generic[_Reply]):
         self._fold(reply)  # type: ignore[arg-type]
         self._waiting.discard(reply.client)
 
+    def carried(self, reply: Reply, declared: Collection[str]) -> list[str]:
+        """The fields of a reply of the kind it takes, as releases name them; of one that it does not take, none."""
+        return released_fields(reply, name=self._name, among=declared) if type(reply) is self._kind else []
+
     def awaits(self) -> list[str]:
         """The fields that the replies it takes are sure to carry, as releases name them."""
         return awaited_fields(self._kind, name=self._name)
@@ -98,6 +103,25 @@ class Inbox(ABC, Generic[_Reply]):
     @abstractmethod
     def _fold(self, reply: _Reply) -> None:
         """Take what has been checked; a refusal by what it says (ProtocolError) leaves everything as it was."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredOnly:
+    """An accumulator that is shown no reply with a field, however deep and rarely there, that nobody declared."""
+
+    into: Accumulator
+    releases: tuple[Release, ...]
+    named: frozenset[str]
+
+    def add(self, reply: Reply) -> None:
+        """Fold one reply in, or refuse it and stay unchanged."""
+        if isinstance(self.into, Inbox):
+            fields = self.into.carried(reply, self.named)
+        else:
+            fields = released_fields(reply, among=self.named)
+        if not self.named.issuperset(fields):
+            check_declared(fields, self.releases)
+        self.into.add(reply)
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,7 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import Request, Train, released_fields
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
-from fedveil.protocol.phases import Ask, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.phases import Ask, DeclaredOnly, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
 
@@ -115,7 +115,8 @@ class Conductor(ABC):
             )
 
     def run(self) -> Steps:
-        """Train until the last round; every boundary yields a `RoundDone`, and no `Ask` carries what is undeclared."""
+        """Train until the last round; every boundary yields a `RoundDone`, and no `Ask` carries or takes what is
+        undeclared."""
         steps, answer = self._steps(), None
         while True:
             try:
@@ -124,6 +125,7 @@ class Conductor(ABC):
                 return
             if isinstance(step, Ask):
                 self._check_declared(step)
+                step = replace(step, into=DeclaredOnly(step.into, self._declared, self._named))
             answer = yield step
 
     def _steps(self) -> Steps:
@@ -193,8 +195,7 @@ class Conductor(ABC):
 
     def _check_declared(self, ask: Ask) -> None:
         """Refuse a request with a field that no release names."""
-        kinds = {type(request): request for request in ask.each.values()}
-        fields = [field for sent in (ask.common, *kinds.values()) for field in released_fields(sent)]
+        fields = [field for sent in (ask.common, *ask.each.values()) for field in released_fields(sent)]
         if isinstance(ask.into, Inbox):
             fields += ask.into.awaits()
         if not self._named.issuperset(fields):
