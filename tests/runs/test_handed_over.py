@@ -167,7 +167,16 @@ def test_no_name_in_a_file_is_imported(
     assert "Traceback" not in done.error
 
 
-@pytest.mark.parametrize(("name", "setting"), [one for one in CASES if one[0] not in ("resume", "compare")])
+SEEN_BELOW = ("resume", "compare")
+
+
+def _once(name: str, setting: str) -> Any:
+    """An audit is long, and one that runs named code stands for all: the others are slow."""
+    again = name.startswith("audit") and (name, setting) != ("audit, by its settings", "scheme")
+    return pytest.param(name, setting, marks=pytest.mark.slow if again else ())
+
+
+@pytest.mark.parametrize(("name", "setting"), [_once(*case) for case in CASES if case[0] not in SEEN_BELOW])
 def test_what_is_named_on_the_command_itself_is_run(
     name: str, setting: str, received: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -424,6 +424,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_eleven_million_parameters_and_ten_clients_fit_into_200_megabytes() -> None:
     """Choice and tags of a client, and the count of all ten with them, above what the update itself takes."""
