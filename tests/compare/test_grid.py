@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +72,66 @@ def test_the_same_work_runs_here_where_no_process_is_asked_for(folder: Path) -> 
     assert [reports[-1]["square"] for reports in heard.values()] == [16, 25]
     with pytest.raises(ConfigError, match="second cell"):
         run(folder, range(3), jobs=None)
+
+
+TORN = """
+import os
+def work(job, tell):
+    if job["number"] == 0:
+        for one in range(3, 20):  # the pipe to the parent, wherever it lies
+            try:
+                if "pipe" in os.readlink(f"/proc/self/fd/{one}"):
+                    os.write(one, b'{"kind": "ro')
+            except OSError:
+                pass
+        os._exit(0)
+    return {"square": job["number"] ** 2}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_ends_in_the_middle_of_a_report_fails_its_own_cell_alone(folder: Path) -> None:
+    (folder / "squares.py").write_text(TORN)
+    heard: dict[int, list[Report]] = {}
+    thread = threading.Thread(target=lambda: heard.update(run(folder, range(2), jobs=1)), daemon=True)
+    thread.start()
+    thread.join(90)
+    assert not thread.is_alive(), "the grid waits for a process that is gone"
+    assert [heard[number][-1]["kind"] for number in range(2)] == ["failed", "done"]
+
+
+STUCK = """
+import os, subprocess, sys, time
+def work(job, tell):
+    below = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    sys.stderr.write(f"{os.getpid()} {below.pid}\\n")
+    sys.stderr.flush()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_at_work_ends_with_its_parent_and_takes_along_what_it_started(folder: Path) -> None:
+    (folder / "squares.py").write_text(STUCK)
+    code = f"""
+from fedveil.compare.grid import run_grid
+run_grid([0], work="squares:work", job_of=lambda n: {{}}, take=lambda c, r: None, path=[{str(folder)!r}])
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        family = [int(one) for one in parent.stderr.readline().split()]
+        parent.kill()
+        deadline = time.monotonic() + 60
+        while any(alive(one) for one in family) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        left = [one for one in family if alive(one)]
+        for one in left:
+            os.kill(one, signal.SIGKILL)
+    assert left == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -58,8 +58,11 @@ class _Process(Generic[Cell]):
 
     def _listen(self, heard: queue.Queue[tuple[_Process[Cell], Report | None]]) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            heard.put((self, json.loads(line)))
+        try:
+            for line in self.process.stdout:
+                heard.put((self, json.loads(line)))
+        except ValueError:  # killed in the middle of a report, or no report at all: nothing more is taken from it
+            self.process.kill()
         heard.put((self, None))
 
     def give(self, cell: Cell, job: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A process that does one cell after the other: jobs come as lines on standard input, reports go out as lines.
 
-Started as `python -m fedveil.compare.worker`. Where nobody reads any more, the next report ends the process, and the
-run it was at can be resumed.
+Started as `python -m fedveil.compare.worker`. It ends when its parent does, whatever it is at, and the run it was at
+can be resumed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from fedveil.config import RunConfig
 from fedveil.errors import FedVeilError
+from fedveil.processes import end_with
 from fedveil.runs.folder import RunFolder
 
 Tell = Callable[[dict[str, Any]], None]
@@ -97,6 +98,7 @@ def main() -> None:
     # What libraries print must not end up between the reports.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    end_with(0)
 
     def tell(report: dict[str, Any]) -> None:
         channel.write(json.dumps(report) + "\n")
