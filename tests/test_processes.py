@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -52,6 +53,8 @@ def serve() -> None:
             os._exit(3)
         if what == b"family":
             subprocess.Popen(["sleep", "600"])
+        if what == b"shell":
+            subprocess.Popen(["sh", "-c", more.decode() + "wait"])
         if what == b"work":
             framing.send(outgoing, Word.ANSWER, b"at work")
             end = time.monotonic() + 600
@@ -204,3 +207,30 @@ def test_a_worker_lives_on(supervisor: Start) -> None:
     until(lambda: not any(alive(pid) for pid in below if pid != worker))
     assert alive(worker)
     os.kill(worker, signal.SIGKILL)
+
+
+def test_a_kill_takes_what_the_child_started_in_sessions_of_their_own(child: ChildProcess) -> None:
+    asked(child, b"shell", FAMILY.encode())
+    until(lambda: len(descendants(child.pid)) >= 4)
+    below = descendants(child.pid)
+    child.end()
+    until(lambda: not any(map(alive, below)))
+
+
+def test_a_child_whose_parent_was_killed_takes_along_what_it_started() -> None:
+    code = PARENT.format(here=str(Path(__file__).parent)).replace(
+        "assert asked", f'asked(child, b"shell", {FAMILY.encode()!r})\nassert asked'
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        until(lambda: len(descendants(pid)) >= 4)
+        family = [pid, *descendants(pid)]
+        (copy,) = (one for one in descendants(parent.pid) if one not in family)
+        parent.kill()
+        try:
+            until(lambda: not any(map(alive, family)))
+        finally:
+            for one in (copy, *family):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)

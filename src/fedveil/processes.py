@@ -192,8 +192,9 @@ class ChildProcess:
             return None
 
     def kill(self) -> None:
-        """End it at once, and everything of its process group."""
+        """End it at once, and everything that it started, also in sessions of their own (Linux)."""
         if self.alive:  # its number is its own as long as nobody has asked for its exit code
+            _kill_below(self.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
@@ -241,22 +242,30 @@ if hasattr(os, "register_at_fork"):
 def channel() -> tuple[IO[bytes], IO[bytes]]:
     """For a child: the pipes from and to its parent, taken off standard input and output.
 
-    What libraries print goes where errors go. From now on this process ends when its parent does, whatever it is at.
+    What libraries print goes where errors go. From now on this process ends when its parent does, whatever it is at,
+    and takes along what it started.
     """
     incoming, outgoing = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    threading.Thread(target=_end_with, args=(incoming.fileno(),), daemon=True).start()
+    end_with(incoming.fileno())
     return incoming, outgoing
 
 
-def _end_with(pipe: int) -> None:
-    hung_up = select.poll()
-    hung_up.register(pipe, 0)  # nothing but that the other end is closed
-    hung_up.poll()
-    os._exit(1)
+def end_with(pipe: int) -> None:
+    """From now on this process, and what it starts, ends when the other end of a pipe closes, whatever it is at."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # or what it started would be out of sight once orphaned
+
+    def watch() -> None:
+        hung_up = select.poll()
+        hung_up.register(pipe, 0)  # nothing but that the other end is closed
+        hung_up.poll()
+        _kill_below(os.getpid())
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
@@ -314,6 +323,17 @@ def descendants(root: int) -> list[int]:
         pids += below
         waiting += below
     return pids
+
+
+def _kill_below(root: int) -> None:
+    """Kill whatever is below a process; more than once, as it may start another meanwhile."""
+    for _ in range(_SWEEPS):
+        below = descendants(root)
+        for pid in below:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if not below:
+            return
 
 
 def _parents() -> Iterator[tuple[int, int]]:

@@ -143,3 +143,17 @@ def test_a_run_that_cannot_be_is_not_submitted(tmp_path: Path, arguments: tuple[
     assert done.code == ConfigError.exit_code
     assert said in done.error
     assert "\n" not in done.error
+
+
+@pytest.mark.parametrize("setting", ["model", "scheme", "dataset"])
+@pytest.mark.parametrize("command", ["init", "run"])
+def test_code_that_a_settings_file_names_does_not_get_into_an_app(tmp_path: Path, command: str, setting: str) -> None:
+    """A server takes what an app names for the word of whoever submits it: a file's name must not turn into one."""
+    (tmp_path / "run.toml").write_text(f'{setting} = "evil.py:make"\n')
+    app = tmp_path / "app"
+    if command == "run":
+        assert fedveil("flower", "init", app).code == 0
+    done = fedveil("flower", command, app, "-c", tmp_path / "run.toml")
+    assert done.code == 2
+    assert f"names code as its {setting}" in done.error
+    assert command == "run" or not app.exists()

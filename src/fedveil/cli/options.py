@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from fedveil.config import PANELS, RunConfig, parse_model_options
 from fedveil.errors import ConfigError
-from fedveil.own_code import SETTINGS, typed
+from fedveil.own_code import SETTINGS, refuse_code, typed
 
 TensorBoard = Annotated[
     str | None,
@@ -119,10 +119,18 @@ def takes_flags(
 
 
 def read_settings(config: Path | None, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a command: those of its TOML file, and its flags over them."""
+    """The settings of a command: those of its TOML file, and its flags over them.
+
+    Code that the file names is refused here: on its way through Flower, where an app may name code, nobody could tell
+    any more who named it.
+    """
     stored = RunConfig.read(config) if config is not None else {}
     RunConfig.from_mapping(stored, where=str(config))  # so that a mistake is named with the file it stands in
-    return {**stored, **settings_given(flags, stored)}
+    given = settings_given(flags, stored)
+    for name in SETTINGS:
+        if name not in given:
+            refuse_code(stored.get(name), where=str(config), what=name)
+    return {**stored, **given}
 
 
 def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:

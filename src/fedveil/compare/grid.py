@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedveil.compare.worker import Frame, Report, perform
-from fedveil.errors import FedVeilError
+from fedveil.errors import FedVeilError, ProtocolError
 from fedveil.processes import ChildDiedError, ChildProcess, python
 
 Cell = TypeVar("Cell")
@@ -111,10 +111,11 @@ def _next_report(process: ChildProcess) -> Report:
     """What a worker tells, or what is told of the cell whose worker is no more."""
     try:
         _, (report,) = process.receive(Frame)
-    except ChildDiedError:
+        told: Report = json.loads(report)
+    except (ChildDiedError, ProtocolError, ValueError):  # also one that tells what is no report is given up
+        process.kill()
         reason = f"Its process {process.ending()}"
         return {"kind": "failed", "code": FedVeilError.exit_code, "reason": reason, "died": True}
-    told: Report = json.loads(report)
     return told
 
 

@@ -216,7 +216,8 @@ def conduct(
         if privacy_journal.accountant is not None:
             privacy_journal.end(done, void=declined and not done.gathered.missing)
         failures = failures + 1 if done.failed else 0
-        if declined and done.round > 0:
+        # Whoever is missing has not said so: one client's word does not end the run for it.
+        if declined and done.round > 0 and (not done.gathered.missing or failures >= _MOST_FAILURES):
             state.round = done.round  # nobody takes part any more: what was trained before this round is the result
             outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
             break
@@ -290,7 +291,7 @@ def _all_refused(code: Code, done: RoundDone) -> bool:
 def _all_refuse(done: RoundDone) -> bool:
     """Everybody gone for one round is what networks do; everybody refusing is not, unless the last sums alone, which
     the server then takes back."""
-    refuses = not done.gathered.arrived and bool(done.gathered.refused)
+    refuses = not done.gathered.arrived and not done.gathered.missing and bool(done.gathered.refused)
     return refuses and not _all_refused(Code.UNREADABLE, done)
 
 
