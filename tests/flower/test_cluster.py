@@ -20,7 +20,7 @@ pytest.importorskip("flwr")
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import override
-from fedveil.flower.cluster import CONNECTION, Places, free_port
+from fedveil.flower.cluster import CONNECTION, Janitor, Places, free_port
 from fedveil.flower.commands import FlowerError, Submission, parse_event
 from fedveil.processes import descendants
 from flower_echo import create_echo
@@ -50,6 +50,10 @@ def submission(cluster: Cluster, said: list[str] | None = None) -> Submission:
 
 def rounds_of(events: list[dict[str, Any]]) -> list[int]:
     return [one["round"] for one in events if one["event"] == "round"]
+
+
+def test_a_janitor_without_homes_has_the_time_to_end_by_itself(tmp_path: Path) -> None:
+    Janitor([], log=tmp_path / "janitor.log").finish()
 
 
 @pytest.mark.slow

@@ -232,7 +232,7 @@ class Janitor:
     """Ends the workers of these homes when the cluster is gone, however that came about."""
 
     def __init__(self, homes: Sequence[Path], *, log: Path) -> None:
-        self._log, self._patience = log, _MOST_PATIENCE * len(homes)
+        self._log, self._patience = log, _MOST_PATIENCE * (1 + len(homes))  # its own start counts too
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "fedveil.flower.worker_client", *map(str, homes)]
         with log.open("ab+") as output:
