@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from docs.pages import DOCS, blocks, commands, typed
 from fedveil import train
+from fedveil.audit.attacks.gradients import Observed
 from fedveil.downlink import Plain
 from fedveil.errors import ConfigError
 from fedveil.protocol.parts import Scheme
@@ -111,6 +114,12 @@ def test_own_attack(tmp_path: Path) -> None:
     assert found["reference"] > found["threshold"] == 0.6
     assert 0.5 < found["value"] < found["reference"]
     assert found["verdict"] == "not effective"
+
+
+def test_own_attack_names_every_field_of_what_an_attack_on_uploads_is_given() -> None:
+    page = (DOCS / "how-to" / "own-attack.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("gives an `Observed`:")
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == {field.name for field in dataclasses.fields(Observed)}
 
 
 def _noise_on_what_nothing_bounds() -> None:

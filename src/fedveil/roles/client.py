@@ -149,7 +149,7 @@ class ClientTerms(TypedDict, total=False):
 
 
 class Participant(ABC):
-    """What every client has, wherever the model lives: terms, a check of requests, limits of its own, and an identity."""
+    """What every client has, wherever the model lives: terms, a request check, limits of its own, and an identity."""
 
     def __init__(self, scheme: Scheme, architecture: Architecture, **own: Unpack[ClientTerms]) -> None:
         self._scheme = scheme
