@@ -51,13 +51,14 @@ def test_own_data(tmp_path: Path) -> None:
 
 def test_own_scheme(tmp_path: Path) -> None:
     said = typed("how-to/own-scheme.md", tmp_path)
-    listed, ran, resumed, composed, written = said.values()
+    listed, ran, resumed, composed, built, written = said.values()
     for word in ("--set keep=…", "Chance of each record", "--epsilon", "exact | paper"):
         assert word in listed
     assert "Ledger of veil-ldp after 3 rounds" in ran
     assert "veil-ldp" in resumed
     shown, refusal = (text for language, text in blocks("how-to/own-scheme.md") if language == "text")
     assert composed == shown
+    assert float(built) > 0.8
     accuracy, verdicts = written.split(" ", 1)
     assert float(accuracy) > 0.8
     assert verdicts.strip() == "{'none'}"
