@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import fedveil
+from fedveil.api import _FLAG, _as_argument
 from fedveil.downlink import Rescaling
 from fedveil.errors import CheckpointError, ConfigError, DataError, NumericError, TraceError
 from fedveil.protocol.parts import Scheme
@@ -258,8 +259,48 @@ def test_settings_that_arguments_replace_are_refused(name: str) -> None:
 
 
 def test_an_unknown_setting_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown setting in train\(\): 'round'. Did you mean 'rounds'"):
+    with pytest.raises(ConfigError, match=r"Unknown setting in train\(\): 'round'. Did you mean 'rounds'") as refused:
         fedveil.train(Own(), separable(), round=3)
+    listed = str(refused.value).partition("Known: ")[2].rstrip(".").split(", ")
+    assert listed == sorted(set(listed)), "each once"
+    assert "spread" in listed
+    assert "partition" not in listed, "which train() would refuse"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"loss": nn.CrossEntropyLoss()}, ("loss='square'", "target_scale and true_weight if", "(head_noise=False)")),
+        ({"scheme": "fedavg", "options": {"batch_size": 3}}, ("(batch_size=3)",)),
+        ({"scheme": "fedavg", "record_rounds": "1"}, ("(record=True)",)),
+        ({"scheme": "fedavg", "device": "cuda:99"}, ("device",)),
+        ({"scheme": "mine.py"}, ("'mine.py' is a file", "mine.py:function")),
+    ],
+)
+def test_errors_name_settings_as_python_writes_them(settings: dict[str, Any], says: tuple[str, ...]) -> None:
+    clients = [(torch.randn(9, 3), torch.randint(0, 2, (9,))) for _ in range(2)]
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(ConfigError) as refused:
+        fedveil.train(net, clients, **{"rounds": 1, "progress": False, **settings})
+    for part in says:
+        assert part in str(refused.value)
+    assert "--" not in str(refused.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_missing_is_told_in_python() -> None:
+    with pytest.raises(ConfigError, match=r"Use device='cpu'\."):
+        fedveil.train(nn.Linear(3, 2), [(torch.randn(9, 3), torch.randint(0, 2, (9,)))], device="cuda")
+
+
+def test_a_folder_in_use_names_arguments_and_leaves_commands_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("")
+    with pytest.raises(CheckpointError, match=r"give another out\."):
+        fedveil.train(
+            nn.Linear(3, 2), [(torch.randn(9, 3), torch.randint(0, 2, (9,)))], scheme="fedavg", out=tmp_path, rounds=1
+        )
+    told = _FLAG.sub(_as_argument, "resume it with `fedveil run --resume`, or --rounds 3 or more, with --inputs FILE")
+    assert told == "resume it with `fedveil run --resume`, or rounds=3 or more, with --inputs FILE"
 
 
 def test_out_leaves_a_folder_and_resume_continues_it(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fedveil.data import Dataset
 from fedveil.data.dataset import Task
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import Progress
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
@@ -90,6 +92,20 @@ def train(
         >>> len(result.metrics)
         2
     """
+    with _errors_in_python():
+        return _train(model, clients, scheme, test, out, resume, progress, settings)
+
+
+def _train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    scheme: str | Scheme | Callable[..., Scheme],
+    test: ClientSamples | None,
+    out: str | Path | None,
+    resume: bool,
+    progress: bool,
+    settings: dict[str, Any],
+) -> Trained:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
@@ -137,6 +153,37 @@ def train(
     return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
 
 
+# A command in backticks stays one.
+_FLAG = re.compile(r"`[^`]*`|--(?P<no>no-)?(?P<name>[a-z]+(?:-[a-z]+)*)(?: (?P<value>[\w.:/-]*\w))?")
+_NO_VALUES = ("and", "if", "or", "too")
+_TAKEN = {setting.name: str(setting.type) for setting in fields(RunConfig)} | {"out": "str", "resume": "bool"}
+
+
+@contextmanager
+def _errors_in_python() -> Iterator[None]:
+    """Errors name settings as whoever called from Python writes them: loss='square' instead of --loss square."""
+    try:
+        yield
+    except FedVeilError as reason:
+        reason.args = (_FLAG.sub(_as_argument, str(reason)), *reason.args[1:])
+        raise
+
+
+def _as_argument(flag: re.Match[str]) -> str:
+    name, value = (flag["name"] or "").replace("-", "_"), flag["value"]
+    kind = _TAKEN.get(name)
+    if kind is None:  # a whole command, or a flag of some other one
+        return flag[0]
+    after = "" if value is None else f" {value}"
+    if kind.startswith("bool"):
+        return f"{name}={not flag['no']}{after}"
+    if value is None or value in _NO_VALUES:
+        return name + after
+    if kind.startswith("str"):
+        return f"{name}={value!r}"
+    return f"{name}={value}" if value[0].isdigit() else name + after
+
+
 def _stored_seed(out: str | Path) -> dict[str, Any]:
     """The seed (and where secrets come from) of the run to resume, which may have drawn its own."""
     file = Path(out) / "config.toml"
@@ -165,7 +212,7 @@ def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
         elif name in info.declared:
             options[name] = value
         else:
-            raise unknown_name("setting in train():", name, [*known, *info.declared])
+            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*_GIVEN_OTHERWISE})
     return settings | ({"options": options} if options else {})
 
 

@@ -253,8 +253,11 @@ class RunConfig:
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number (got {value}).")
-            if name in _FIELDS:
-                raise ConfigError(f"{name} is a setting of its own: write it as such, not among the scheme's options.")
+            if (known := name.replace("-", "_")) in _FIELDS:
+                raise ConfigError(
+                    f"{known} is a setting of its own: write it as such (--{known.replace('_', '-')} {value}), not "
+                    "among the scheme's options."
+                )
         for name in ("record_rounds", "record_clients"):
             given = getattr(self, name)
             if given is not None and not self.record:

@@ -135,7 +135,7 @@ def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = ""
 def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError:
     """A ConfigError that names the options the owner (Model 'mlp') takes and the nearest of them."""
     takes = list(known)
-    near = difflib.get_close_matches(option, takes, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(option, takes, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""
     listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options of its own."
     return ConfigError(f"{owner} has no option {option!r}.{guess} {listing}")

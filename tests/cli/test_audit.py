@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedveil.audit.attack import attacks
-from fedveil.errors import CheckpointError, ConfigError, FedVeilError
+from fedveil.errors import AttackError, CheckpointError, ConfigError, FedVeilError
 from shell import Done, fedveil
 
 SMALL = ("--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
@@ -165,6 +165,24 @@ def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(ran: Path,
     assert again["seconds"] == first["seconds"]
     file.write_text(OWN.replace("DIGIT", "4"))
     assert found()["value"] != first["value"], "another code finds another thing"
+
+
+def test_where_every_attack_tried_failed_the_exit_code_says_so_and_the_reason_names_the_line(
+    ran: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "majority.py"
+    file.write_text(OWN.replace("torch.eye(10)[DIGIT]", "torch.no_such_thing"))
+    (line,) = (number for number, text in enumerate(file.read_text().splitlines(), 1) if "no_such_thing" in text)
+    own = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attack", f"{file}:constant")
+    done = fedveil(*own, "--attacks", "constant")
+    assert done.code == AttackError.exit_code == 9
+    assert done.error.splitlines()[-1].startswith("error: Every attack that was tried failed. client/constant: ")
+    (found,) = json.loads((tmp_path / "out" / "audit.json").read_text())["findings"]
+    assert found["verdict"] == "failed"
+    assert "failed: AttributeError: " in found["reason"]
+    assert found["reason"].endswith(f"(majority.py, line {line})")
+    done = fedveil(*own, "--attacks", "constant,received")
+    assert done.code == 0, "another one came to an end"
 
 
 def test_what_a_stored_audit_says_of_own_code_is_never_run(ran: Path, tmp_path: Path) -> None:

@@ -68,6 +68,16 @@ def check(done: Done, error: type[FedVeilError], *parts: str) -> None:
 
 BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] = {
     "unknown scheme": (("--scheme", "losless"), ConfigError, ("'losless'", "Did you mean 'lossless'?")),
+    "a file without its function": (
+        ("--scheme", "light_veil.py"),
+        ConfigError,
+        ("'light_veil.py' is a file: name the function in it too, as in light_veil.py:function",),
+    ),
+    "a setting among options": (
+        ("--set", "batch-size=3"),
+        ConfigError,
+        ("batch_size is a", "(--batch-size 3)"),
+    ),
     "unknown model": (("--model", "resnet-20"), ConfigError, ("'resnet-20'", "Did you mean 'resnet20'?")),
     "unknown dataset": (("--dataset", "digit"), ConfigError, ("'digit'", "Did you mean 'digits'?")),
     "absent file": (("--dataset", "none.csv"), DataError, ("none.csv: no such file",)),
@@ -244,6 +254,16 @@ def test_bad_input_is_refused_in_one_clear_line(place: Path, case: str) -> None:
     check(fedveil(*RUN, *arguments, *out), error, *parts)
     if error is ConfigError:
         assert not (place / "run").exists()  # so that the same command can be tried again
+
+
+@pytest.mark.parametrize("given", [("--veil", "strong"), ("--veil=strong",)])
+def test_an_option_of_ones_own_scheme_that_is_written_as_a_flag_is_told_how_to_write_it(given: tuple[str, ...]) -> None:
+    done = fedveil("run", "--scheme", "my.py:f", *given, "--out", "nowhere")
+    assert done.code == ConfigError.exit_code
+    assert "--set veil=strong" in " ".join(done.error.replace("│", " ").split())
+    done = fedveil("run", "--scheme", "fedavg", *given, "--out", "nowhere")
+    assert done.code == ConfigError.exit_code
+    assert "--set" not in done.error
 
 
 def test_an_output_folder_that_holds_another_run_is_refused(place: Path) -> None:

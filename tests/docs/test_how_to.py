@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 
 from docs.pages import DOCS, blocks, commands, typed
 from fedveil import train
+from fedveil.audit.attacks.gradients import Observed
 from fedveil.downlink import Plain
 from fedveil.errors import ConfigError
 from fedveil.protocol.parts import Scheme
@@ -48,13 +51,14 @@ def test_own_data(tmp_path: Path) -> None:
 
 def test_own_scheme(tmp_path: Path) -> None:
     said = typed("how-to/own-scheme.md", tmp_path)
-    listed, ran, resumed, composed, written = said.values()
+    listed, ran, resumed, composed, built, written = said.values()
     for word in ("--set keep=…", "Chance of each record", "--epsilon", "exact | paper"):
         assert word in listed
     assert "Ledger of veil-ldp after 3 rounds" in ran
     assert "veil-ldp" in resumed
     shown, refusal = (text for language, text in blocks("how-to/own-scheme.md") if language == "text")
     assert composed == shown
+    assert float(built) > 0.8
     accuracy, verdicts = written.split(" ", 1)
     assert float(accuracy) > 0.8
     assert verdicts.strip() == "{'none'}"
@@ -111,6 +115,12 @@ def test_own_attack(tmp_path: Path) -> None:
     assert found["reference"] > found["threshold"] == 0.6
     assert 0.5 < found["value"] < found["reference"]
     assert found["verdict"] == "not effective"
+
+
+def test_own_attack_names_every_field_of_what_an_attack_on_uploads_is_given() -> None:
+    page = (DOCS / "how-to" / "own-attack.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("gives an `Observed`:")
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == {field.name for field in dataclasses.fields(Observed)}
 
 
 def _noise_on_what_nothing_bounds() -> None:

@@ -20,6 +20,7 @@ import struct
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from enum import IntEnum
 from types import TracebackType
@@ -204,9 +205,14 @@ def _tried(told: Mapping[str, Any], view: bytes, progress: OnProgress) -> tuple[
     except NotApplicableError as reason:
         return _Frame.NOT_APPLICABLE, str(reason).encode()
     except FedVeilError as reason:
-        return _Frame.ERROR, str(reason).encode()
+        return _Frame.ERROR, f"{reason}{_place(reason, told['attack'])}".encode()
     except Exception as reason:
-        import traceback
-
         traceback.print_exc()
-        return _Frame.ERROR, f"{type(reason).__name__}: {reason}".encode()
+        return _Frame.ERROR, f"{type(reason).__name__}: {reason}{_place(reason, told['attack'])}".encode()
+
+
+def _place(reason: Exception, target: str) -> str:
+    """The last line of the attack's own file on the way to an error, for whoever wrote it; elsewhere nothing."""
+    file = target.rpartition(":")[0]
+    lines = [frame.lineno for frame in traceback.extract_tb(reason.__traceback__) if frame.filename == file]
+    return f" ({os.path.basename(file)}, line {lines[-1]})" if lines and file.endswith(".py") else ""

@@ -88,8 +88,19 @@ def audit(
         )
     if json:
         typer.echo((audited.folder / "audit.json").read_text(encoding="utf-8").rstrip())
-        return
-    _show(audited)
+    else:
+        _show(audited)
+    _refuse_nothing_but_failures(audited)
+
+
+def _refuse_nothing_but_failures(audited: Audit) -> None:
+    """An audit says something if one attack that was tried came to an end."""
+    from fedveil.audit.findings import NOT_TRIED
+    from fedveil.errors import AttackError
+
+    tried = [one for one in audited.findings if one.attack != NOT_TRIED and one.verdict != "not applicable"]
+    if tried and all(one.verdict == "failed" for one in tried):
+        raise AttackError(f"Every attack that was tried failed. {'; '.join(_reasons(tried))}")
 
 
 def _show(audited: Audit) -> None:

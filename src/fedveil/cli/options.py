@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -49,8 +50,27 @@ class Command(TyperCommand):
             f"{word}=" if word in _ALONE and (after is None or after.startswith("-")) else word
             for word, after in zip(args, following, strict=False)
         ]
-        parsed: list[Any] = super().parse_args(ctx, given)
+        try:
+            parsed: list[Any] = super().parse_args(ctx, given)
+        except Exception as reason:
+            unknown = type(reason).__name__ == "NoSuchOption"  # a class that Typer raises and does not offer
+            if unknown and any(parameter.name == "option" for parameter in self.params) and _own_scheme_in(args):
+                vars(reason).update(message=_as_set(vars(reason)["option_name"], args), possibilities=None)
+            raise
         return parsed
+
+
+def _own_scheme_in(args: Sequence[str]) -> bool:
+    joined = " ".join(args).replace("--scheme=", "--scheme ").split(" ")
+    return any(flag == "--scheme" and ":" in value for flag, value in pairwise(joined))
+
+
+def _as_set(flag: str, args: Sequence[str]) -> str:
+    """How an option of the user's own scheme is given, which has no flag."""
+    values = [word.partition("=")[2] for word in args if word.startswith(f"{flag}=")]
+    values += [value for word, value in pairwise(args) if word == flag and not value.startswith("-")]
+    option = flag.lstrip("-").replace("-", "_")
+    return f"No such option '{flag}'. If it is an option of your own scheme, write --set {option}={(*values, '…')[0]}."
 
 
 _TABLES = {"model_options": ("model_option", "--model-option", "-o"), "options": ("option", "--set")}

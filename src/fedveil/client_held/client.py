@@ -106,7 +106,7 @@ class HolderRole(Participant):
             private_too = told.get(state.client)
             try:
                 with own_errors(state, request):
-                    self._gate.check(state, request, private_too)
+                    self._request_check.check(state, request, private_too)
                     self._check_patience(state, request)
                     if isinstance(request, Begin):
                         begun, context = self._begin(state, request, len(data), private_too)

@@ -13,7 +13,7 @@ What it is asked, in this order
 
 A Train is taken in four steps
 
-    gate       every field has the size and the type that scheme, architecture and directory call for (`RequestCheck`)
+    check      every field has the size and the type that scheme, architecture and directory call for (`RequestCheck`)
     begin      is the round of the epoch, with the cohort its beacon draws, and this client in it? Are sizes in
                proportion? What does it cost, and do the client's own limits allow that?
     promise    the round is written into the state as answered, and its price as spent, before anything is computed:
@@ -149,14 +149,14 @@ class ClientTerms(TypedDict, total=False):
 
 
 class Participant(ABC):
-    """What every client has, wherever the model lives: terms, a gate, limits of its own, and an identity."""
+    """What every client has, wherever the model lives: terms, a request check, limits of its own, and an identity."""
 
     def __init__(self, scheme: Scheme, architecture: Architecture, **own: Unpack[ClientTerms]) -> None:
         self._scheme = scheme
         self._architecture = architecture
         self._terms = scheme.terms(architecture)
         self._secrets = own.get("secrets") or OsSecrets()
-        self._gate = RequestCheck(scheme, architecture)
+        self._request_check = RequestCheck(scheme, architecture)
         self._workspace = Workspace(architecture, self._terms.layout, self._secrets)
         policy = own.get("policy")
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
@@ -247,7 +247,7 @@ class ClientRole(Participant):
             private_too = told.get(state.client)
             try:
                 with own_errors(state, request):
-                    self._gate.check(state, request, private_too)
+                    self._request_check.check(state, request, private_too)
                     if isinstance(request, Train):
                         begun.append(self._begin(state, request, len(data), private_too))
                         promised(begun[-1][0])

@@ -97,7 +97,7 @@ class Conductor(ABC):
         self._secrets, self._cohort, self._rounds = run["secrets"], run["cohort"], run["rounds"]
         self._terms = scheme.terms(architecture)
         self._accountant = run.get("accountant")
-        self._progress = state
+        self._position = state
         self._first = state.round
         self._stopped = False
         self._declared = scheme.releases(architecture)
@@ -130,12 +130,12 @@ class Conductor(ABC):
 
     def _steps(self) -> Steps:
         if self._introductions is not None:
-            yield from self._introductions.steps(self._progress.round)
-        while not self._stopped and self._progress.round < self._rounds:
+            yield from self._introductions.steps(self._position.round)
+        while not self._stopped and self._position.round < self._rounds:
             try:
                 context, able = yield from self._assembled()
             except ConfigError as reason:  # no noise would do for so few
-                if self._progress.round == self._first:
+                if self._position.round == self._first:
                     raise
                 yield RunStopped(str(reason).rstrip("."))
                 return
@@ -157,7 +157,7 @@ class Conductor(ABC):
         Where clients know each other the cohort is the epoch's schedule and nobody's choice: one that is away stays in
         it and counts as missing, and one without privacy left to spend leaves with a new epoch.
         """
-        at, known = self._progress, self._introductions
+        at, known = self._position, self._introductions
         if known is None:
             cohort = self._cohort.draw(at.round)
             return RoundContext(at.round, at.attempt, cohort), cohort
@@ -173,7 +173,7 @@ class Conductor(ABC):
             yield from known.steps(at.round)
 
     def _asks_again(self) -> bool:
-        return self._progress.round % _LATECOMERS_EVERY == 0
+        return self._position.round % _LATECOMERS_EVERY == 0
 
     def _over(self, context: RoundContext) -> set[int]:
         """Whom this round would bring over the privacy target."""

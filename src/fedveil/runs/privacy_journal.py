@@ -30,7 +30,7 @@ from fedveil.plain import read_raw, read_text
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.protocol.phases import RoundBegins, RoundDone
 from fedveil.runs.job import Job
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING

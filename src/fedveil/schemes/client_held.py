@@ -10,7 +10,7 @@ from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.plain import Kept, Plain
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.hardened import masked_assumptions
 from fedveil.schemes.options import DpOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme

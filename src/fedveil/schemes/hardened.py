@@ -10,7 +10,7 @@ from fedveil.downlink.rescaling import Rescaling
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.directory import draws_of
 from fedveil.protocol.parts import Scheme, Uplink
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.lossless import lossless
 from fedveil.schemes.options import DpOptions, HeadOptions, LocalOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme

@@ -8,7 +8,7 @@ from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import ConfigError
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.options import HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare

@@ -10,7 +10,7 @@ from fedveil.errors import ConfigError
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.options import AssumedPairOptions, Budget, HeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedveil.downlink.plain import Plain
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats as caveats
+from fedveil.schemes import caveats
 from fedveil.schemes.options import DpOptions, LocalOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.central import PlannedCentral

@@ -248,6 +248,8 @@ def find(name: str) -> SchemeInfo:
     if isinstance(name, OwnCode):
         return info_of(load(name, what="a scheme"), where=f"Scheme {str(name)!r}")
     refuse_code(name, what="scheme")
+    if name.endswith(".py"):
+        raise ConfigError(f"The scheme {name!r} is a file: name the function in it too, as in {name}:function.")
     if name not in _SCHEMES:
         raise unknown_name("scheme", name, _SCHEMES, hint="Your own: path/to/file.py:function.")
     return _SCHEMES[name]

@@ -34,8 +34,8 @@ class Batches:
     A tail smaller than `size` is left out of its epoch; the next epoch shuffles anew.
     """
 
-    size: int
-    seed: int
+    size: int = 0
+    seed: int = 0
 
     def batch_size(self, samples: int) -> int:
         """The batch size of a client with `samples` samples."""
