@@ -10,10 +10,10 @@ import pytest
 from federation import job
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
+from fedveil.ledger import caveats
 from fedveil.runs import session
 from fedveil.runs.folder import read_ledger
 from fedveil.runs.loop import fresh_state, train_job
-from fedveil.schemes import caveats as caveats
 
 
 def small(**settings: object) -> RunConfig:

@@ -35,7 +35,7 @@ from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.ledger.releases import Cover
+from fedveil.ledger.releases import Caveats, Cover
 from fedveil.own_code import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
@@ -558,6 +558,10 @@ class Witnessed:
     def covers(self) -> Mapping[str, Cover]:
         """As the other: a record is no release to anybody who takes part."""
         return self._inner.covers()
+
+    def caveats(self) -> Caveats:
+        """As the other."""
+        return self._inner.caveats()
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

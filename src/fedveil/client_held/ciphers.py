@@ -14,6 +14,8 @@ from torch import Tensor
 from fedveil.client_held.group import OpeningKeys
 from fedveil.crypto import ckks
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
 from fedveil.ledger.releases import Cover, Protection, Release, Released
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.codec import message
@@ -113,6 +115,10 @@ class Cipher(OpeningKeys, Protocol):
 
     def releases(self) -> tuple[Release, ...]:
         """What else it gives away, field by field."""
+        ...
+
+    def assumptions(self, run: RunFacts) -> tuple[str, ...]:
+        """What hiding under it assumes."""
         ...
 
 
@@ -221,6 +227,10 @@ class Pads(OpeningKeys):
         """The shares dealt, and what opens masks."""
         return (*releases_of(MaskedUpload, name="hidden"), *releases_of_all(*UNMASKING_MESSAGES))
 
+    def assumptions(self, run: RunFacts) -> tuple[str, ...]:
+        """The group's secrets, and what masks rest on."""
+        return (caveats.GROUP, *self.masks.collusion_assumptions(run))
+
 
 def _pad_seed(group: Group, client: int, context: RoundContext) -> bytes:
     return group.seed(round=context.round, attempt=context.attempt, purpose=f"{_PAD} of {client}")
@@ -281,6 +291,10 @@ class Ckks:
             ckks.choose(addends=clients, largest=self.value_range)
         except ConfigError as reason:
             raise ConfigError(f"value_range = {self.value_range:g} does not fit CKKS. {reason}") from reason
+
+    def assumptions(self, run: RunFacts) -> tuple[str, ...]:
+        """The lattice, and the key that all clients share."""
+        return (caveats.LATTICE, caveats.SHARED_KEY)
 
     def fresh_opening(self, clients: int) -> bytes:
         """A secret key for sums of up to `clients`."""

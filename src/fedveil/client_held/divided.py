@@ -14,7 +14,9 @@ from fedveil.client_held.ciphers import Cipher, Pads
 from fedveil.client_held.group import Found, Founded, Invitation, Join, Joined
 from fedveil.client_held.messages import Begin, Borrowed, Divide, Divided, Finish, Finished, Lend, Lent, Vote
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.releases import Cover, Release
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
+from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState, Group
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Aggregate, each_once, releases_of, releases_of_all
@@ -107,6 +109,31 @@ class Parallel(Channel):
         for part in (self.cipher, self.ballots):
             if part is not None:
                 part.fits(clients, asked=asked)
+
+    def caveats(self, run: RunFacts) -> Caveats:
+        """What hiding and noise assume side by side, and what each leaves open."""
+        partly = self.cipher is not None and self.noise is not None and not self.throughout
+        votes = partly and self.strategy != "random"
+        assumed, open_ = [caveats.KEYS], []
+        if self.noise is not None:
+            assumed.append(caveats.OWN_NOISE)
+        if partly:
+            assumed.append(caveats.GIVEN_WINNERS if votes else caveats.GIVEN_SUMS)
+        if partly and not (votes and self.ballots is None):
+            assumed.append(caveats.IN_ANY_CASE)
+        if self.cipher is not None:
+            assumed += [*self.cipher.assumptions(run), caveats.UNCHANGED, caveats.LENDERS]
+        if self.ballots is not None:
+            assumed += self.ballots.assumptions(run)
+        if votes:
+            open_.append(caveats.TAGS if self.ballots is None else caveats.COUNTS)
+        if self.cipher is not None and not self.noises_all:
+            open_ += [caveats.SUMS_OPEN, caveats.DIFFERENCES]
+        if partly:
+            open_.append(caveats.REST_OPEN)
+        if self.cipher is None:
+            open_.append(caveats.CHANGES_OPEN)
+        return Caveats((*assumed, caveats.START), tuple(open_))
 
     def count(self, round: int, size: int) -> int:
         """How many of `size` coordinates are hidden in a round."""

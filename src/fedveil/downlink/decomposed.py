@@ -54,7 +54,7 @@ from fedveil.downlink.rescaling import (
 )
 from fedveil.downlink.scales import PINNED, Classes, Scaled, ScaleTable
 from fedveil.errors import ConfigError, TraceError
-from fedveil.ledger.releases import Cover
+from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import SecretStream
 
 Floats = NDArray[np.float64]
@@ -366,6 +366,10 @@ class Decomposed:
         """As rescaling has it; and what the transitional layers' numbers are."""
         what = "1/(r·s) for every channel that a weight reads; with the parameters it gives r/r′ ∘ W"
         return {**Rescaling(head=self.head).covers(), "multipliers": Cover(what=what)}
+
+    def caveats(self) -> Caveats:
+        """As rescaling has it."""
+        return Rescaling(head=self.head).caveats()
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

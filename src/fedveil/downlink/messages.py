@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture, Weights
-from fedveil.ledger.releases import Cover, Released
+from fedveil.ledger.releases import Caveats, Cover, Released
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Number, counts, reals
 
@@ -100,6 +100,10 @@ class Downlink(Protocol):
     def covers(self) -> Mapping[str, Cover]:
         """What hides each field of a broadcast, where something does, or what else is in it."""
         ...
+
+    def caveats(self) -> Caveats:
+        """What it assumes and leaves open, for the ledger."""
+        return Caveats()
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Mean, Recovered
-from fedveil.ledger.releases import Cover
+from fedveil.ledger import caveats
+from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import SecretStream
 
 
@@ -33,6 +34,10 @@ class Plain:
         """Nothing is hidden."""
         return {}
 
+    def caveats(self) -> Caveats:
+        """The model is everybody's."""
+        return Caveats(unprotected=(caveats.MODEL_OPEN,))
+
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> Unveiled:
@@ -43,6 +48,10 @@ class Plain:
 @dataclass(frozen=True)
 class Kept(Plain):
     """Nothing travels down but sums: the model lives with the clients."""
+
+    def caveats(self) -> Caveats:
+        """Clients have the model, and what the server makes of sums."""
+        return Caveats(unprotected=(caveats.MODEL_WITH_CLIENTS, caveats.FORGED))
 
 
 @dataclass(frozen=True, eq=False)

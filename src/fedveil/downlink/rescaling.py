@@ -22,7 +22,8 @@ from fedveil.downlink.architecture import Architecture, TappedLinear, Weights, a
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
 from fedveil.errors import ConfigError, TraceError
-from fedveil.ledger.releases import Cover
+from fedveil.ledger import caveats
+from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import Guarded, SecretStream
 from fedveil.tensors import flatten
 
@@ -86,6 +87,10 @@ class Rescaling:
             "epsilon": Cover(what="ε·k² of the normalisation layers", hiding=scales),
             "statistics": Cover(what="running statistics, rescaled", hiding=scales),
         }
+
+    def caveats(self) -> Caveats:
+        """Scales are measured, not proven; outputs are open without head noise."""
+        return Caveats(unprotected=(caveats.VEIL, *(() if self.head else (caveats.OUTPUTS,))))
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

@@ -99,3 +99,13 @@ class Caveats:
     unprotected: tuple[str, ...] = ()
     paper: str = ""
     notes: tuple[str, ...] = ()
+
+    def followed_by(self, *others: Caveats) -> Caveats:
+        """These and then the others', each sentence once; the paper's claim stays."""
+        said = (self, *others)
+        return Caveats(
+            tuple(dict.fromkeys(text for one in said for text in one.assumptions)),
+            tuple(dict.fromkeys(text for one in said for text in one.unprotected)),
+            self.paper,
+            tuple(dict.fromkeys(text for one in said for text in one.notes)),
+        )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, Downlink
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.caveats import RunFacts
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -187,6 +188,10 @@ class Central(Protocol):
         """The deviation of noise that rests on an assumption, where it is such noise."""
         ...
 
+    def caveats(self) -> Caveats:
+        """What it assumes and leaves open, for the ledger."""
+        return Caveats()
+
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """The sum of uploads as it may be used."""
         ...
@@ -273,6 +278,10 @@ class Channel(Protocol):
         """What clients give away, field by field."""
         ...
 
+    def caveats(self, run: RunFacts) -> Caveats:
+        """What it assumes and leaves open, for the ledger."""
+        return Caveats()
+
 
 class Uplink(Channel, Protocol):
     """How contributions travel to a server that holds the model, and become a sum.
@@ -348,7 +357,8 @@ class UploadSum(Inbox[Upload]):
 class Scheme:
     """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
 
-    `max_size_ratio` is how many times the median number of samples a client may announce.
+    `max_size_ratio` is how many times the median number of samples a client may announce. `caveats` are sentences of
+    the scheme's own: its parts answer for themselves.
     """
 
     name: str
@@ -392,6 +402,13 @@ class Scheme:
     def readable(self) -> bool:
         """Whether the server can read one client's upload."""
         return self.holder == "server" and self.uplink.readable
+
+    def stating(self, *, rounds: int, cohort: int, clients: int) -> Scheme:
+        """The same, with what its parts assume and leave open in such a run behind what it says itself."""
+        run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None)
+        central = Caveats() if self.central is None else self.central.caveats()
+        parts = (self.uplink.caveats(run), self.downlink.caveats(), central)
+        return replace(self, caveats=self.caveats.followed_by(*parts))
 
     def layout(self, architecture: Architecture) -> Layout:
         """The layout of one contribution."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from fedveil.downlink import Architecture
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.ledger import caveats
 from fedveil.ledger.accountant import Accountant, SampledAccountant
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import delta_floor, delta_floor_even, epsilon_of
@@ -30,7 +31,6 @@ from fedveil.plain import read_raw, read_text
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.protocol.phases import RoundBegins, RoundDone
 from fedveil.runs.job import Job
-from fedveil.schemes import caveats
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING

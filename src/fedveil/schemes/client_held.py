@@ -10,8 +10,6 @@ from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.plain import Kept, Plain
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats
-from fedveil.schemes.hardened import masked_assumptions
 from fedveil.schemes.options import DpOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.noise_plan import NoisePlan
@@ -24,24 +22,13 @@ VALUE_RANGE = 256.0
 _PAPER = "σ = min_i(2θ/|D_i|)·√(2qT·ln(1/δ))/ε (ParaAegis): no bound on an update of local epochs, so no guarantee"
 
 
-def _cipher(
-    setting: Setting, name: CipherName, value_range: float, masking: MaskOptions
-) -> tuple[Cipher, tuple[str, ...]]:
-    """The cipher, and what hiding under it assumes."""
+def _cipher(name: CipherName, value_range: float, masking: MaskOptions) -> Cipher:
     masks = masking.masks(value_range)  # refuses nonsense also where it is not used
-    if name == "ckks":
-        return Ckks(value_range), (caveats.LATTICE, caveats.SHARED_KEY, caveats.UNCHANGED, caveats.LENDERS)
-    return Pads(masks), (caveats.GROUP, *masked_assumptions(setting, masks), caveats.UNCHANGED, caveats.LENDERS)
+    return Ckks(value_range) if name == "ckks" else Pads(masks)
 
 
 def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
     return NoisePlan(dp.target(setting), "local", dp.accounting, per_sample=True)
-
-
-def _given(votes: bool, *, tags: bool) -> tuple[str, ...]:
-    """What the figure for the noised rest takes as given, and where there is one that does not."""
-    given = caveats.GIVEN_WINNERS if votes else caveats.GIVEN_SUMS
-    return (given,) if votes and tags else (given, caveats.IN_ANY_CASE)
 
 
 @scheme(
@@ -57,7 +44,7 @@ def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme
         downlink=Plain(),
         work=ClippedUpdate(local.training(setting, epochs=1), dp.clip),
         uplink=Noised(_plan(setting, dp)),
-        caveats=Caveats(assumptions=(caveats.OWN_NOISE,), unprotected=(caveats.MODEL_OPEN,), paper=_PAPER),
+        caveats=Caveats(paper=_PAPER),
     )
 
 
@@ -79,17 +66,13 @@ def ckks_fedavg(
     masking: MaskOptions,
 ) -> Scheme:
     """Everything hidden, nothing noised."""
-    hiding, assumed = _cipher(setting, cipher, value_range, masking)
+    hiding = _cipher(cipher, value_range, masking)
     return Scheme(
         name="ckks-fedavg",
         downlink=Kept(),
         work=replace(local.training(setting, epochs=1), refuses=False),
         uplink=Parallel(Ratio(1.0), hiding),
         holder="clients",
-        caveats=Caveats(
-            assumptions=(caveats.KEYS, *assumed, caveats.START),
-            unprotected=(caveats.SUMS_OPEN, caveats.DIFFERENCES, caveats.MODEL_WITH_CLIENTS, caveats.FORGED),
-        ),
     )
 
 
@@ -109,18 +92,14 @@ def serial(
     masking: MaskOptions,
 ) -> Scheme:
     """Everything noised, then everything hidden."""
-    hiding, assumed = _cipher(setting, cipher, value_range, masking)
+    hiding = _cipher(cipher, value_range, masking)
     return Scheme(
         name="serial",
         downlink=Kept(),
         work=DividedUpdate(local.training(setting, epochs=1), dp.clip, reports=False),
         uplink=Parallel(Ratio(1.0), hiding, _plan(setting, dp), throughout=True),
         holder="clients",
-        caveats=Caveats(
-            assumptions=(caveats.KEYS, caveats.OWN_NOISE, *assumed, caveats.START),
-            unprotected=(caveats.MODEL_WITH_CLIENTS, caveats.FORGED),
-            paper=_PAPER,
-        ),
+        caveats=Caveats(paper=_PAPER),
     )
 
 
@@ -153,13 +132,10 @@ def paraaegis(
     """`share` 0 is dp-fedavg, 1 is ckks-fedavg."""
     ratio = Ratio(share, share_decay)
     everything = (share, share_decay) == (1.0, 1.0)
-    hiding, assumed = _cipher(setting, cipher, value_range, masking)
+    hiding = _cipher(cipher, value_range, masking)
     votes = share > 0 and not everything and strategy != "random"
     ballots = Pads(masking.masks(1.0)) if votes and vote == "histogram" else None
     training = local.training(setting, epochs=1)
-    noised = (caveats.OWN_NOISE, *(_given(votes, tags=ballots is None) if share > 0 else ()))
-    if ballots is not None:
-        assumed = tuple(dict.fromkeys((*assumed, caveats.GROUP, *masked_assumptions(setting, ballots.masks))))
     return Scheme(
         name="paraaegis",
         downlink=Kept(),
@@ -172,20 +148,5 @@ def paraaegis(
             ballots,
         ),
         holder="clients",
-        caveats=Caveats(
-            assumptions=(
-                caveats.KEYS,
-                *(() if everything else noised),
-                *(assumed if share > 0 else ()),
-                caveats.START,
-            ),
-            unprotected=(
-                *(((caveats.TAGS,) if ballots is None else (caveats.COUNTS,)) if votes else ()),
-                *((caveats.SUMS_OPEN, caveats.DIFFERENCES) if share > 0 else ()),
-                *(() if everything else (caveats.REST_OPEN if share > 0 else caveats.CHANGES_OPEN,)),
-                caveats.MODEL_WITH_CLIENTS,
-                caveats.FORGED,
-            ),
-            paper="" if everything else _PAPER,
-        ),
+        caveats=Caveats(paper="" if everything else _PAPER),
     )

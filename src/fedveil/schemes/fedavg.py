@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
 from fedveil.errors import ConfigError
-from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats
 from fedveil.schemes.options import LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
 from fedveil.work.messages import LocalWork
-
-_OPEN = ("client data: the server sees every client's gradient", caveats.MODEL_OPEN)
 
 
 @scheme(
@@ -29,4 +25,4 @@ def fedavg(setting: Setting, *, local: LocalOptions) -> Scheme:
             raise ConfigError(f"{name} must be at least 1 (got {value}).")
     gradient = Gradients(setting.loss, setting.batches, setting.vectorise)
     work: LocalWork = gradient if local.one_gradient else local.training(setting)
-    return Scheme(name="fedavg", downlink=Plain(), work=work, uplink=Bare(), caveats=Caveats(unprotected=_OPEN))
+    return Scheme(name="fedavg", downlink=Plain(), work=work, uplink=Bare())

@@ -2,62 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Literal
 
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.ledger.releases import Caveats
-from fedveil.protocol.directory import draws_of
 from fedveil.protocol.parts import Scheme, Uplink
-from fedveil.schemes import caveats
 from fedveil.schemes.lossless import lossless
 from fedveil.schemes.options import DpOptions, HeadOptions, LocalOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
-from fedveil.uplink.graph import COLLUSION, LEAST_BITS, colluding, masking_degree, surrounded_bits
-from fedveil.uplink.masked import Masked
+from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.gradients import Gradients
 
 Cover = Literal["noise", "masks"]
-
-
-def masked_assumptions(setting: Setting, masks: Masked) -> tuple[str, ...]:
-    """How many clients may side with the server, what that means for a neighbourhood, and what else masks rest on."""
-    threshold = masks.quorum.fraction
-    share = masks.quorum.colluding
-    few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
-    collusion = f"at most {few} of each client's neighbours collude (threshold {threshold:.3g})"
-    if share < 1e-9:
-        collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
-    given = (collusion, *((_surrounded(setting, masks),) if setting.cohort > 2 else ()))
-    return (*given, caveats.HONEST_ARRIVALS) if masks.unmask == "on-dropout" else given
-
-
-def _surrounded(setting: Setting, masks: Masked) -> str:
-    """What share of clients may collude so that this holds, and with which chance it does not."""
-    size, draws, needed = setting.cohort, draws_of(setting.rounds), masks.quorum.of
-    everybody, sampled = max(setting.clients, size), setting.clients > size
-    degree = masks.degree_of(size, of=everybody, draws=draws)
-    bits = surrounded_bits(size, of=everybody, degree=degree, share=masks.collusion, needed=needed, draws=draws)
-    whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
-    who = (
-        f"at most {colluding(everybody, masks.collusion)} of {whose} {everybody} clients collude (collusion "
-        f"{masks.collusion:g}), and not by who is {chosen}whose neighbour; "
-    )
-    if math.isinf(bits):
-        return f"{who}that many surround nobody who has {degree} neighbours"
-    chance = f"the chance that they surround an honest client of {degree} neighbours anywhere in the run is "
-    if degree == size - 1 and not sampled:
-        return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
-    if bits >= LEAST_BITS:
-        return f"{who}{chance}at most 2^-{bits:.1f}"
-    bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
-    fitting = masking_degree(size, of=everybody, share=masks.collusion, needed=needed, draws=draws)
-    mend = f"give {fitting} neighbours or leave the choice to FedVeil"
-    if degree >= fitting:
-        mend = f"cohorts of {size} are too small for such a share, give a larger cohort"
-    return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: {mend}"
 
 
 @scheme(
@@ -90,18 +47,6 @@ def veil_secagg(
         name="veil-secagg",
         work=Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False),
         uplink=masks,
-        caveats=Caveats(
-            assumptions=(
-                caveats.KEYS,
-                *masked_assumptions(setting, masks),
-            ),
-            unprotected=(
-                "the sum itself: no differential privacy is claimed for it",
-                caveats.DIFFERENCES,
-                caveats.CRAFTED,
-                caveats.VEIL,
-            ),
-        ),
     )
 
 
@@ -145,17 +90,4 @@ def veil_dp(
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,
-        caveats=Caveats(
-            assumptions=(
-                caveats.SIZES,
-                caveats.KEYS,
-                *caveats.shared_noise(pairs.collusion, dp.accounting),
-                *(masked_assumptions(setting, uplink) if isinstance(uplink, Masked) else ()),
-                *((caveats.REPAIRS,) if cover == "noise" and pairs.dropouts == "repair" else ()),
-            ),
-            unprotected=(
-                caveats.VEIL,
-                "the model's outputs: without head noise clients compute them exactly",
-            ),
-        ),
     )

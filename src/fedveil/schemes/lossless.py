@@ -6,9 +6,7 @@ from dataclasses import replace
 
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.errors import ConfigError
-from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats
 from fedveil.schemes.options import HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare
@@ -47,7 +45,6 @@ def lossless(
         downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(),
-        caveats=Caveats(unprotected=("client data: the server recovers every client's gradient", caveats.VEIL)),
     )
 
 

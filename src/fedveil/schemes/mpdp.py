@@ -10,7 +10,6 @@ from fedveil.errors import ConfigError
 from fedveil.ledger.gaussian import paper_sigma
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats
 from fedveil.schemes.options import AssumedPairOptions, Budget, HeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
@@ -19,18 +18,10 @@ from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
 
 SENSITIVITY = 1.0
-_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
-_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
-_ASSUMED = f"every client's gradient is assumed to have norm at most S = {SENSITIVITY:g}; nobody clips (not enforced)"
-
-
-def _caveats(*unprotected: str) -> Caveats:
-    return Caveats(
-        assumptions=(_ASSUMED,),
-        unprotected=(*unprotected, caveats.VEIL),
-        paper="σ = S·√(2·ln(1/δ))/ε for each round, S = 1 (MP-DP, Theorems 10 and 11)",
-        notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
-    )
+_CAVEATS = Caveats(
+    paper="σ = S·√(2·ln(1/δ))/ε for each round, S = 1 (MP-DP, Theorems 10 and 11)",
+    notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
+)
 
 
 def _sigma(budget: Budget) -> float:
@@ -75,7 +66,7 @@ def mpdp(
         downlink=Decomposed(head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("decomposed", budget, pairs),
-        caveats=_caveats(_BARE, _KNOWN),
+        caveats=_CAVEATS,
     )
 
 
@@ -101,7 +92,7 @@ def mpdp_naive(
         downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("gaussian", budget, pairs),
-        caveats=_caveats(_BARE),
+        caveats=_CAVEATS,
     )
 
 
@@ -127,5 +118,5 @@ def mp_cdp(
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(acquainted=True),
         central=AssumedCentral(_sigma(budget)),
-        caveats=_caveats("clients' gradients: the server sees every one"),
+        caveats=_CAVEATS,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
+from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes import caveats
 from fedveil.schemes.options import DpOptions, LocalOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.central import PlannedCentral
@@ -28,11 +28,7 @@ def ldp(setting: Setting, *, dp: DpOptions, secret_sampling: float | None = None
         downlink=Plain(),
         work=local.clipped(setting, dp.clip, secret_sampling),
         uplink=Noised(plan),
-        caveats=Caveats(
-            assumptions=(caveats.OWN_NOISE, *(() if secret_sampling is None else (caveats.SECRET_BATCH,))),
-            unprotected=(caveats.MODEL_OPEN,),
-            paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)",
-        ),
+        caveats=Caveats(paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)"),
     )
 
 
@@ -51,14 +47,8 @@ def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme:
         work=local.clipped(setting, dp.clip),
         uplink=Bare(acquainted=True),
         central=PlannedCentral(plan),
-        caveats=Caveats(
-            assumptions=(
-                caveats.SIZES,
-                "the server is trusted: it adds the noise, and shows nobody what it was sent",
-            ),
-            unprotected=(caveats.MODEL_OPEN, "clients' gradients: the server sees every one"),
-            paper="σ = 2C·√(2T·ln(1/δ))/(ε·|D|)",
-        ),
+        # Stored ledgers have the model first, before what the uplink leaves open.
+        caveats=Caveats(unprotected=(caveats.MODEL_OPEN,), paper="σ = 2C·√(2T·ln(1/δ))/(ε·|D|)"),
     )
 
 
@@ -83,12 +73,5 @@ def nadp(
         work=local.clipped(setting, dp.clip),
         uplink=pairs.noised(setting, dp, cancelling=not skip_cancelling),
         honest_arrivals=pairs.honest_arrivals,
-        caveats=Caveats(
-            assumptions=(
-                *(caveats.SIZES, caveats.KEYS, *caveats.shared_noise(pairs.collusion, dp.accounting)),
-                *((caveats.REPAIRS,) if pairs.dropouts == "repair" else ()),
-            ),
-            unprotected=(caveats.MODEL_OPEN,),
-            paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)",
-        ),
+        caveats=Caveats(paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)"),
     )

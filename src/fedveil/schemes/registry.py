@@ -121,9 +121,8 @@ class SchemeInfo:
                 plain[key] = value
         for group, default in _groups(self.build).items():
             plain[group] = dataclasses.replace(default, **grouped.get(group, {}))
-        if _ours(self.build):
-            return self.build(setting, **plain)
-        return _built(self, setting, plain)
+        scheme = self.build(setting, **plain) if _ours(self.build) else _built(self, setting, plain)
+        return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
 
 
 def _ours(build: Callable[..., Scheme]) -> bool:

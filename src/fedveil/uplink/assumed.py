@@ -19,7 +19,9 @@ from torch import Tensor
 from fedveil.downlink import Architecture, client_noise, noise_kinds
 from fedveil.downlink.decomposed import simulated_noise
 from fedveil.errors import ConfigError, unknown_name
-from fedveil.ledger.releases import Cover, Release
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
+from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload, releases_of
@@ -147,6 +149,11 @@ class AssumedNoise(Uplink):
         tail = "" if self.cancelling else "; pair noise LEFT OUT to simulate accuracy"
         noise = f"{law}, on the first tensor alone; its sensitivity is assumed, not enforced{tail}"
         return releases_of(Upload, sections=layout.names, covers={"gradients": Cover(noise=noise)})
+
+    def caveats(self, run: RunFacts) -> Caveats:
+        """Nobody clips, and not everything is covered."""
+        known = (caveats.SCALES_KNOWN,) if self.law == "decomposed" else ()
+        return Caveats(assumptions=(caveats.UNCLIPPED,), unprotected=(caveats.HEAD_BARE, *known))
 
 
 @lru_cache(maxsize=4)

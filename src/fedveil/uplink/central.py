@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.decomposed import client_noise, simulated_noise
+from fedveil.ledger import caveats
+from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import RoundContext, Terms, planned
 from fedveil.secrets import SecretStream
 from fedveil.uplink.fixed_point import FixedPoint
@@ -23,6 +25,10 @@ class PlannedCentral:
     plan: NoisePlan
 
     assumed_sigma = None
+
+    def caveats(self) -> Caveats:
+        """It counts on announced sizes and on the server."""
+        return Caveats(assumptions=(caveats.SIZES, caveats.TRUSTED))
 
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """Σ uploads + N(0, Σ residual variances), in whole steps; the weight is public and stays."""
@@ -49,6 +55,10 @@ class AssumedCentral:
     def assumed_sigma(self) -> float:
         """σ of one round."""
         return self.sigma
+
+    def caveats(self) -> Caveats:
+        """Nobody clips."""
+        return Caveats(assumptions=(caveats.UNCLIPPED,))
 
     def on_sum(self, total: Tensor, context: RoundContext, terms: Terms, *, stream: SecretStream) -> Tensor:
         """As it is: what is assumed is assumed of the true gradient."""

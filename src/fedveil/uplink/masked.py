@@ -26,6 +26,7 @@ missing, no second phase: pair masks cancel by themselves.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -37,9 +38,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
-from fedveil.ledger.releases import Cover, Release
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
+from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.directory import Epoch, from_bytes, to_bytes
+from fedveil.protocol.directory import Epoch, draws_of, from_bytes, to_bytes
 from fedveil.protocol.key_agreement import Introduction, Keyring
 from fedveil.protocol.messages import Reply, Request, releases_of, releases_of_all
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink
@@ -47,7 +50,16 @@ from fedveil.protocol.phases import Ask, Gathered
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.fixed_point import FixedPoint, check_value_range
-from fedveil.uplink.graph import COLLUSION, Graph, colluding, masking_degree, ring, withstood
+from fedveil.uplink.graph import (
+    COLLUSION,
+    LEAST_BITS,
+    Graph,
+    colluding,
+    masking_degree,
+    ring,
+    surrounded_bits,
+    withstood,
+)
 from fedveil.uplink.grid_noise import add_residual, gridded
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.unmasking import (
@@ -168,6 +180,50 @@ class Masked(Uplink):
     def readable(self) -> bool:
         """Sums alone."""
         return False
+
+    def caveats(self, run: RunFacts) -> Caveats:
+        """Who may collude with the server, and what a sum still says."""
+        assumed = self.collusion_assumptions(run)
+        if self.noise is not None:
+            shared = caveats.shared_noise(self.noise.collusion, self.noise.accounting)
+            return Caveats((caveats.SIZES, caveats.KEYS, *shared, *assumed))
+        crafted = caveats.CRAFTED_VEILED if run.veiled else caveats.CRAFTED
+        return Caveats((caveats.KEYS, *assumed), (caveats.BARE_SUM, caveats.DIFFERENCES, crafted))
+
+    def collusion_assumptions(self, run: RunFacts) -> tuple[str, ...]:
+        """How many clients may side with the server, what that means for a neighbourhood, and what else masks need."""
+        threshold, share = self.quorum.fraction, self.quorum.colluding
+        few = "a third" if abs(share - 1 / 3) < 1e-3 else f"{share:.3g}"
+        collusion = f"at most {few} of each client's neighbours collude (threshold {threshold:.3g})"
+        if share < 1e-9:
+            collusion = f"none of a client's neighbours collude (threshold {threshold:.3g})"
+        given = (collusion, *((self._surrounded(run),) if run.cohort > 2 else ()))
+        return (*given, caveats.HONEST_ARRIVALS) if self.unmask == "on-dropout" else given
+
+    def _surrounded(self, run: RunFacts) -> str:
+        """What share of clients may collude so that this holds, and with which chance it does not."""
+        size, draws, needed = run.cohort, draws_of(run.rounds), self.quorum.of
+        everybody, sampled = max(run.clients, size), run.clients > size
+        degree = self.degree_of(size, of=everybody, draws=draws)
+        bits = surrounded_bits(size, of=everybody, degree=degree, share=self.collusion, needed=needed, draws=draws)
+        whose, chosen = ("all", "asked with whom or ") if sampled else ("a round's", "")
+        who = (
+            f"at most {colluding(everybody, self.collusion)} of {whose} {everybody} clients collude (collusion "
+            f"{self.collusion:g}), and not by who is {chosen}whose neighbour; "
+        )
+        if math.isinf(bits):
+            return f"{who}that many surround nobody who has {degree} neighbours"
+        chance = f"the chance that they surround an honest client of {degree} neighbours anywhere in the run is "
+        if degree == size - 1 and not sampled:
+            return f"{who}with everybody a neighbour of everybody that is TOO MANY: raise threshold, or lower collusion"
+        if bits >= LEAST_BITS:
+            return f"{who}{chance}at most 2^-{bits:.1f}"
+        bound = "not bounded" if bits <= 0 else f"bounded by 2^-{bits:.1f} only"
+        fitting = masking_degree(size, of=everybody, share=self.collusion, needed=needed, draws=draws)
+        mend = f"give {fitting} neighbours or leave the choice to FedVeil"
+        if degree >= fitting:
+            mend = f"cohorts of {size} are too small for such a share, give a larger cohort"
+        return f"{who}{chance}{bound}, MORE than 2^-{LEAST_BITS}: {mend}"
 
     def graph(self, context: RoundContext) -> Graph:
         """Who masks with whom, derived from the epoch's beacon, the round and its cohort."""

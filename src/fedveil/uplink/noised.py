@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
 from fedveil.ledger.correlated import NoiseLayout
-from fedveil.ledger.releases import Cover, Release, Released
+from fedveil.ledger.releases import Caveats, Cover, Release, Released
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -93,6 +95,20 @@ class Noised(Uplink):
     def introduction(self) -> Introduction:
         """Pairs share secrets; the size of noise depends on everybody's sample count."""
         return "keys" if self._paired else "sizes"
+
+    def caveats(self, run: RunFacts) -> Caveats:
+        """Whose noise covers a client, and what sharing it takes."""
+        plan, paired = self.plan, self.plan.layout == "pairs"
+        if plan.layout == "local":
+            return Caveats((caveats.OWN_NOISE, *(() if plan.sampling is None else (caveats.SECRET_BATCH,))))
+        return Caveats(
+            (
+                caveats.SIZES,
+                *((caveats.KEYS,) if paired else ()),
+                *caveats.shared_noise(plan.collusion, plan.accounting),
+                *((caveats.REPAIRS,) if paired and self.dropouts == "repair" else ()),
+            )
+        )
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""

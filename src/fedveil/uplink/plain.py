@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.ledger.releases import Release
+from fedveil.ledger import caveats
+from fedveil.ledger.caveats import RunFacts
+from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Upload, releases_of
@@ -50,3 +52,9 @@ class Bare(Uplink):
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""
         return releases_of(Upload, sections=layout.names)
+
+    def caveats(self, run: RunFacts) -> Caveats:
+        """The server has what every client sent."""
+        if run.central:
+            return Caveats(unprotected=(caveats.SEEN_BEFORE_NOISE,))
+        return Caveats(unprotected=(caveats.DATA_RECOVERED if run.veiled else caveats.DATA_SEEN,))

@@ -1,6 +1,24 @@
-"""Sentences that several schemes' ledgers need, written once."""
+"""The sentences with which parts answer for what they assume and leave open, written once."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What an uplink's caveats depend on besides itself.
+
+    Rounds of `cohort` clients (0: not known), drawn from `clients`; whether the model travels `veiled`, and whether the
+    server adds noise (`central`).
+    """
+
+    rounds: int
+    cohort: int
+    clients: int
+    veiled: bool
+    central: bool
+
 
 SIZES = "every client's number of samples is public"
 KEYS = "pair secrets are unknown to the server: without a roster, it neither swapped keys nor invented clients"
@@ -15,17 +33,25 @@ SHARES_BY_SIZE = (
     "away from all others (accounting = exact shares it equally)"
 )
 HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
-CRAFTED = (
-    "a server that crafts the model it sends can make the sum reveal one client: clients cannot inspect a veiled model"
-)
+BARE_SUM = "the sum itself: no differential privacy is claimed for it"
+CRAFTED = "a server that crafts the model it sends can make the sum reveal one client"
+CRAFTED_VEILED = f"{CRAFTED}: clients cannot inspect a veiled model"
+DATA_SEEN = "client data: the server sees every client's gradient"
+DATA_RECOVERED = "client data: the server recovers every client's gradient"
+SEEN_BEFORE_NOISE = "clients' gradients: the server sees every one"
+TRUSTED = "the server is trusted: it adds the noise, and shows nobody what it was sent"
 SECRET_BATCH = "nobody but the client knows which records a round's batch holds: each is drawn by its own secrets"
 REPAIRS = (
     "the server asks for repairs only of clients whose upload it has not got, or books what it got: one that lies sees "
     "an upload under its residual noise alone (dropouts = tolerate needs no such trust)"
 )
 VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
+OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 MODEL_OPEN = "the model: every client sees it"
-CLIENT_VIEW = "what other clients learn from the models they are sent is bounded only through the noise in the sum"
+
+UNCLIPPED = "every client's gradient is assumed to have norm at most S = 1; nobody clips (not enforced)"
+HEAD_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
+SCALES_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
 
 LATTICE = "CKKS with the parameters chosen is secure (128 bits by the HomomorphicEncryption.org tables)"
 SHARED_KEY = (
