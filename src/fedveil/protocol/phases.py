@@ -56,6 +56,7 @@ class Inbox(ABC, Generic[_Reply]):
     _sizes: Sizes
     _types: Types
     _name = ""
+    _declared: tuple[Release, ...] | None = None
 
     def expect(
         self,
@@ -89,12 +90,17 @@ class Inbox(ABC, Generic[_Reply]):
                 f"{wanted} for round {there + 1}, attempt {again} arrived in round {here + 1}, attempt {attempt}"
             )
         check(reply, self._sizes, self._types)
+        if self._declared is not None:
+            names = {release.field for release in self._declared}
+            fields = released_fields(reply, name=self._name, among=names)
+            if not names.issuperset(fields):
+                check_declared(fields, self._declared)
         self._fold(reply)  # type: ignore[arg-type]
         self._waiting.discard(reply.client)
 
-    def carried(self, reply: Reply, declared: Collection[str]) -> list[str]:
-        """The fields of a reply of the kind it takes, as releases name them; of one that it does not take, none."""
-        return released_fields(reply, name=self._name, among=declared) if type(reply) is self._kind else []
+    def hold_to(self, declared: tuple[Release, ...]) -> None:
+        """Take no reply with a field, however deep and rarely there, that is not declared."""
+        self._declared = declared
 
     def awaits(self) -> list[str]:
         """The fields that the replies it takes are sure to carry, as releases name them."""
@@ -107,20 +113,14 @@ class Inbox(ABC, Generic[_Reply]):
 
 @dataclass(frozen=True, eq=False)
 class DeclaredOnly:
-    """An accumulator that is shown no reply with a field, however deep and rarely there, that nobody declared."""
+    """Any other accumulator, which is shown no reply with a field, however deep and rarely there, that nobody declared."""
 
     into: Accumulator
     releases: tuple[Release, ...]
-    named: frozenset[str]
 
     def add(self, reply: Reply) -> None:
         """Fold one reply in, or refuse it and stay unchanged."""
-        if isinstance(self.into, Inbox):
-            fields = self.into.carried(reply, self.named)
-        else:
-            fields = released_fields(reply, among=self.named)
-        if not self.named.issuperset(fields):
-            check_declared(fields, self.releases)
+        check_declared(released_fields(reply, among={release.field for release in self.releases}), self.releases)
         self.into.add(reply)
 
 

@@ -125,7 +125,10 @@ class Conductor(ABC):
                 return
             if isinstance(step, Ask):
                 self._check_declared(step)
-                step = replace(step, into=DeclaredOnly(step.into, self._declared, self._named))
+                if isinstance(step.into, Inbox):
+                    step.into.hold_to(self._declared)
+                else:
+                    step = replace(step, into=DeclaredOnly(step.into, self._declared))
             answer = yield step
 
     def _steps(self) -> Steps:
