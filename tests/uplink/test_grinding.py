@@ -24,6 +24,7 @@ from federation import job
 from fedveil.crypto.shamir import join
 from fedveil.crypto.streams import add_mask
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.caveats import RunFacts
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.cohort import WINDOW, Cohort
 from fedveil.protocol.directory import (
@@ -44,8 +45,6 @@ from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
 from fedveil.roles.client import ClientRole
 from fedveil.runs.job import Job
-from fedveil.schemes.hardened import masked_assumptions
-from fedveil.schemes.registry import Setting
 from fedveil.secrets import OsSecrets, SecretSource, SeededSecrets
 from fedveil.uplink.graph import LEAST_BITS, Graph, masking_degree, ring, surrounded_bits
 from fedveil.uplink.masked import Masked, pair_seed
@@ -440,8 +439,7 @@ def test_a_share_of_colluders_that_cannot_be_is_refused() -> None:
 
 def test_the_ledger_prints_the_chance_that_a_neighbourhood_is_not_enough() -> None:
     def said(clients: int, **how: Any) -> str:
-        setting = Setting(None, None, None, rounds=100, cohort=clients)  # type: ignore[arg-type]
-        return masked_assumptions(setting, Masked(**how))[1]
+        return Masked(**how).collusion_assumptions(RunFacts(100, clients, clients, False, False))[1]
 
     assert "at most 10 of a round's 100 clients collude (collusion 0.1)" in said(100)
     assert "that many surround nobody who has 30 neighbours" in said(100)
@@ -551,8 +549,7 @@ def test_shuffled_cohorts_surround_clients_as_often_as_computed() -> None:
 
 def test_the_ledger_says_of_sampled_cohorts_how_many_of_all_clients_may_collude_and_what_the_chance_is() -> None:
     def said(clients: int, cohort: int, **how: Any) -> str:
-        setting = Setting(None, None, None, rounds=100, cohort=cohort, clients=clients)  # type: ignore[arg-type]
-        return masked_assumptions(setting, Masked(**how))[1]
+        return Masked(**how).collusion_assumptions(RunFacts(100, cohort, clients, False, False))[1]
 
     few = said(1000, 10)
     assert "at most 100 of all 1000 clients collude (collusion 0.1), and not by who is asked with whom or" in few

@@ -113,7 +113,7 @@ class Inbox(ABC, Generic[_Reply]):
 
 @dataclass(frozen=True, eq=False)
 class DeclaredOnly:
-    """Any other accumulator, which is shown no reply with a field, however deep and rarely there, that nobody declared."""
+    """Any other accumulator: it is shown no reply with a field, however deep and rarely there, that nobody declared."""
 
     into: Accumulator
     releases: tuple[Release, ...]
