@@ -26,8 +26,8 @@ from fedveil.data import Dataset
 from fedveil.downlink import Architecture
 from fedveil.engine import ClientPool
 from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Row as Round
 from fedveil.runs.job import Job
-from fedveil.runs.loop import Row as Round
 from fedveil.runs.loop import fresh_state, train_job
 from papers import membership
 from papers.attacks import (

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -93,26 +94,18 @@ def modules_imported(tree: ast.AST, package: list[str]) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
-            yield name
             yield from (f"{name}.{one.name}" for one in node.names)
 
 
 def parts_imported(source: str, path: Path) -> set[str]:
     package = ["fedveil", *path.relative_to(ROOT).parts[:-1]]
-    names = [name.split(".") for name in modules_imported(ast.parse(source), package)]
-    # The second word is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`.
-    ours = {part(".".join(name[1:])) for name in names if name[0] == "fedveil" and len(name) > 1}
-    two_floors = {one.split(".")[0] for there in FLOORS.values() for one in there}
-    whole = {name[1] for name in names if name[0] == "fedveil" and len(name) == 2} & two_floors
-    return {name for name in ours if name in MAY_IMPORT} - {part_of(path)} - (two_floors - whole - _above(names))
+    # The word after fedveil is the part: fedveil.models, and fedveil.errors.X for `from fedveil.errors import X`.
+    names = modules_imported(ast.parse(source), package)
+    ours = {part(name.removeprefix("fedveil.")) for name in names if name.startswith("fedveil.")}
+    return ours & set(MAY_IMPORT) - {part_of(path)}
 
 
-def _above(names: list[list[str]]) -> set[str]:
-    """The rooms on two floors of which a module of the upper one is named."""
-    lower = {one for there in FLOORS.values() for one in there}
-    return {name[1] for name in names if len(name) > 2 and name[0] == "fedveil" and ".".join(name[1:3]) not in lower}
-
-
+@cache
 def imports_by_part() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in FILES:

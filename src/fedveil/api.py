@@ -23,9 +23,9 @@ from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.runs.callbacks import Progress
+from fedveil.runs.callbacks import Progress, Row
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
-from fedveil.runs.loop import Row, fresh_state, summarise, train_job
+from fedveil.runs.loop import fresh_state, summarise, train_job
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
 
@@ -36,6 +36,37 @@ Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
 _INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
 _TARGETS = ("y", "label", "labels", "target", "targets")
+
+
+# A command in backticks stays one.
+_FLAG = re.compile(r"`[^`]*`|--(?P<no>no-)?(?P<name>[a-z]+(?:-[a-z]+)*)(?: (?P<value>[\w.:/-]*\w))?")
+_NO_VALUES = ("and", "if", "or", "too")
+_TAKEN = {setting.name: str(setting.type) for setting in fields(RunConfig)} | {"out": "str", "resume": "bool"}
+
+
+@contextmanager
+def _errors_in_python() -> Iterator[None]:
+    """Errors name settings as whoever called from Python writes them: loss='square' instead of --loss square."""
+    try:
+        yield
+    except FedVeilError as reason:
+        reason.args = (_FLAG.sub(_as_argument, str(reason)), *reason.args[1:])
+        raise
+
+
+def _as_argument(flag: re.Match[str]) -> str:
+    name, value = (flag["name"] or "").replace("-", "_"), flag["value"]
+    kind = _TAKEN.get(name)
+    if kind is None:  # a whole command, or a flag of some other one
+        return flag[0]
+    after = "" if value is None else f" {value}"
+    if kind.startswith("bool"):
+        return f"{name}={not flag['no']}{after}"
+    if value is None or value in _NO_VALUES:
+        return name + after
+    if kind.startswith("str"):
+        return f"{name}={value!r}"
+    return f"{name}={value}" if value[0].isdigit() else name + after
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +84,7 @@ class Trained:
         return ledger
 
 
+@_errors_in_python()
 def train(
     model: nn.Module,
     clients: Sequence[ClientSamples],
@@ -92,20 +124,6 @@ def train(
         >>> len(result.metrics)
         2
     """
-    with _errors_in_python():
-        return _train(model, clients, scheme, test, out, resume, progress, settings)
-
-
-def _train(
-    model: nn.Module,
-    clients: Sequence[ClientSamples],
-    scheme: str | Scheme | Callable[..., Scheme],
-    test: ClientSamples | None,
-    out: str | Path | None,
-    resume: bool,
-    progress: bool,
-    settings: dict[str, Any],
-) -> Trained:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
@@ -151,37 +169,6 @@ def _train(
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
-
-
-# A command in backticks stays one.
-_FLAG = re.compile(r"`[^`]*`|--(?P<no>no-)?(?P<name>[a-z]+(?:-[a-z]+)*)(?: (?P<value>[\w.:/-]*\w))?")
-_NO_VALUES = ("and", "if", "or", "too")
-_TAKEN = {setting.name: str(setting.type) for setting in fields(RunConfig)} | {"out": "str", "resume": "bool"}
-
-
-@contextmanager
-def _errors_in_python() -> Iterator[None]:
-    """Errors name settings as whoever called from Python writes them: loss='square' instead of --loss square."""
-    try:
-        yield
-    except FedVeilError as reason:
-        reason.args = (_FLAG.sub(_as_argument, str(reason)), *reason.args[1:])
-        raise
-
-
-def _as_argument(flag: re.Match[str]) -> str:
-    name, value = (flag["name"] or "").replace("-", "_"), flag["value"]
-    kind = _TAKEN.get(name)
-    if kind is None:  # a whole command, or a flag of some other one
-        return flag[0]
-    after = "" if value is None else f" {value}"
-    if kind.startswith("bool"):
-        return f"{name}={not flag['no']}{after}"
-    if value is None or value in _NO_VALUES:
-        return name + after
-    if kind.startswith("str"):
-        return f"{name}={value!r}"
-    return f"{name}={value}" if value[0].isdigit() else name + after
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, FedVeilError, missing_extra
 from fedveil.plain import figure
-from fedveil.runs.callbacks import Callback
+from fedveil.runs.callbacks import Callback, Say
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.version import __version__
 
@@ -285,9 +285,6 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         return (Metric(name, value, now, step) for name, value in figures.items())
-
-
-Say = Callable[[str], None]
 
 
 class _Tracker(Callback, Protocol):

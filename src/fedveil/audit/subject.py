@@ -32,9 +32,10 @@ from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train
+from fedveil.runs.callbacks import Row
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config
-from fedveil.runs.loop import Row, fresh_state, train_job
+from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.recorded import Recording
 from fedveil.work import Batches
 from fedveil.work.batches import mixed_seed

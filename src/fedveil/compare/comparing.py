@@ -15,14 +15,13 @@ from fedveil.compare.results import CellEvent, CellProgress, read_results, resul
 from fedveil.compare.worker import Report
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
+from fedveil.runs.callbacks import Say
 from fedveil.runs.folder import RunFolder, ledger_from
 from fedveil.tracking import Tracked, trackers
 
 DEFAULT_SCHEMES = ("fedavg", "lossless", "veil-secagg", "nadp", "mpdp", "veil-dp", "paraaegis")
 DEFAULT_SEEDS = (1,)
 SERVER = "server"
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ from fedveil.own_code import typed
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.phases import Ask
 from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Row, Say
 from fedveil.runs.folder import RunFolder, write_atomically
 from fedveil.runs.job import (
     Guard,
@@ -45,9 +46,9 @@ from fedveil.runs.job import (
     read_roster,
     settled,
 )
-from fedveil.runs.loop import Outcome, Row, conduct, fresh_state, privacy_journal_of, server_role
+from fedveil.runs.loop import Outcome, conduct, fresh_state, privacy_journal_of, server_role
 from fedveil.runs.preflight import preflight
-from fedveil.runs.session import Say, continue_in, train_into
+from fedveil.runs.session import continue_in, train_into
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.messages import Broadcast, PublicHead
-from fedveil.ledger.releases import ContributionSections, Cover, Party, Release, Released
+from fedveil.ledger.releases import ContributionSections, Cover, Party, Release, Released, check_declared
 from fedveil.protocol.codec import message, released
 from fedveil.shapes import REALS, Shape, clients, declared, words
 
@@ -135,6 +136,23 @@ def released_fields(sent: Request | Reply, *, name: str = "", among: Collection[
         return names
 
     return walk(sent, name or _name_of(type(sent)))
+
+
+@dataclass(frozen=True)
+class DeclaredReleases:
+    """The releases that a run's scheme declares, in order, and whether what is about to pass is among them."""
+
+    releases: tuple[Release, ...]
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """Their fields."""
+        return frozenset(release.field for release in self.releases)
+
+    def check(self, fields: Collection[str]) -> None:
+        """Refuse fields that nobody declared (UndeclaredError)."""
+        if not self.fields.issuperset(fields):
+            check_declared(fields, self.releases)
 
 
 @message

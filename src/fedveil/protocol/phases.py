@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from fedveil.errors import ProtocolError, Refusal
-from fedveil.ledger.releases import Release, check_declared
 from fedveil.protocol.client_state import ClientState
-from fedveil.protocol.messages import Reply, Request, awaited_fields, released_fields
+from fedveil.protocol.messages import DeclaredReleases, Reply, Request, awaited_fields, released_fields
 from fedveil.shapes import Sizes, Types, check, named
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Inbox(ABC, Generic[_Reply]):
     _sizes: Sizes
     _types: Types
     _name = ""
-    _declared: tuple[Release, ...] | None = None
+    _declared: DeclaredReleases | None = None
 
     def expect(
         self,
@@ -91,14 +90,11 @@ class Inbox(ABC, Generic[_Reply]):
             )
         check(reply, self._sizes, self._types)
         if self._declared is not None:
-            names = {release.field for release in self._declared}
-            fields = released_fields(reply, name=self._name, among=names)
-            if not names.issuperset(fields):
-                check_declared(fields, self._declared)
+            self._declared.check(released_fields(reply, name=self._name, among=self._declared.fields))
         self._fold(reply)  # type: ignore[arg-type]
         self._waiting.discard(reply.client)
 
-    def hold_to(self, declared: tuple[Release, ...]) -> None:
+    def hold_to(self, declared: DeclaredReleases) -> None:
         """Take no reply with a field, however deep and rarely there, that is not declared."""
         self._declared = declared
 
@@ -116,11 +112,11 @@ class DeclaredOnly:
     """Any other accumulator: it is shown no reply with a field, however deep and rarely there, that nobody declared."""
 
     into: Accumulator
-    releases: tuple[Release, ...]
+    declared: DeclaredReleases
 
     def add(self, reply: Reply) -> None:
         """Fold one reply in, or refuse it and stay unchanged."""
-        check_declared(released_fields(reply, among={release.field for release in self.releases}), self.releases)
+        self.declared.check(released_fields(reply, among=self.declared.fields))
         self.into.add(reply)
 
 

@@ -55,10 +55,9 @@ from fedveil.downlink.architecture import Architecture, Weights, batch_norms
 from fedveil.downlink.messages import Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Accountant
-from fedveil.ledger.releases import check_declared
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
-from fedveil.protocol.messages import Request, Train, released_fields
+from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
 from fedveil.protocol.parts import RoundContext, Scheme, Summing
 from fedveil.protocol.phases import Ask, DeclaredOnly, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
 from fedveil.secrets import SecretSource
@@ -100,8 +99,7 @@ class Conductor(ABC):
         self._position = state
         self._first = state.round
         self._stopped = False
-        self._declared = scheme.releases(architecture)
-        self._named = frozenset(release.field for release in self._declared)
+        self._declared = DeclaredReleases(scheme.releases(architecture))
         self._introductions: Introductions | None = None
         drawn = self._secrets.stream("run", state.attempt).bytes(16).hex()
         if scheme.uplink.introduction != "none":
@@ -201,8 +199,7 @@ class Conductor(ABC):
         fields = [field for sent in (ask.common, *ask.each.values()) for field in released_fields(sent)]
         if isinstance(ask.into, Inbox):
             fields += ask.into.awaits()
-        if not self._named.issuperset(fields):
-            check_declared(fields, self._declared)
+        self._declared.check(fields)
 
     @property
     def left_out(self) -> dict[int, str]:
@@ -271,7 +268,7 @@ class ServerRole(Conductor):
         self._mover = Mover(architecture, optimiser)
         self._owed: dict[int, Request] = {}
         self.state: ServerState = state
-        check_declared((f"upload.{name}" for name in self._terms.layout.names), self._declared)
+        self._declared.check([f"upload.{name}" for name in self._terms.layout.names])
 
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         state, uplink = self.state, self._uplink

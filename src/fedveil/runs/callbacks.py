@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from fedveil.config import RunConfig
 from fedveil.runs.folder import RunFolder
 
 Row = dict[str, Any]
+Say = Callable[[str], None]
 
 
 class Callback(Protocol):

@@ -24,6 +24,7 @@ from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
+from fedveil.runs.callbacks import Row
 from fedveil.runs.evaluation import ClientScores, Scores, score_client_view, score_weights
 from fedveil.runs.job import Job
 from fedveil.runs.privacy_journal import PrivacyJournal
@@ -84,7 +85,6 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
     return HolderRole(job.scheme, job.architecture, start=start, optimiser=job.optimiser, **own)
 
 
-Row = dict[str, Any]
 OnRound = Callable[[Row, ServerState], None]
 
 _DROPOUT = 0xD0D0

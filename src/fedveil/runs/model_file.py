@@ -26,6 +26,7 @@ from fedveil.downlink.scales import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError, DataError
 from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
+from fedveil.runs.callbacks import Say
 from fedveil.runs.evaluation import predict as outputs_of
 from fedveil.runs.folder import digest_of, write_atomically
 from fedveil.runs.job import ModelFacts
@@ -192,9 +193,6 @@ def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     if RunConfig.from_mapping(config).simulated_secrets:
         kept["seed"] = config.get("seed")
     return kept
-
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,16 +12,14 @@ from fedveil.config import RunConfig
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import Callback, Progress, working
+from fedveil.runs.callbacks import Callback, Progress, Row, Say, working
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
-from fedveil.runs.loop import Outcome, Row, fresh_state, summarise, train_job
+from fedveil.runs.loop import Outcome, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
 from fedveil.runs.preflight import preflight
 from fedveil.runs.recorded import chosen
-
-Say = Callable[[str], None]
 
 _LOG = logging.getLogger(__name__)
 
