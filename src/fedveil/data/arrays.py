@@ -340,6 +340,17 @@ def _part(arrays: Mapping[str, Array], path: Path, part: str = "") -> Part:
     return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], arrays[groups] if groups else None)
 
 
+def labelled(arrays: Mapping[str, Array], path: Path) -> tuple[Array, Array | None]:
+    """The samples among the arrays of a file, or its only array, and their targets where it has them."""
+    lowered = _lowered(arrays)
+    x, y = _find(lowered, _X, ""), _find(lowered, _Y, "")
+    if x is None and len(lowered) == 1:
+        x = next(iter(lowered))
+    if x is None:
+        raise DataError(f"{path}: no samples x; it holds {', '.join(arrays) or 'nothing'}.")
+    return lowered[x], None if y is None else lowered[y]
+
+
 def _find(arrays: Mapping[str, Array], names: tuple[str, ...], part: str) -> str | None:
     spelt = [form for name in names for form in ((f"{name}_{part}", f"{part}_{name}") if part else (name,))]
     return next((form for form in spelt if form in arrays), None)
