@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task
+from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
@@ -29,8 +30,13 @@ from fedveil.runs.loop import fresh_state, summarise, train_job
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
 
+if TYPE_CHECKING:
+    from fedveil.runs.predicting import Model
+
 # Settings about data and model that a command line needs and arguments replace.
-_GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
+_GIVEN_OTHERWISE = tuple(
+    "dataset target task text group picture_size test_fraction partition alpha ratio model_options".split()
+)
 
 Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
@@ -94,6 +100,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    preparation: Preparation | None = None,
     **settings: Any,
 ) -> Trained:
     """Train `model` federatedly on each client's samples.
@@ -107,6 +114,8 @@ def train(
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
+        preparation: How the samples were made of raw ones, where `fedveil.data.load` made them (its Split has it); the
+            model's file then holds it, and `fedveil.load` takes raw samples. (None: numbers as they are.)
         settings: Those of the command line (`rounds`, `lr`, `seed`, …), and the options of your own scheme.
 
     Returns:
@@ -143,7 +152,12 @@ def train(
     task = _task(pairs)
     held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
     outputs = _outputs(pairs, task, model)
-    facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
+    preparation = preparation or Preparation(numbers_like(*(x for x, _ in pairs)))
+    facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task, None, preparation.classes, preparation)
+    if preparation.inputs.shape != facts.input_shape:
+        raise ConfigError(
+            f"The preparation makes samples of shape {preparation.inputs.shape}, the clients' have {facts.input_shape}."
+        )
     if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
         raise DataError(
             f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
@@ -169,6 +183,28 @@ def train(
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+
+
+@_errors_in_python()
+def load(run_or_file: str | Path, *, model: nn.Module | Callable[..., nn.Module] | str | None = None) -> Model:
+    """A trained model that predicts for raw samples.
+
+    Args:
+        run_or_file: A run's folder, its model.safetensors, or an export.
+        model: Your own network or the function that builds it, where the run trained such a one; or the name of code
+            (`OwnCode`). What a file names is never imported.
+
+    Returns:
+        A module whose `predict` takes raw rows, pictures, texts or arrays, and gives classes and probabilities.
+
+    Raises:
+        ConfigError: There is no model, it is damaged, or `model` does not fit it.
+    """
+    # The file needs packages that in-memory training does not.
+    from fedveil.runs.model_file import load_model
+    from fedveil.runs.predicting import Model
+
+    return Model(load_model(Path(run_or_file), model=model))
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:

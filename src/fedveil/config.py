@@ -95,6 +95,12 @@ class RunConfig:
     task: str | None = _setting(_DATA, "classification or regression.", choices=("classification", "regression"))
     text: str | None = _setting(_DATA, "CSV: the column of texts.")
     group: str | None = _setting(_DATA, "CSV: the column of sample owners.")
+    picture_size: int | None = _setting(
+        _DATA,
+        "Picture folders: resize to this many pixels a side; predictions then do the same.",
+        shown="all have one size",
+        check=_POSITIVE,
+    )
     test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
     partition: str = _setting(_DATA, "iid, dirichlet, size, group, replacement.", "iid")
     alpha: float = _setting(_DATA, "dirichlet: concentration.", 0.5)
@@ -288,8 +294,9 @@ class RunConfig:
         skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
         skipped -= {"rounds"} if self.lr_schedule == "cosine" else set()
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
-        if self.options is None:  # as it was before schemes could have options of their own
-            del kept["options"]
+        for later in ("options", "picture_size"):  # as it was before there were such settings
+            if getattr(self, later) is None:
+                del kept[later]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
             if isinstance(value, OwnCode) or (":" in value and name != "dataset"):

@@ -11,7 +11,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.runs import session
 from fedveil.runs.job import device_of
-from fedveil.runs.model_file import predict_dataset
+from fedveil.runs.predicting import predict_dataset
 from shell import fedveil
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Split, Task, check_finite
 from fedveil.data.partition import Purpose, generator
+from fedveil.data.preparation import Preparation, fit_pixels, from_bytes, laid_out, numbers_like
 from fedveil.errors import DataError
 
 _COMPRESSED = frozenset({".gz", ".xz"})
@@ -73,8 +74,6 @@ def files_of(folder: Path) -> list[Path]:
 
 Array = npt.NDArray[np.generic]
 
-_CHANNELS = (1, 3, 4)
-
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -95,6 +94,7 @@ class Arrays:
     classes: tuple[str, ...] = ()
     outputs: int | None = None
     vocabulary: int | None = None
+    resized: bool = False
 
 
 def split_rows(count: int, options: Options, *, where: str) -> tuple[Tensor, Tensor]:
@@ -118,10 +118,10 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
             f"{parts[0].origin} holds {parts[0].x.dtype}, but {parts[1].origin} {parts[1].x.dtype}. "
             "Bytes are scaled to [0, 1] and other numbers are not: store both parts alike."
         )
-    inputs = [_inputs(part, tokens=arrays.vocabulary is not None) for part in parts]
+    samples = [_inputs(part, tokens=arrays.vocabulary is not None) for part in parts]
     ready = [
         Dataset(name, task, x, y, outputs, labels, _groups(part), arrays.vocabulary)
-        for part, x, y in zip(parts, inputs, targets, strict=True)
+        for part, x, y in zip(parts, samples, targets, strict=True)
     ]
     if len(ready) == 1:
         ready = [ready[0].subset(rows) for rows in split_rows(len(ready[0]), options, where=parts[0].origin)]
@@ -131,19 +131,11 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
             f"{parts[0].origin} has samples of shape {ours}, but {parts[1].origin} of shape {theirs}. "
             "Bring both parts to the same shape."
         )
-    if image and options.normalise:
-        ready = _standardised(ready)
-    return Split(*ready)
-
-
-def _standardised(parts: list[Dataset]) -> list[Dataset]:
-    """Every channel shifted and scaled by the mean and deviation it has in the first part."""
-    x = parts[0].x
-    # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
-    across = [0, *range(2, x.ndim)] if x.ndim > 2 else [0, 1]
-    deviation, mean = torch.std_mean(x, dim=across, correction=0, keepdim=True)
-    deviation = torch.where(deviation > 0, deviation, 1.0)
-    return [replace(part, x=part.x.sub(mean).div_(deviation)) for part in parts]
+    if image:
+        pixels = fit_pixels(ready[0].x, standardise=options.normalise, resize=arrays.resized)
+        ready = [replace(part, x=pixels.standardised(part.x)) for part in ready]
+    inputs = pixels if image else numbers_like(ready[0].x)
+    return Split(ready[0], ready[1], Preparation(inputs, labels))
 
 
 def _check_counts(part: Part) -> None:
@@ -165,17 +157,11 @@ def _inputs(part: Part, *, tokens: bool) -> Tensor:
         if x.dtype.kind not in "iu":
             raise DataError(f"{part.origin}: token ids must be whole numbers, not {x.dtype}.")
         return torch.from_numpy(x.astype(np.int64))
-    if x.dtype == np.uint8 and x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4:
-        last, first = x.shape[3] in _CHANNELS, x.shape[1] in _CHANNELS
-        # Bytes are pictures, mostly channel last; other numbers are only turned when it is beyond doubt.
-        if (x.dtype == np.uint8 and (last or not first)) or (last and not first):
-            x = x.transpose(0, 3, 1, 2)
+    x = laid_out(x, None, where=part.origin)
+    if x.dtype == np.uint8:
+        return from_bytes(x)
     with np.errstate(over="ignore"):
         ready = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-    if x.dtype == np.uint8:
-        return ready.div_(255.0)
     check_finite(ready, what="x", where=part.origin)
     return ready
 
@@ -352,6 +338,17 @@ def _part(arrays: Mapping[str, Array], path: Path, part: str = "") -> Part:
             "Expected x and y (or data and labels, images and labels, x_train, y_train, x_test, y_test)."
         )
     return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], arrays[groups] if groups else None)
+
+
+def labelled(arrays: Mapping[str, Array], path: Path) -> tuple[Array, Array | None]:
+    """The samples among the arrays of a file, or its only array, and their targets where it has them."""
+    lowered = _lowered(arrays)
+    x, y = _find(lowered, _X, ""), _find(lowered, _Y, "")
+    if x is None and len(lowered) == 1:
+        x = next(iter(lowered))
+    if x is None:
+        raise DataError(f"{path}: no samples x; it holds {', '.join(arrays) or 'nothing'}.")
+    return lowered[x], None if y is None else lowered[y]
 
 
 def _find(arrays: Mapping[str, Array], names: tuple[str, ...], part: str) -> str | None:

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.data.preparation import Preparation
 from fedveil.errors import ConfigError, DataError, unknown_name
 
 Task = Literal["classification", "regression"]
+LARGEST_PICTURE = 1 << 13
 
 
 # Tensors have no single truth value under ==, so equality of data sets is identity.
@@ -71,10 +73,11 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A training part and the test part that belongs to it."""
+    """A training part and the test part that belongs to it; `preparation` says what was done to the raw samples."""
 
     train: Dataset
     test: Dataset
+    preparation: Preparation | None = None
 
     def __post_init__(self) -> None:
         for what in ("task", "outputs", "input_shape", "is_text"):
@@ -166,6 +169,7 @@ class Options:
     max_tokens: int = 200
     vocabulary: int = 10_000
     normalise: bool = True
+    picture_size: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 < self.test_fraction < 1.0:
@@ -178,6 +182,8 @@ class Options:
             raise ConfigError(
                 f"vocabulary is {self.vocabulary}; it must be at least 3: padding, unknown, and one word."
             )
+        if self.picture_size is not None and not 1 <= self.picture_size <= LARGEST_PICTURE:
+            raise ConfigError(f"picture_size is {self.picture_size}; it must lie between 1 and {LARGEST_PICTURE}.")
 
     def refuse_columns(self, name: str) -> None:
         """Raise where a column was named although the source ``name`` has no columns."""
@@ -187,3 +193,10 @@ class Options:
                     f"{option}={getattr(self, option)!r} names a CSV column, but {name} is not a CSV table. "
                     f"Leave {option} out."
                 )
+
+    def refuse_picture_size(self, name: str) -> None:
+        """Raise where pictures are to be resized although the source ``name`` is no folder of pictures."""
+        if self.picture_size is not None:
+            raise ConfigError(
+                f"picture_size resizes pictures as they are read from a folder, and {name} is none. Leave it out."
+            )

@@ -427,41 +427,54 @@ def _class_names(folder: Path, classes: int, *, binary: bool) -> tuple[str, ...]
 _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow goes by content, not by name, and hands PostScript to another program.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+_BILINEAR = 2  # Pillow's number for it; averages over all pixels where a picture shrinks
 
 
 def is_pictures(path: Path) -> bool:
     """Whether this folder holds class folders with pictures, directly or under train."""
-    return path.is_dir() and (bool(_class_folders(path)) or bool(_class_folders(path / "train")))
+    return path.is_dir() and (bool(class_folders(path)) or bool(class_folders(path / "train")))
 
 
-def read_pictures(path: Path) -> Arrays:
-    """Read PATH/{train,test|val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too."""
-    decode = _decoder()
-    if not _class_folders(path / "train"):
-        classes = _class_folders(path)
-        return Arrays(_picture_part(path, classes, decode), None, tuple(classes))
-    held = next((path / name for name in TEST_NAMES if _class_folders(path / name)), None)
-    classes = _class_folders(path / "train")
-    train = _picture_part(path / "train", classes, decode)
+def read_pictures(path: Path, *, size: int | None = None) -> Arrays:
+    """Read PATH/{train,test|val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too.
+
+    With a `size`, every picture is resized to so many pixels a side.
+    """
+    decode = decoder(None if size is None else (size, size))
+    resized = size is not None
+    if not class_folders(path / "train"):
+        classes = class_folders(path)
+        return Arrays(_picture_part(path, classes, decode, resized=resized), None, tuple(classes), resized=resized)
+    held = next((path / name for name in TEST_NAMES if class_folders(path / name)), None)
+    classes = class_folders(path / "train")
+    train = _picture_part(path / "train", classes, decode, resized=resized)
     if held is None:
-        return Arrays(train, None, tuple(classes))
-    if set(_class_folders(held)) != set(classes):
-        odd = sorted(set(_class_folders(held)) ^ set(classes))
+        return Arrays(train, None, tuple(classes), resized=resized)
+    if set(class_folders(held)) != set(classes):
+        odd = sorted(set(class_folders(held)) ^ set(classes))
         raise DataError(
             f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
         )
-    return Arrays(train, _picture_part(held, _class_folders(held), decode), tuple(classes))
+    test = _picture_part(held, class_folders(held), decode, resized=resized)
+    return Arrays(train, test, tuple(classes), resized=resized)
 
 
-def _class_folders(path: Path) -> dict[str, list[Path]]:
+def class_folders(path: Path) -> dict[str, list[Path]]:
+    """The pictures of every folder in `path` that holds some, by its name."""
     if not path.is_dir():
         return {}
     folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    pictures = {folder.name: [f for f in files_of(folder) if f.suffix.lower() in _ENDINGS] for folder in folders}
+    pictures = {folder.name: [file for file in files_of(folder) if is_picture(file)] for folder in folders}
     return {name: files for name, files in pictures.items() if files}
 
 
-def _decoder() -> Callable[[Path], Array]:
+def is_picture(file: Path) -> bool:
+    """Whether the name is that of a picture."""
+    return file.suffix.lower() in _ENDINGS
+
+
+def decoder(size: tuple[int, int] | None = None) -> Callable[[Path], Array]:
+    """What reads a picture's bytes, of shape (height, width) or (height, width, 3), resized to a (width, height)."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -473,19 +486,26 @@ def _decoder() -> Callable[[Path], Array]:
                 pixels = picture.width * picture.height * len(picture.getbands())
                 if pixels > largest_of(path.stat().st_size):
                     raise ValueError(f"{picture.width}×{picture.height} pixels, too many for its size")
-                grey = picture.mode in ("1", "L", "LA")
-                return np.asarray(picture.convert("L" if grey else "RGB"))
+                return as_array(picture, size)
         except Exception as error:  # each format has its own ways to fail on a damaged picture
             raise DataError(f"{path}: not a readable picture ({error}).") from error
 
     return decode
 
 
-def _picture_part(path: Path, classes: dict[str, list[Path]], decode: Callable[[Path], Array]) -> Part:
+def as_array(picture: Any, size: tuple[int, int] | None) -> Array:
+    """A Pillow picture as bytes: grey ones in one channel, all others in three; resized to a (width, height)."""
+    plain = picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB")
+    return np.asarray(plain if size in (None, plain.size) else plain.resize(size, _BILINEAR))
+
+
+def _picture_part(
+    path: Path, classes: dict[str, list[Path]], decode: Callable[[Path], Array], *, resized: bool
+) -> Part:
     pictures: list[Array] = []
     labels: list[int] = []
     first: Path | None = None
-    left = largest_of(sum(file.stat().st_size for files in classes.values() for file in files))
+    left = math.inf if resized else largest_of(sum(file.stat().st_size for files in classes.values() for file in files))
     for code, files in enumerate(classes.values()):
         for file in files:
             picture = decode(file)
@@ -494,7 +514,7 @@ def _picture_part(path: Path, classes: dict[str, list[Path]], decode: Callable[[
                 ours, theirs = (f"{shape[1]}×{shape[0]}" for shape in (pictures[0].shape, picture.shape))
                 raise DataError(
                     f"{file}: {theirs} pixels, but {first} has {ours}. "
-                    "Bring all pictures to one size first (for example with Pillow's Image.resize)."
+                    "Have them resized as they are read (--picture-size 64), or bring them to one size first."
                 )
             left -= picture.nbytes
             if left < 0:

@@ -17,6 +17,7 @@ from fedveil.data import arrays as npz
 from fedveil.data import pictures, tabular
 from fedveil.data.arrays import Arrays, Part, assemble, plain_name
 from fedveil.data.dataset import Options, Split, Task
+from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.own_code import OwnCode, load_callable, refuse_code
 
@@ -42,7 +43,9 @@ def breast_cancer(options: Options) -> Split:
     if not options.normalise:
         return split
     deviation, mean = torch.std_mean(split.train.x, dim=0, correction=0)
-    return Split(*(replace(part, x=(part.x - mean) / deviation) for part in (split.train, split.test)))
+    inputs = replace(numbers_like(split.train.x), mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()))
+    train, test = (replace(part, x=inputs.standardised(part.x)) for part in (split.train, split.test))
+    return Split(train, test, Preparation(inputs, names))
 
 
 EMBEDDED: dict[str, Callable[[Options], Split]] = {"digits": digits, "breast-cancer": breast_cancer}
@@ -52,8 +55,9 @@ _OURS = frozenset(EMBEDDED)
 def source(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Register a function of your own as a data set, by a name that `dataset` then takes.
 
-    It is called with those of test_fraction, seed, target, task, text and group that its signature has, and gives a
-    `Split`; or x and y, of which a part is held out; or (x, y) to train and (x, y) to test, as arrays or tensors.
+    It is called with those of test_fraction, seed, target, task, text, group and picture_size that its signature has,
+    and gives a `Split`; or x and y, of which a part is held out; or (x, y) to train and (x, y) to test, as arrays or
+    tensors.
     """
 
     def register(function: Callable[..., object]) -> Callable[..., object]:
@@ -80,6 +84,8 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
     for option in ("target", "text", "group"):
         if option not in parameters and getattr(options, option) is not None:
             raise ConfigError(f"{option} names a CSV column, and the function of {name!r} does not ask for it.")
+    if "picture_size" not in parameters:
+        options.refuse_picture_size(repr(name))
     pairs = given if _is_pair(given) and all(map(_is_pair, given)) else (given,)
     if not all(map(_is_pair, pairs)):
         raise DataError(
@@ -110,6 +116,11 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path, Options, str],
     return load_arrays
 
 
+def _of_pictures(path: Path, options: Options, name: str) -> Split:
+    options.refuse_columns(name)
+    return assemble(pictures.read_pictures(path, size=options.picture_size), options, name=name)
+
+
 # The first that recognises the path reads it: the more particular a layout, the earlier it is asked.
 _LAYOUTS = (
     _Layout(
@@ -128,7 +139,7 @@ _LAYOUTS = (
     _Layout(
         "picture folders (train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png)",
         pictures.is_pictures,
-        _of_arrays(pictures.read_pictures),
+        _of_pictures,
     ),
     _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, tabular.load_table),
 )
@@ -146,6 +157,7 @@ def load(
     max_tokens: int = 200,
     vocabulary: int = 10_000,
     normalise: bool = True,
+    picture_size: int | None = None,
 ) -> Split:
     """Load samples to train and to test with.
 
@@ -161,9 +173,10 @@ def load(
         vocabulary: How many different ids there are.
         normalise: Whether pictures stored as bytes are standardised per channel and numeric columns each, by
             statistics of the training part; arrays of floating-point numbers are taken as they are.
+        picture_size: The pixels a side to which pictures of a folder are resized. (None: all must have one size.)
 
     Returns:
-        The training part and the test part.
+        The training part and the test part, and in `preparation` what was done to the raw samples.
 
     Raises:
         DataError: The source cannot be read, or holds no known layout.
@@ -179,12 +192,14 @@ def load(
         max_tokens=max_tokens,
         vocabulary=vocabulary,
         normalise=normalise,
+        picture_size=picture_size,
     )
     if isinstance(source, OwnCode):
         return _called(load_callable(source, what="data"), source.rpartition(":")[2], options)
     if isinstance(source, str) and source in EMBEDDED:
         if source in _OURS:
             options.refuse_columns(source)
+            options.refuse_picture_size(source)
         return EMBEDDED[source](options)
     refuse_code(str(source), what="dataset")
     path = Path(source).expanduser()
@@ -193,6 +208,8 @@ def load(
     for layout in _LAYOUTS:
         if layout.recognises(path):
             place = path.parent if layout.by_folder and path.is_file() else path
+            if layout.load is not _of_pictures:
+                options.refuse_picture_size(str(place))
             try:
                 return layout.load(place, options, _name(place))
             except FedVeilError:

@@ -1,13 +1,12 @@
-"""A CSV file as columns of text that remember where each row came from."""
+"""Tables: columns of text that remember where each row came from, and what a run makes of them."""
 
 from __future__ import annotations
 
 import csv
 import io
 import itertools
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from fedveil.data.arrays import TEST_NAMES, by_plain_name, files_of, plain_name, read_bytes, split_rows
 from fedveil.data.dataset import Dataset, Options, Split, Task
+from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
 from fedveil.errors import ConfigError, DataError, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
@@ -37,7 +37,7 @@ class Table:
         """Where a row stands, for an error message."""
         path, line = self.places[row]
         first = next(i for i, (other, _) in enumerate(self.places) if other == path)
-        return f"{path}, row {row - first + 1} (line {line})"
+        return f"{path}, row {row - first + 1}" + (f" (line {line})" if line else "")
 
     def below(self, other: Table) -> Table:
         """This table with the rows of ``other`` appended."""
@@ -120,12 +120,10 @@ def _is_number(text: str) -> bool:
     return True
 
 
-Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
 
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _FEW = 20  # a whole-numbered target with at most this many values is taken for classes
-_MOST_CATEGORIES = 1000
 _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so many times as large as it is
 
 
@@ -139,38 +137,56 @@ class TargetColumn:
     labels: tuple[str, ...]
 
 
-def features(table: Table, names: list[str], *, train: Rows, normalise: bool) -> npt.NDArray[np.float32]:
-    """Encode feature columns side by side; every statistic comes from the ``train`` rows."""
+def fit_features(table: Table, names: list[str], *, train: Rows, normalise: bool) -> tuple[Columns, dict[str, Cells]]:
+    """How feature columns become inputs, by statistics of the ``train`` rows, and the columns as they are read."""
     if not names:
         raise DataError(f"{table.places[0][0]}: no column is left to learn from besides the target.")
-    blocks: list[Floats] = []
-    most = max(_SMALL, _MOST_TIMES * len(table) * len(names))
-    for name in names:
-        numbers = _numbers(table, name)
-        if numbers is None:
-            blocks.append(_one_hot(table, name, train=train))
-        else:
-            blocks.append(_numeric(table, name, numbers, train=train, normalise=normalise))
-        if sum(block.size for block in blocks) > most:
+    cells = {name: _cells(table, name) for name in names}
+    known: dict[str, Cells] = {}
+    width, most = 0, max(_SMALL, _MOST_TIMES * len(table) * len(names))
+    for name, column in cells.items():
+        if isinstance(column, np.ndarray):
+            known[name] = column[train]
+            if np.isnan(known[name]).all():
+                raise DataError(
+                    f"{table.places[0][0]}: column {name!r} holds no value in the training part. "
+                    "Remove it, or use another seed or test_fraction."
+                )
+            width += 1
+            continue
+        known[name] = [column[row] for row in train]
+        categories = len(set(known[name]))
+        if categories > MOST_CATEGORIES:
+            raise DataError(
+                f"{table.places[0][0]}: column {name!r} holds {categories} different words, "
+                "too many for one-hot columns. Remove it if it names rows, or learn from it as text "
+                f"with text={name!r}."
+            )
+        width += categories
+        if width * len(table) > most:
             raise DataError(
                 f"{table.places[0][0]}: its words take more than {most:,} one-hot numbers. Remove columns of many "
                 "different words, or learn from one as text."
             )
-    return np.concatenate(blocks, axis=1).astype(np.float32)
+    return fit_columns(known, standardise=normalise), cells
+
+
+def _cells(table: Table, name: str) -> Cells:
+    numbers = _numbers(table, name)
+    return [value.strip() for value in table.columns[name]] if numbers is None else numbers
 
 
 def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
     """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
-        if value.lower() in _MISSING:
+        if is_missing(value):
             raise DataError(f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row.")
     numbers = _numbers(table, name)
     if (task or _inferred(numbers)) == "regression":
         return _regression(table, name, raw, numbers)
     if numbers is not None:
-        # One spelling for 1, 1.0 and 01, which name the same class.
-        raw = [str(int(number)) if number == int(number) else str(number) for number in numbers.tolist()]
+        raw = [class_name(number) for number in numbers.tolist()]
     seen = set(raw) if train is None else {raw[row] for row in train}
     # By value where they are numbers, so that class 10 does not come before class 2.
     ordered = sorted(seen) if numbers is None else sorted(seen, key=float)
@@ -221,81 +237,37 @@ def _regression(table: Table, name: str, raw: list[str], numbers: Floats | None)
 
 def _numbers(table: Table, name: str) -> Floats | None:
     """The column as numbers with NaN where missing, or None where it holds words."""
-    values = np.full(len(table), np.nan)
-    some = False
-    for row, text in enumerate(table.columns[name]):
-        if text.strip().lower() in _MISSING:
-            continue
-        try:
-            values[row] = float(text)
-        except ValueError:
-            return None
-        some = True
-        if not abs(values[row]) <= np.finfo(np.float32).max:
-            raise DataError(f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number.")
-    if not some:
+    values, word = numbers_in(table, name)
+    if word is not None:
+        return None
+    if np.isnan(values).all():
         raise DataError(f"{table.places[0][0]}: column {name!r} holds no value at all. Remove it.")
     return values
 
 
-def _numeric(table: Table, name: str, values: Floats, *, train: Rows, normalise: bool) -> Floats:
-    known = values[train][~np.isnan(values[train])]
-    if len(known) == 0:
-        raise DataError(
-            f"{table.places[0][0]}: column {name!r} holds no value in the training part. "
-            "Remove it, or use another seed or test_fraction."
-        )
-    mean, deviation = known.mean(), known.std()
-    filled = np.where(np.isnan(values), mean, values)[:, None]
-    if normalise:
-        filled = (filled - mean) / (deviation if deviation > 0 else 1.0)
-    return filled.astype(np.float64)
+def numbers_in(table: Table, name: str) -> tuple[Floats, int | None]:
+    """The column as numbers with NaN where missing, up to the first row that holds a word, and that row."""
+    values = np.full(len(table), np.nan)
+    for row, text in enumerate(table.columns[name]):
+        if is_missing(text):
+            continue
+        try:
+            values[row] = float(text)
+        except ValueError:
+            return values, row
+        if not abs(values[row]) <= np.finfo(np.float32).max:
+            raise DataError(f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number.")
+    return values, None
 
 
-def _one_hot(table: Table, name: str, *, train: Rows) -> Floats:
-    raw = [value.strip() for value in table.columns[name]]
-    categories = sorted({raw[row] for row in train})
-    if len(categories) > _MOST_CATEGORIES:
-        raise DataError(
-            f"{table.places[0][0]}: column {name!r} holds {len(categories)} different words, "
-            "too many for one-hot columns. Remove it if it names rows, or learn from it as text "
-            f"with text={name!r}."
-        )
-    position = {category: column for column, category in enumerate(categories)}
-    block = np.zeros((len(raw), len(categories)))
-    for row, value in enumerate(raw):
-        # A category that training never saw stays all zeros.
-        if value in position:
-            block[row, position[value]] = 1.0
-    return block
+def is_missing(text: str) -> bool:
+    """Whether a cell says that its value is not known."""
+    return text.strip().lower() in _MISSING
 
 
-PADDING, UNKNOWN = 0, 1
-
-_WORD = re.compile(r"[^\W_]+(?:['’][^\W_]+)*")
-
-
-def words(text: str) -> list[str]:
-    """The lower-case words of a text."""
-    return _WORD.findall(text.lower())
-
-
-def vocabulary_of(texts: Iterable[str], *, size: int) -> dict[str, int]:
-    """Ids of the most frequent words; ``size`` counts padding and unknown too. Ties go by alphabet."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        counts.update(words(text))
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))[: size - 2]
-    return {word: position for position, word in enumerate(ranked, start=2)}
-
-
-def token_ids(texts: Sequence[str], ids: dict[str, int], *, length: int) -> npt.NDArray[np.int64]:
-    """Every text as ``length`` ids, cut or padded at its end; a text without words is one unknown word."""
-    block = np.full((len(texts), length), PADDING, np.int64)
-    for row, text in enumerate(texts):
-        tokens = [ids.get(word, UNKNOWN) for word in words(text)[:length]] or [UNKNOWN]
-        block[row, : len(tokens)] = tokens
-    return block
+def class_name(number: float) -> str:
+    """One spelling for 1, 1.0 and 01, which name the same class."""
+    return str(int(number)) if number == int(number) else str(number)
 
 
 _SPLIT = "split"
@@ -316,20 +288,23 @@ def load_table(path: Path, options: Options, name: str) -> Split:
     train, test = fixed or (rows.numpy() for rows in split_rows(len(table), options, where=str(path)))
     goal = target(table, named["target"], task=options.task, train=fixed[0] if fixed else None)
     groups = torch.from_numpy(group_codes(table, named["group"])) if "group" in named else None
-    vocabulary = None
     if "text" in named:
         texts = table.columns[named["text"]]
-        ids = vocabulary_of((texts[row] for row in train), size=options.vocabulary)
-        x = torch.from_numpy(token_ids(texts, ids, length=options.max_tokens))
-        vocabulary = len(ids) + 2
+        chosen = (texts[row] for row in train)
+        inputs: Words | Columns
+        inputs = tokens = fit_words(chosen, column=named["text"], size=options.vocabulary, length=options.max_tokens)
+        x, vocabulary, used = tokens.apply(texts), tokens.ids, {named["text"]}
     else:
         kept = [column for column in table.columns if column not in named.values()]
         if _marks_parts(table) and _SPLIT in kept:
             kept.remove(_SPLIT)
-        x = torch.from_numpy(features(table, kept, train=train, normalise=options.normalise))
+        features, cells = fit_features(table, kept, train=train, normalise=options.normalise)
+        inputs, x, vocabulary, used = features, features.apply(cells), None, set(kept)
+    aside = tuple(column for column in table.columns if column not in {*used, named["target"]})
     y = torch.from_numpy(goal.values)
     whole = Dataset(name, goal.task, x, y, goal.outputs, goal.labels, groups, vocabulary)
-    return Split(whole.subset(torch.from_numpy(train)), whole.subset(torch.from_numpy(test)))
+    preparation = Preparation(inputs, goal.labels, named["target"], aside)
+    return Split(whole.subset(torch.from_numpy(train)), whole.subset(torch.from_numpy(test)), preparation)
 
 
 def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:

@@ -6,7 +6,7 @@ import secrets as system_random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedveil import data, models, own_code, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
+from fedveil.data.preparation import Preparation
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
@@ -34,6 +35,7 @@ from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work import Batches, Loss, Schedule, make_loss
 from fedveil.work.clipping import refuse_batch_norm
+from fedveil.work.losses import CrossEntropy, SquareLoss
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -41,9 +43,40 @@ if TYPE_CHECKING:
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
+@dataclass(frozen=True)
+class Link:
+    """How outputs become probabilities of classes: by what they tend to under the loss they were trained with."""
+
+    loss: Literal["square", "cross-entropy"]
+    target_scale: float = 1.0
+    true_weight: float = 1.0
+
+    @staticmethod
+    def of(loss: Loss, task: str) -> Link | None:
+        """That of a loss; none where outputs are no classes, or the loss is not one of ours."""
+        if task != "classification" or not isinstance(loss, SquareLoss | CrossEntropy):
+            return None
+        if isinstance(loss, SquareLoss):
+            return Link("square", loss.target_scale, loss.true_weight)
+        return Link("cross-entropy")
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """One row per sample, each summing to 1.
+
+        Under the square loss an output tends to M·k·p/(k·p + 1 − p), which is solved for p; what lies outside [0, 1]
+        counts as the nearer end.
+        """
+        if self.loss == "cross-entropy":
+            return outputs.softmax(1)
+        share = (outputs / self.target_scale).clamp(0.0, 1.0)
+        chance = share / (self.true_weight - (self.true_weight - 1.0) * share)
+        total = chance.sum(1, keepdim=True)
+        return torch.where(total > 0, chance / total, 1.0 / outputs.shape[1])
+
+
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What it takes to build the same architecture again."""
+    """What it takes to build the same architecture again, and to take raw samples to it and names from it."""
 
     name: str | None
     options: dict[str, int | float | str | bool]
@@ -52,9 +85,11 @@ class ModelFacts:
     task: str
     vocabulary: int | None = None
     labels: tuple[str, ...] = ()
+    preparation: Preparation | None = None
+    link: Link | None = None
 
     @staticmethod
-    def of(config: RunConfig, train: Dataset) -> ModelFacts:
+    def of(config: RunConfig, train: Dataset, preparation: Preparation | None = None) -> ModelFacts:
         """Of the architecture that settings name, for these data."""
         return ModelFacts(
             config.model,
@@ -64,6 +99,7 @@ class ModelFacts:
             train.task,
             train.vocabulary,
             train.labels,
+            preparation,
         )
 
     def check_size(self, *, most: int, unlike: str) -> None:
@@ -189,6 +225,7 @@ def loaded(config: RunConfig) -> Split:
         seed=config.seed,
         text=config.text,
         group=config.group,
+        picture_size=config.picture_size,
     )
 
 
@@ -214,7 +251,7 @@ def job_from_config(config: RunConfig) -> Job:
     schemes.find(config.scheme)
     assert config.seed is not None
     split = loaded(config)
-    facts = ModelFacts.of(config, split.train)
+    facts = ModelFacts.of(config, split.train, split.preparation)
     model = facts.build(seed=first_seed(config))
     parts = dealt(config, split.train)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
@@ -323,7 +360,7 @@ def assemble_job(
         weights=weights,
         pool=pool,
         test=None if test is None else test.to(dtype=dtype, device=device),
-        facts=facts,
+        facts=replace(facts, link=Link.of(common.loss, facts.task)),
         coverage=covered,
         secrets=source,
         cohort=common.cohort,
