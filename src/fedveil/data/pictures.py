@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.data.arrays import TEST_NAMES, Array, Arrays, Part, files_of, largest_of, read_arrays, read_bytes
+from fedveil.data.arrays import (
+    TEST_NAMES,
+    Array,
+    Arrays,
+    Part,
+    files_of,
+    held_out_names,
+    largest_of,
+    read_arrays,
+    read_bytes,
+)
 from fedveil.errors import DataError, missing_extra
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
@@ -435,22 +445,24 @@ def is_pictures(path: Path) -> bool:
 
 
 def read_pictures(path: Path) -> Arrays:
-    """Read PATH/{train,test|val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too."""
+    """Read PATH/{train,test,val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too."""
     decode = _decoder()
     if not _class_folders(path / "train"):
         classes = _class_folders(path)
         return Arrays(_picture_part(path, classes, decode), None, tuple(classes))
-    held = next((path / name for name in TEST_NAMES if _class_folders(path / name)), None)
+    second, third = held_out_names({name for name in TEST_NAMES if _class_folders(path / name)})
     classes = _class_folders(path / "train")
-    train = _picture_part(path / "train", classes, decode)
-    if held is None:
-        return Arrays(train, None, tuple(classes))
-    if set(_class_folders(held)) != set(classes):
-        odd = sorted(set(_class_folders(held)) ^ set(classes))
-        raise DataError(
-            f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
-        )
-    return Arrays(train, _picture_part(held, _class_folders(held), decode), tuple(classes))
+    parts = [_picture_part(path / "train", classes, decode)]
+    for held in (path / name for name in (second, third) if name is not None):
+        if set(_class_folders(held)) != set(classes):
+            odd = sorted(set(_class_folders(held)) ^ set(classes))
+            raise DataError(
+                f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
+            )
+        parts.append(_picture_part(held, _class_folders(held), decode))
+    train, test, validation = (*parts, None, None)[:3]
+    assert train is not None
+    return Arrays(train, test, tuple(classes), validation=validation)
 
 
 def _class_folders(path: Path) -> dict[str, list[Path]]:

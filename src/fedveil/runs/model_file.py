@@ -17,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedveil import data
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
 from fedveil.data.arrays import read_array
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
@@ -184,12 +184,15 @@ def export_run(
     return coverage(architecture.table, head_noise=False)
 
 
+_OF_DATA = "dataset target task text group site test_fraction validation_fraction split".split()
+
+
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may know of a run: where its data came from, and the seed of a simulation only.
 
     In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
-    kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
+    kept = {name: config[name] for name in _OF_DATA if config.get(name) is not None}
     if RunConfig.from_mapping(config).simulated_secrets:
         kept["seed"] = config.get("seed")
     return kept
@@ -234,6 +237,9 @@ def predict_dataset(
         seed=config.get("seed") or 0,
         text=config.get("text"),
         group=config.get("group"),
+        site=config.get("site"),
+        split=config.get("split") or BEFORE["split"],
+        validation_fraction=config.get("validation_fraction") or 0.0,
     )
     chosen = split.test if part == "test" else split.train
     outputs, accuracy, mse = _outputs(loaded, chosen.x), None, None
