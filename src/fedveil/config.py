@@ -43,17 +43,20 @@ def _setting(
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,
+    before: Any = dataclasses.MISSING,
 ) -> Any:
     """One setting: where its flag stands in the help, what is said of it, and what it may be.
 
     `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
-    schemes have; one that does not shape the run does not decide about the trained model.
+    schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
+    before there was this setting: folders without it mean that, and it leaves no mark in their fingerprint.
     """
     if not shown and default is not None:
         shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
     told = f"{words} (default: {shown})" if shown else words
-    kept = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
-    return field(default=default, metadata={**kept, "of_scheme": of_scheme, "shapes_run": shapes_run})
+    kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
+    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before}
+    return field(default=default, metadata=kept)
 
 
 def _form(default: object) -> str:
@@ -82,7 +85,9 @@ class RunConfig:
         default=None,
         metadata={"help": "An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."},
     )
-    clients: int = _setting(_TRAIN, "Number of clients.", 10, check=_POSITIVE)
+    clients: int = _setting(
+        _TRAIN, "Number of clients; 0: one per site or group.", 10, shown="10; sites: one each", check=_NOT_NEGATIVE
+    )
     rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_POSITIVE, shapes_run=False)
     seed: int | None = _setting(
         _MACHINE,
@@ -94,15 +99,34 @@ class RunConfig:
     target: str | None = _setting(_DATA, "CSV: the column to predict.")
     task: str | None = _setting(_DATA, "classification or regression.", choices=("classification", "regression"))
     text: str | None = _setting(_DATA, "CSV: the column of texts.")
-    group: str | None = _setting(_DATA, "CSV: the column of sample owners.")
+    group: str | None = _setting(
+        _DATA, "CSV, npz: the column of patients, writers …: no two parts of the data share one."
+    )
+    site: str | None = _setting(
+        _DATA, "CSV, npz: the column of hospitals, banks …: each holds out samples of its own.", before=None
+    )
     picture_size: int | None = _setting(
         _DATA,
         "Picture folders: resize to this many pixels a side; predictions then do the same.",
         shown="all have one size",
         check=_POSITIVE,
+        before=None,
     )
     test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
-    partition: str = _setting(_DATA, "iid, dirichlet, size, group, replacement.", "iid")
+    validation_fraction: float = _setting(
+        _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=_BELOW_ONE, before=0.0
+    )
+    split: str = _setting(
+        _DATA,
+        "stratified: classes in equal shares; random: not; rows: row by row, whatever belongs together.",
+        "auto",
+        shown="auto: stratified with groups or sites, else random",
+        choices=("auto", "random", "stratified", "rows"),
+        before="rows",
+    )
+    partition: str = _setting(
+        _DATA, "iid, dirichlet, size, group, site, replacement.", "iid", shown="iid; with --site, site"
+    )
     alpha: float = _setting(_DATA, "dirichlet: concentration.", 0.5)
     ratio: float = _setting(_DATA, "size: largest client over smallest.", 2.0)
 
@@ -272,6 +296,8 @@ class RunConfig:
                 numbers_of(given, name)
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
+        if self.clients == 0 and self.partition not in ("site", "group"):
+            raise ConfigError("clients must be positive (got 0), unless every site or group is one: --partition site.")
 
     @property
     def simulated_secrets(self) -> bool:
@@ -294,9 +320,11 @@ class RunConfig:
         skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
         skipped -= {"rounds"} if self.lr_schedule == "cosine" else set()
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
-        for later in ("options", "picture_size"):  # as it was before there were such settings
-            if getattr(self, later) is None:
-                del kept[later]
+        if self.options is None:  # as it was before schemes could have options of their own
+            del kept["options"]
+        for name, value in BEFORE.items():
+            if name in kept and kept[name] == value:
+                del kept[name]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
             if isinstance(value, OwnCode) or (":" in value and name != "dataset"):
@@ -329,6 +357,10 @@ class RunConfig:
             if name in cleaned:
                 raise ConfigError(f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
             cleaned[name] = _checked(name, value, str(known[name].type), where)
+        if "site" in cleaned:
+            cleaned.setdefault("partition", "site")
+        if cleaned.get("partition") == "site":
+            cleaned.setdefault("clients", 0)
         return RunConfig(**cleaned)
 
     @staticmethod
@@ -347,6 +379,12 @@ class RunConfig:
 
 
 _FIELDS = {setting.name: setting for setting in fields(RunConfig)}
+BEFORE: dict[str, Any] = {
+    name: setting.metadata["before"]
+    for name, setting in _FIELDS.items()
+    if setting.metadata.get("before", dataclasses.MISSING) is not dataclasses.MISSING
+}
+"""What settings mean that a run folder or model file does not have, because there was no such setting yet."""
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:

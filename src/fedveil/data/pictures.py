@@ -19,7 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from fedveil.data.arrays import TEST_NAMES, Array, Arrays, Part, files_of, largest_of, read_arrays, read_bytes
+from fedveil.data.arrays import (
+    TEST_NAMES,
+    Array,
+    Arrays,
+    Part,
+    files_of,
+    held_out_names,
+    largest_of,
+    read_arrays,
+    read_bytes,
+)
 from fedveil.errors import DataError, missing_extra
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
@@ -436,7 +446,7 @@ def is_pictures(path: Path) -> bool:
 
 
 def read_pictures(path: Path, *, size: int | None = None) -> Arrays:
-    """Read PATH/{train,test|val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too.
+    """Read PATH/{train,test,val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too.
 
     With a `size`, every picture is resized to so many pixels a side.
     """
@@ -445,18 +455,19 @@ def read_pictures(path: Path, *, size: int | None = None) -> Arrays:
     if not class_folders(path / "train"):
         classes = class_folders(path)
         return Arrays(_picture_part(path, classes, decode, resized=resized), None, tuple(classes), resized=resized)
-    held = next((path / name for name in TEST_NAMES if class_folders(path / name)), None)
+    second, third = held_out_names({name for name in TEST_NAMES if class_folders(path / name)})
     classes = class_folders(path / "train")
-    train = _picture_part(path / "train", classes, decode, resized=resized)
-    if held is None:
-        return Arrays(train, None, tuple(classes), resized=resized)
-    if set(class_folders(held)) != set(classes):
-        odd = sorted(set(class_folders(held)) ^ set(classes))
-        raise DataError(
-            f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
-        )
-    test = _picture_part(held, class_folders(held), decode, resized=resized)
-    return Arrays(train, test, tuple(classes), resized=resized)
+    parts = [_picture_part(path / "train", classes, decode, resized=resized)]
+    for held in (path / name for name in (second, third) if name is not None):
+        if set(class_folders(held)) != set(classes):
+            odd = sorted(set(class_folders(held)) ^ set(classes))
+            raise DataError(
+                f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
+            )
+        parts.append(_picture_part(held, class_folders(held), decode, resized=resized))
+    train, test, validation = (*parts, None, None)[:3]
+    assert train is not None
+    return Arrays(train, test, tuple(classes), resized=resized, validation=validation)
 
 
 def class_folders(path: Path) -> dict[str, list[Path]]:

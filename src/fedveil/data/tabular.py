@@ -13,10 +13,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from fedveil.data.arrays import TEST_NAMES, by_plain_name, files_of, plain_name, read_bytes, split_rows
+from fedveil.data.arrays import (
+    TEST_NAMES,
+    VALIDATION_NAMES,
+    by_plain_name,
+    files_of,
+    held_out_names,
+    plain_name,
+    read_bytes,
+)
 from fedveil.data.dataset import Dataset, Options, Split, Task
+from fedveil.data.description import MISSING, Column
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
+from fedveil.data.splitting import PartRows, Samples, split_rows
 from fedveil.errors import ConfigError, DataError, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
@@ -122,7 +133,6 @@ def _is_number(text: str) -> bool:
 
 Rows = npt.NDArray[np.int64]
 
-_MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _FEW = 20  # a whole-numbered target with at most this many values is taken for classes
 _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so many times as large as it is
 
@@ -202,15 +212,16 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
     )
 
 
-def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
-    """The group of every row, numbered in sorted order of the names."""
+def owner_codes(table: Table, name: str, *, role: str) -> tuple[Tensor, tuple[str, ...]]:
+    """The group or site of every row, numbered in sorted order of the names, and the names."""
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
         if not value:
-            raise DataError(f"{table.place(row)}: the group {name!r} is missing. Fill it in or remove the row.")
+            raise DataError(f"{table.place(row)}: the {role} {name!r} is missing. Fill it in or remove the row.")
     # Not by numpy, which makes every name as long as the longest.
-    position = {name: code for code, name in enumerate(sorted(set(raw)))}
-    return np.array([position[name] for name in raw], np.int64)
+    names = tuple(sorted(set(raw)))
+    position = {name: code for code, name in enumerate(names)}
+    return torch.tensor([position[name] for name in raw]), names
 
 
 def _inferred(numbers: Floats | None) -> Task:
@@ -262,7 +273,7 @@ def numbers_in(table: Table, name: str) -> tuple[Floats, int | None]:
 
 def is_missing(text: str) -> bool:
     """Whether a cell says that its value is not known."""
-    return text.strip().lower() in _MISSING
+    return text.strip().lower() in MISSING
 
 
 def class_name(number: float) -> str:
@@ -280,14 +291,24 @@ def recognises(path: Path) -> bool:
 
 
 def load_table(path: Path, options: Options, name: str) -> Split:
-    """Read one CSV file, or train.csv and test.csv, and encode it."""
-    table, fixed = _read(path)
-    named = _named_columns(table, options, path)
+    """Read one CSV file, or train.csv and test.csv (and val.csv), and encode it."""
+    table, fixed = read_tables(path)
+    return encode(table, fixed, options, name, where=path)
+
+
+def encode(table: Table, fixed: Fixed | None, options: Options, name: str, *, where: Path) -> Split:
+    """A table as a Split; ``fixed`` are the rows of the parts where the files say which they are."""
+    named = _named_columns(table, options, where)
     if fixed is None and _SPLIT not in named.values():
-        fixed = _split_column(table)
-    train, test = fixed or (rows.numpy() for rows in split_rows(len(table), options, where=str(path)))
-    goal = target(table, named["target"], task=options.task, train=fixed[0] if fixed else None)
-    groups = torch.from_numpy(group_codes(table, named["group"])) if "group" in named else None
+        fixed = _split_column(table, options)
+    goal = target(table, named["target"], task=options.task, train=fixed["train"] if fixed else None)
+    y = torch.from_numpy(goal.values)
+    owners: dict[str, tuple[Tensor | None, tuple[str, ...]]] = {
+        role: owner_codes(table, named[role], role=role) if role in named else (None, ()) for role in ("group", "site")
+    }
+    (groups, group_names), (sites, site_names) = owners.values()
+    parts = _rows_of(Samples(str(where), goal.task, y, groups, sites), options, fixed)
+    train = parts.train.numpy()
     if "text" in named:
         texts = table.columns[named["text"]]
         chosen = (texts[row] for row in train)
@@ -301,21 +322,44 @@ def load_table(path: Path, options: Options, name: str) -> Split:
         features, cells = fit_features(table, kept, train=train, normalise=options.normalise)
         inputs, x, vocabulary, used = features, features.apply(cells), None, set(kept)
     aside = tuple(column for column in table.columns if column not in {*used, named["target"]})
-    y = torch.from_numpy(goal.values)
-    whole = Dataset(name, goal.task, x, y, goal.outputs, goal.labels, groups, vocabulary)
     preparation = Preparation(inputs, goal.labels, named["target"], aside)
-    return Split(whole.subset(torch.from_numpy(train)), whole.subset(torch.from_numpy(test)), preparation)
+    whole = Dataset(
+        *(name, goal.task, x, y, goal.outputs, goal.labels, groups, vocabulary, sites, site_names, group_names)
+    )
+    validation = None if parts.validation is None else whole.subset(parts.validation)
+    roles = {column: "not used" if column in aside else "input" for column in table.columns}
+    roles |= {column: role for role, column in named.items()}
+    columns = tuple(Column.of(column, table.columns[column], role=roles[column], place=table.place) for column in roles)
+    return Split(whole.subset(parts.train), whole.subset(parts.test), validation, columns, preparation)
 
 
-def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
+def _rows_of(samples: Samples, options: Options, fixed: Fixed | None) -> PartRows:
+    """The rows of every part: as the file says, and drawn where it does not."""
+    if fixed is None:
+        return split_rows(samples, options)
+    if "validation" in fixed:
+        return PartRows(*(torch.from_numpy(fixed[part]) for part in ("train", "test", "validation")))
+    return split_rows(samples, options, fixed=(fixed["train"], fixed["test"]))
+
+
+Fixed = dict[str, Rows]
+
+
+def read_tables(path: Path) -> tuple[Table, Fixed | None]:
+    """One table, or those of a folder below each other with the rows of each part."""
     if not path.is_dir():
         return read_table(path), None
     files = by_plain_name(file for file in files_of(path) if is_table(file))
-    second = next((f"{name}.csv" for name in TEST_NAMES if f"{name}.csv" in files), None)
+    second, third = held_out_names({name for name in TEST_NAMES if f"{name}.csv" in files})
     if "train.csv" in files and second is not None:
-        train, test = read_table(files["train.csv"]), read_table(files[second])
-        rows = np.arange(len(train) + len(test))
-        return train.below(test), (rows[: len(train)], rows[len(train) :])
+        table, fixed = read_table(files["train.csv"]), {}
+        fixed["train"] = np.arange(len(table))
+        for part, name in (("test", second), ("validation", third)):
+            if name is not None:
+                start = len(table)
+                table = table.below(read_table(files[f"{name}.csv"]))
+                fixed[part] = np.arange(start, len(table))
+        return table, fixed
     if len(files) > 1:
         raise DataError(
             f"{path}: {len(files)} CSV files ({', '.join(sorted(files))}), but not train.csv and test.csv. "
@@ -327,13 +371,13 @@ def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
 def _named_columns(table: Table, options: Options, path: Path) -> dict[str, str]:
     if options.target is None:
         raise ConfigError(f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}.")
-    asked = {"target": options.target, "text": options.text, "group": options.group}
+    asked = {"target": options.target, "text": options.text, "group": options.group, "site": options.site}
     named = {role: column for role, column in asked.items() if column is not None}
     for role, column in named.items():
         if column not in table.columns:
             raise unknown_name(f"{role} column", column, table.columns, hint=f"These are the columns of {path}.")
     if len(set(named.values())) != len(named):
-        raise ConfigError("target, text and group must name different columns.")
+        raise ConfigError("target, text, group and site must name different columns.")
     return named
 
 
@@ -345,19 +389,21 @@ def _mark(value: str) -> str:
     return value.strip().lower()
 
 
-def _split_column(table: Table) -> tuple[Rows, Rows] | None:
-    """The rows that a column called split assigns to training and test, where there is such a column."""
+def _split_column(table: Table, options: Options) -> Fixed | None:
+    """The rows that a column called split assigns to the parts, where there is such a column."""
     if not _marks_parts(table):
         return None
     marks = [_mark(value) for value in table.columns[_SPLIT]]
     for row, mark in enumerate(marks):
         if mark not in (*_TRAIN, *TEST_NAMES):
             raise DataError(
-                f"{table.place(row)}: column {_SPLIT!r} says {mark!r}; only train and test "
+                f"{table.place(row)}: column {_SPLIT!r} says {mark!r}; only train, test and validation "
                 "can be told apart. Remove the row or rename the column."
             )
-    held = np.array([mark in TEST_NAMES for mark in marks])
-    if not held.any():
-        return None
-    rows = np.arange(len(marks))
-    return rows[~held], rows[held]
+    # Before there was a validation part, its rows were taken for test rows.
+    apart = "test" in marks and options.split != "rows"
+    names = [
+        "train" if mark in _TRAIN else "validation" if apart and mark in VALIDATION_NAMES else "test" for mark in marks
+    ]
+    rows = {part: np.flatnonzero(np.array(names) == part) for part in ("train", "test", "validation")}
+    return {part: chosen for part, chosen in rows.items() if len(chosen)} if len(rows["test"]) else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
@@ -137,7 +137,7 @@ class RunFolder:
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
                 f"there: resume it with `{how} --resume`."
             )
-        return RunConfig.read(self.config_file)
+        return BEFORE | RunConfig.read(self.config_file)
 
     def config(
         self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
@@ -230,7 +230,7 @@ class RunFolder:
         figures = all(
             figure(value) or (value is None and name not in _ALWAYS)
             for name, value in {**dict.fromkeys(_ALWAYS), **summary}.items()
-            if name in _CLOSING or name.startswith(("client_view_", "test_"))
+            if name in _CLOSING or name.startswith(("client_view_", "test_", "validation_"))
         )
         texts = all(isinstance(summary.get(name, ""), str) for name in _TEXTS)
         texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedveil import data, models, own_code, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
+from fedveil.data.description import Description, describe_split
 from fedveil.data.preparation import Preparation
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Architecture, Weights, assemble, draw
@@ -166,6 +167,9 @@ class Job:
     optimiser: Optimiser
     guard: Guard = Guard()
     around: Surroundings = Surroundings()
+    validation: Dataset | None = None
+    client_names: tuple[str, ...] = ()
+    description: Description | None = None
 
     @property
     def model_here(self) -> bool:
@@ -226,6 +230,9 @@ def loaded(config: RunConfig) -> Split:
         text=config.text,
         group=config.group,
         picture_size=config.picture_size,
+        site=config.site,
+        split=config.split,  # type: ignore[arg-type]
+        validation_fraction=config.validation_fraction,
     )
 
 
@@ -246,16 +253,26 @@ def first_seed(config: RunConfig) -> int | SecretStream:
     return config.seed if config.simulated_secrets else OsSecrets().stream("first model")
 
 
-def job_from_config(config: RunConfig) -> Job:
-    """Load the data, build the model, deal the data to clients."""
+def counted(config: RunConfig, train: Dataset) -> RunConfig:
+    """The same configuration with its number of clients: one per site or group, where it leaves that to the data."""
+    return config if config.clients else config.with_changes(clients=data.owners_of(train, config.partition))
+
+
+def job_from_config(config: RunConfig, *, describe: bool = False) -> Job:
+    """Load the data, build the model, deal the data to clients; `describe` also says what was understood of them."""
     schemes.find(config.scheme)
     assert config.seed is not None
     split = loaded(config)
+    config = counted(config, split.train)
     facts = ModelFacts.of(config, split.train, split.preparation)
     model = facts.build(seed=first_seed(config))
     parts = dealt(config, split.train)
+    names = data.client_names(split.train, parts, config.partition)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
-    return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)
+    pool = ClientPool.shared(placed.x, placed.y, parts)
+    job = assemble_job(config, model, pool, split.test, facts, validation=split.validation)
+    description = describe_split(split, parts, names) if describe else None
+    return replace(job, client_names=names, description=description)
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,6 +349,7 @@ def assemble_job(
     *,
     common: Agreed | None = None,
     guard: Guard | None = None,
+    validation: Dataset | None = None,
 ) -> Job:
     """The scheme, its architecture and roles for a model and clients that are already there."""
     device, dtype = device_of(config), dtype_of(config)
@@ -366,6 +384,7 @@ def assemble_job(
         cohort=common.cohort,
         guard=_guard(config) if guard is None else guard,
         optimiser=common.optimiser,
+        validation=None if validation is None else validation.to(dtype=dtype, device=device),
     )
 
 

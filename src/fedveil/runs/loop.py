@@ -101,6 +101,7 @@ class Outcome:
     seconds: float = 0.0
     scores: Scores | None = None
     client_view: ClientScores | None = None
+    validation: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
 
     def stop(self, reason: str, say: Callable[[str], None]) -> None:
@@ -242,6 +243,7 @@ def conduct(
     if job.test is not None:
         outcome.scores = score_weights(job.architecture, state.weights, job.test, job.loss)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
+    outcome.validation = _validated(job, state)
     return outcome
 
 
@@ -321,9 +323,19 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     if gathered.refused:
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     every = job.config.evaluate_every
-    if job.test is not None and every and (done.round + 1) % every == 0:
-        row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
+    if every and (done.round + 1) % every == 0:
+        if job.test is not None:
+            row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
+        row |= _validated(job, state)
     return row
+
+
+def _validated(job: Job, state: ServerState) -> dict[str, float]:
+    """validation_loss and the others, of the server's model now; nothing where there is no validation part."""
+    if job.validation is None:
+        return {}
+    scores = score_weights(job.architecture, state.weights, job.validation, job.loss).as_data()
+    return {f"validation_{name.removeprefix('test_')}": value for name, value in scores.items()}
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:
@@ -363,8 +375,13 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if job.client_names:
+        summary["client_names"] = list(job.client_names)
+    if job.description is not None:
+        summary["data"] = job.description.summary()
     if outcome.scores is not None:
         summary |= outcome.scores.as_data()
+    summary |= outcome.validation
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]

@@ -268,14 +268,15 @@ def _whole(run: Path, out: Path, model: Builder | None, say: Callable[[str], Non
     return loaded
 
 
+_OF_DATA = "dataset target task text group site test_fraction validation_fraction split picture_size".split()
+
+
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may know of a run: where its data came from, and the seed of a simulation only.
 
     In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
-    kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
-    if config.get("picture_size") is not None:
-        kept["picture_size"] = config["picture_size"]
+    kept = {name: config[name] for name in _OF_DATA if config.get(name) is not None}
     if RunConfig.from_mapping(config).simulated_secrets:
         kept["seed"] = config.get("seed")
     return kept

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
 from fedveil.data.arrays import read_array
 from fedveil.data.new_samples import Expected, NewSamples, read_samples
 from fedveil.data.preparation import Numbers, Pixels
@@ -165,12 +165,12 @@ def predict_dataset(
 
     `model` is the caller's own code or network.
     """
-    if part not in ("test", "train"):
-        raise ConfigError(f"part must be test or train (got {part!r}).")
+    if part not in ("test", "train", "validation"):
+        raise ConfigError(f"part must be test, train or validation (got {part!r}).")
     loaded = load_model(path, model=model, say=say)
     config = loaded.config
     settings = RunConfig.from_mapping(
-        {name: value for name, value in config.items() if value is not None}, where=str(path)
+        BEFORE | {name: value for name, value in config.items() if value is not None}, where=str(path)
     )
     trained = config.get("dataset")
     if dataset is not None and not (isinstance(trained, str) and _same(dataset, trained)):
@@ -185,7 +185,9 @@ def predict_dataset(
     if keep:
         raise ConfigError("keep takes columns of new data along: name their file with --dataset.")
     split = loaded_data(settings.with_changes(seed=settings.seed or 0))
-    chosen = split.test if part == "test" else split.train
+    if part not in split.parts:
+        raise ConfigError(f"The data of this model have no {part} part; there are: {', '.join(split.parts)}.")
+    chosen = split.parts[part]
     predictions = _judged(loaded, _outputs(loaded, chosen.x), chosen.y)
     return replace(predictions, split_known="seed" in config)
 
