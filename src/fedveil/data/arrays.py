@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Split, Task, check_finite
+from fedveil.data.lazy import LazyTensor, mapped, std_mean, whole
 from fedveil.data.partition import Purpose, generator
 from fedveil.errors import DataError
 
@@ -74,6 +75,8 @@ def files_of(folder: Path) -> list[Path]:
 Array = npt.NDArray[np.generic]
 
 _CHANNELS = (1, 3, 4)
+MOST_NUMBERS = 200_000_000
+"""Pictures of more numbers than that stay bytes, and become numbers batch by batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +136,8 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
         )
     if image and options.normalise:
         ready = _standardised(ready)
+    if image and sum(part.x.numel() for part in ready) <= MOST_NUMBERS:
+        ready = [replace(part, x=whole(part.x)) for part in ready]
     return Split(*ready)
 
 
@@ -141,9 +146,9 @@ def _standardised(parts: list[Dataset]) -> list[Dataset]:
     x = parts[0].x
     # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
     across = [0, *range(2, x.ndim)] if x.ndim > 2 else [0, 1]
-    deviation, mean = torch.std_mean(x, dim=across, correction=0, keepdim=True)
+    deviation, mean = std_mean(x, dim=across)
     deviation = torch.where(deviation > 0, deviation, 1.0)
-    return [replace(part, x=part.x.sub(mean).div_(deviation)) for part in parts]
+    return [replace(part, x=mapped(part.x, lambda rows: rows.sub(mean).div_(deviation))) for part in parts]
 
 
 def _check_counts(part: Part) -> None:
@@ -172,12 +177,21 @@ def _inputs(part: Part, *, tokens: bool) -> Tensor:
         # Bytes are pictures, mostly channel last; other numbers are only turned when it is beyond doubt.
         if (x.dtype == np.uint8 and (last or not first)) or (last and not first):
             x = x.transpose(0, 3, 1, 2)
+    if x.dtype == np.uint8:
+        return _from_bytes(x)
     with np.errstate(over="ignore"):
         ready = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-    if x.dtype == np.uint8:
-        return ready.div_(255.0)
     check_finite(ready, what="x", where=part.origin)
     return ready
+
+
+def _from_bytes(x: Array) -> LazyTensor:
+    """Bytes in [0, 1] as floating-point numbers, which take four times as much: made of the rows that are needed."""
+
+    def read(rows: Tensor) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x[rows.numpy()], dtype=np.float32)).div_(255.0)
+
+    return LazyTensor(read, x.shape, dtype=torch.float32)
 
 
 def _groups(part: Part) -> Tensor | None:
