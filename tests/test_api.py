@@ -463,7 +463,7 @@ def test_however_samples_are_given_the_model_is_the_same(kind: str) -> None:
     [
         (lambda x, y: [Rows(x, y, ("left", "right"))], "not clear what the input"),
         (lambda x, y: [[{"x": x, "image": x, "y": y}]], "'x', 'image', 'y'"),
-        (lambda x, y: [TensorDataset(x)], "Client 0: the samples cannot be read"),
+        (lambda x, y: [TensorDataset(x)], r"Client 0, sample 0: a sample has 1 parts; \(input, target\) is needed"),
         (lambda x, y: [[(x[0], 1), (x[0, :2], 0)]], "Client 0: the samples cannot be read"),
         (lambda x, y: [("a", "b")], "Client 0: the samples cannot be read"),
         (lambda x, y: [7], "Client 0: the samples cannot be read"),

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data import Dataset as TorchDataset
+from torch import nn
 
 from fedveil import schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
-from fedveil.data.dataset import Task
+from fedveil.data.intake import ClientSamples, Intake, clients_of, columns, outputs_of, task_of
+from fedveil.data.lazy import whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.runs.callbacks import Progress, Row
+from fedveil.runs.callbacks import Progress, Row, working
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import fresh_state, summarise, train_job
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
+from fedveil.work.batches import mixed_seed
 
 if TYPE_CHECKING:
     from fedveil.runs.predicting import Model
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 _GIVEN_OTHERWISE = tuple(
     "dataset target task text group picture_size test_fraction partition alpha ratio model_options".split()
 )
-
-Sample = tuple[Any, Any] | Mapping[str, Any]
-ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
-_INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
-_TARGETS = ("y", "label", "labels", "target", "targets")
 
 
 # A command in backticks stays one.
@@ -107,8 +103,9 @@ def train(
 
     Args:
         model: Any module that takes a batch and gives one vector per sample; it is left as it was.
-        clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, or rows, each a pair or a
-            dict with an input and a label. Integer targets are classes, floating-point targets a regression.
+        clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, a Hugging Face dataset, or
+            rows, each a pair or a dict with an input and a label; or a partitioner of flwr-datasets. What has numbered
+            samples is read a batch at a time. Integer targets are classes, floating-point targets a regression.
         scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
         test: Samples to judge the model by.
         out: A folder for metrics, checkpoints and the model, as they come.
@@ -137,7 +134,7 @@ def train(
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
-    clients = _listed(clients)
+    clients = clients_of(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
     settings = _settings(settings, info)
     # A scheme that is given as an object is code: no file may stand for it later.
@@ -147,13 +144,20 @@ def train(
     )
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
     device, dtype = device_of(config), dtype_of(config)
-    pairs = [_pair(samples, dtype=dtype, device=device, who=f"Client {k}") for k, samples in enumerate(clients)]
-    pool = ClientPool.separate(pairs)
-    task = _task(pairs)
-    held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
-    outputs = _outputs(pairs, task, model)
-    preparation = preparation or Preparation(numbers_like(*(x for x, _ in pairs)))
-    facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task, None, preparation.classes, preparation)
+    assert config.seed is not None
+    intake = Intake(dtype=dtype, device=device, seed=partial(mixed_seed, config.seed))
+    parties = [intake.take(samples, who=f"Client {k}", number=k) for k, samples in enumerate(clients)]
+    pool = ClientPool.separate(parties)
+    task = task_of(parties)
+    held_out = None
+    if test is not None:
+        with working("Reading the test set", quiet=not progress):
+            x, y = columns(intake.take(test, who="The test set", number=len(clients)))
+            held_out = x, whole(y)
+    outputs = outputs_of(parties, task, model)
+    input_shape = tuple(pool.clients[0].x.shape[1:])
+    preparation = preparation or Preparation(numbers_like(*(client.x for client in pool.clients)))
+    facts = ModelFacts(None, {}, input_shape, outputs, task, None, preparation.classes, preparation)
     if preparation.inputs.shape != facts.input_shape:
         raise ConfigError(
             f"The preparation makes samples of shape {preparation.inputs.shape}, the clients' have {facts.input_shape}."
@@ -214,15 +218,6 @@ def _stored_seed(out: str | Path) -> dict[str, Any]:
     return {name: stored[name] for name in ("seed", "secrets") if name in stored}
 
 
-def _listed(clients: Any) -> list[Any]:
-    single = isinstance(clients, Tensor | TorchDataset | DataLoader | Mapping) or not isinstance(clients, Iterable)
-    if single or (isinstance(clients, tuple) and any(isinstance(part, Tensor) for part in clients)):
-        raise DataError(
-            f"clients is {type(clients).__name__}: give a list with one entry per client, [(x, y), (x, y)]."
-        )
-    return list(clients)
-
-
 def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     """Settings as a configuration has them: what only the scheme knows is an option of its own."""
     known = {field.name: field for field in fields(RunConfig)}
@@ -258,114 +253,3 @@ def _plain(name: str, value: Any) -> Any:
 
 def _as_usual(loss: nn.CrossEntropyLoss) -> bool:
     return (loss.ignore_index, loss.label_smoothing, loss.reduction) == (-100, 0.0, "mean")
-
-
-def _pair(samples: Any, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
-    try:
-        x, y = _tensors(samples, who)
-    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as reason:
-        raise DataError(
-            f"{who}: the samples cannot be read ({type(reason).__name__}: {' '.join(str(reason).split())[:200]}). Give "
-            "(inputs, targets) as tensors with one row per sample, or a Dataset of (input, target) pairs of tensors."
-        ) from reason
-    if x.dim() < 2 or y.dim() < 1:
-        raise DataError(
-            f"{who}: inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}; "
-            "both need one row per sample."
-        )
-    x = x.to(device, dtype) if x.is_floating_point() else x.to(device, torch.int64)
-    if not y.is_floating_point():
-        if y.dim() != 1:
-            raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
-        return x, y.to(device, torch.int64)
-    return x, y.to(device, dtype).flatten(1) if y.dim() > 1 else y.to(device, dtype)[:, None]
-
-
-def _tensors(samples: Any, who: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of whatever a client's samples are given as."""
-    if isinstance(samples, Mapping):
-        x, y = _of_row(samples, who)
-        return torch.as_tensor(x), torch.as_tensor(y)
-    if isinstance(samples, tuple | list) and len(samples) == 2 and not isinstance(samples[0], tuple | Mapping):
-        x, y = samples
-        return torch.as_tensor(x), torch.as_tensor(y)
-    if isinstance(samples, DataLoader):
-        # One row at a time through its own collate function: its order and batches are not those of the training.
-        rows = samples.dataset
-        whole = isinstance(rows, IterableDataset)
-        batches = list(samples) if whole else [samples.collate_fn([row]) for row in _rows(rows)]
-        return _joined([_of_row(batch, who) for batch in batches], who, torch.cat)
-    return _joined([_of_row(row, who) for row in _rows(samples)], who, torch.stack)
-
-
-def _rows(samples: Any) -> list[Any]:
-    return list(samples) if isinstance(samples, IterableDataset) else [samples[i] for i in range(len(samples))]
-
-
-def _joined(pairs: list[tuple[Any, Any]], who: str, join: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    if not pairs:
-        raise DataError(f"{who} has no samples. Give it data or leave it out.")
-
-    def tensor(value: Any) -> Tensor:
-        # What a loader makes of lists: one tensor per place in them.
-        listed = isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
-        return torch.stack(value, dim=1) if listed else torch.as_tensor(value)
-
-    x, y = (join([tensor(value) for value in column]) for column in zip(*pairs, strict=True))
-    return x, y
-
-
-def _of_row(row: Any, who: str) -> tuple[Any, Any]:
-    """A sample's input and target; in a dict they go by the names that are usual."""
-    if not isinstance(row, Mapping):
-        x, y, *_ = row
-        return x, y
-    targets = [name for name in _TARGETS if name in row]
-    rest = [name for name in row if name not in targets]
-    inputs = [name for name in _INPUTS if name in row] or (rest if len(rest) == 1 else [])
-    if len(targets) != 1 or len(inputs) != 1:
-        raise DataError(
-            f"{who}: of a sample with {', '.join(map(repr, row))} it is not clear what the input and what the target "
-            "is. Name them x and y, or give (input, target) pairs."
-        )
-    return row[inputs[0]], row[targets[0]]
-
-
-def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:
-    kinds = {y.is_floating_point() for _, y in pairs}
-    if len(kinds) > 1:
-        raise DataError("Some clients have integer targets (classes) and some floating-point ones (regression).")
-    return "regression" if kinds == {True} else "classification"
-
-
-def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Module) -> int:
-    shapes = {tuple(x.shape[1:]) for x, _ in pairs}
-    if len(shapes) > 1:
-        raise DataError(f"Clients' inputs have different shapes: {', '.join(map(str, sorted(shapes)))}.")
-    x = pairs[0][0]
-    with torch.no_grad():
-        twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
-        try:
-            output = twin(torch.cat([x[:1], x[:1]]))
-        except Exception as reason:
-            raise ConfigError(
-                f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "
-                f"{type(reason).__name__}: {reason}"
-            ) from reason
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
-    outputs = int(output.shape[1])
-    if task == "regression":
-        widths = {int(targets.shape[1]) for _, targets in pairs}
-        if widths != {outputs}:
-            raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")
-        return outputs
-    for client, (_, labels) in enumerate(pairs):
-        outside = labels[(labels < 0) | (labels >= outputs)]
-        if len(outside):
-            raise DataError(
-                f"Client {client} has class {int(outside[0])}, but the model has {outputs} outputs "
-                f"(classes 0 to {outputs - 1})."
-            )
-    return outputs

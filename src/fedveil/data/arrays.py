@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Split, Task, check_finite
+from fedveil.data.lazy import LazyTensor, mapped, whole
 from fedveil.data.preparation import Preparation, fit_pixels, from_bytes, laid_out, numbers_like
 from fedveil.data.splitting import Samples, split_rows
 from fedveil.errors import DataError, unknown_name
@@ -73,6 +74,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 Array = npt.NDArray[np.generic]
+
+MOST_NUMBERS = 200_000_000
+"""Pictures of more numbers than that stay bytes, and become numbers batch by batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +135,9 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
     ready = _parted(ready, options, where=parts[0].origin)
     if image:
         pixels = fit_pixels(ready["train"].x, standardise=options.normalise, resize=arrays.resized)
-        ready = {which: replace(part, x=pixels.standardised(part.x)) for which, part in ready.items()}
+        ready = {which: replace(part, x=mapped(part.x, pixels.standardised)) for which, part in ready.items()}
+        if sum(part.x.numel() for part in ready.values()) <= MOST_NUMBERS:
+            ready = {which: replace(part, x=whole(part.x)) for which, part in ready.items()}
     inputs = pixels if image else numbers_like(ready["train"].x)
     return Split(ready["train"], ready["test"], ready.get("validation"), preparation=Preparation(inputs, labels))
 
@@ -172,7 +178,7 @@ def _inputs(part: Part, *, tokens: bool) -> Tensor:
         return torch.from_numpy(x.astype(np.int64))
     x = laid_out(x, None, where=part.origin)
     if x.dtype == np.uint8:
-        return from_bytes(x)
+        return LazyTensor(lambda rows: from_bytes(x[rows.numpy()]), x.shape, dtype=torch.float32)
     with np.errstate(over="ignore"):
         ready = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     check_finite(ready, what="x", where=part.origin)

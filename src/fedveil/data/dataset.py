@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.data.lazy import LazyTensor
 from fedveil.data.preparation import Preparation
 from fedveil.errors import ConfigError, DataError, unknown_name
 
@@ -65,7 +66,8 @@ class Dataset:
         """The samples at ``indices``, in that order; an index may occur more than once."""
         rows = indices.to(self.x.device)
         groups, sites = (None if codes is None else codes[rows] for codes in (self.groups, self.sites))
-        return replace(self, x=self.x[rows], y=self.y[rows], groups=groups, sites=sites)
+        x = self.x.subset(rows) if isinstance(self.x, LazyTensor) else self.x[rows]
+        return replace(self, x=x, y=self.y[rows], groups=groups, sites=sites)
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Dataset:
         """A copy on another device or in another precision; integer tensors keep their type."""
@@ -113,9 +115,11 @@ class Split:
 
 def check_finite(tensor: Tensor, *, what: str, where: str) -> None:
     """Raise a DataError that names the first sample of ``tensor`` with a NaN or an infinity."""
-    finite = torch.isfinite(tensor)
-    if bool(finite.all()):
+    if isinstance(tensor, LazyTensor):  # checked where it is read
         return
+    if tensor.numel() == 0 or all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax()):  # needs no copy
+        return
+    finite = torch.isfinite(tensor)
     at = np.unravel_index(int(np.argmin(finite.cpu().numpy())), tuple(tensor.shape))
     sample, rest = int(at[0]), tuple(int(i) for i in at[1:])
     place = "" if not rest else f", column {rest[0]}" if len(rest) == 1 else f", position {rest}"

@@ -9,10 +9,13 @@ numbers), and what is made of the bytes is bounded by the file's own length.
 
 from __future__ import annotations
 
+import errno
 import math
 import pickletools
 import re
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -438,6 +441,7 @@ _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", 
 # Pillow goes by content, not by name, and hands PostScript to another program.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 _BILINEAR = 2  # Pillow's number for it; averages over all pixels where a picture shrinks
+_MOST_IN_MEMORY = 1 << 30
 
 
 def is_pictures(path: Path) -> bool:
@@ -513,25 +517,43 @@ def as_array(picture: Any, size: tuple[int, int] | None) -> Array:
 def _picture_part(
     path: Path, classes: dict[str, list[Path]], decode: Callable[[Path], Array], *, resized: bool
 ) -> Part:
-    pictures: list[Array] = []
-    labels: list[int] = []
-    first: Path | None = None
-    left = math.inf if resized else largest_of(sum(file.stat().st_size for files in classes.values() for file in files))
-    for code, files in enumerate(classes.values()):
-        for file in files:
-            picture = decode(file)
-            first = first or file
-            if pictures and picture.shape[:2] != pictures[0].shape[:2]:
-                ours, theirs = (f"{shape[1]}×{shape[0]}" for shape in (pictures[0].shape, picture.shape))
-                raise DataError(
-                    f"{file}: {theirs} pixels, but {first} has {ours}. "
-                    "Have them resized as they are read (--picture-size 64), or bring them to one size first."
-                )
-            left -= picture.nbytes
-            if left < 0:
-                raise DataError(f"{path}: its pictures are too large for the size of their files. Do not trust them.")
-            pictures.append(picture)
-            labels.append(code)
-    if any(picture.ndim == 3 for picture in pictures):
-        pictures = [np.stack([p] * 3, axis=-1) if p.ndim == 2 else p for p in pictures]
-    return Part(str(path), np.stack(pictures), np.array(labels, np.int64))
+    """All pictures as bytes, in one array that is made once the first picture tells its size."""
+    named = [(code, file) for code, files in enumerate(classes.values()) for file in files]
+    most = math.inf if resized else largest_of(sum(file.stat().st_size for _, file in named))
+    pixels: Array = np.empty(0, np.uint8)
+    for place, (_, file) in enumerate(named):
+        picture = decode(file)
+        coloured = picture.ndim == 3
+        if place == 0:
+            pixels = _room(path, (len(named), *picture.shape), most)
+        if picture.shape[:2] != pixels.shape[1:3]:
+            ours, theirs = (f"{width}×{height}" for height, width in (pixels.shape[1:3], picture.shape[:2]))
+            raise DataError(
+                f"{file}: {theirs} pixels, but {named[0][1]} has {ours}. "
+                "Have them resized as they are read (--picture-size 64), or bring them to one size first."
+            )
+        if coloured and pixels.ndim == 3:  # the first one in colour
+            grey, pixels = pixels, _room(path, (*pixels.shape, 3), most)
+            pixels[:place] = grey[:place, ..., None]
+        pixels[place] = picture if coloured == (pixels.ndim == 4) else picture[..., None]
+    return Part(str(path), pixels, np.array([code for code, _ in named], np.int64))
+
+
+def _room(path: Path, shape: tuple[int, ...], most: float) -> Array:
+    """An array of bytes; a large one lies in a file that is gone with the process, so that memory need not hold it."""
+    size = math.prod(shape)
+    if size > most:
+        raise DataError(f"{path}: its pictures are too large for the size of their files. Do not trust them.")
+    if size <= _MOST_IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    try:
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free")
+        return np.memmap(tempfile.TemporaryFile(), np.uint8, "w+", shape=shape)
+    except OSError as error:
+        raise DataError(
+            f"{path}: its pictures take {size >> 20} MiB in {tempfile.gettempdir()}, where they cannot be kept "
+            f"({error.strerror}). Let the environment variable TMPDIR name a folder with more room, or make the "
+            "pictures smaller."
+        ) from error

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedveil.data.lazy import LazyTensor, std_mean
 from fedveil.errors import DataError
 
 Floats = npt.NDArray[np.float64]
@@ -31,6 +32,7 @@ MOST_CATEGORIES = 1000
 _MOST_NUMBERS = 1 << 31
 _CHANNELS = (1, 3, 4)
 _PIECE = 1 << 13
+_FIRST = 64
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def fit_pixels(train: Tensor, *, standardise: bool, resize: bool) -> Pixels:
         return Pixels(shape, resize)
     # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
     across = [0, *range(2, train.ndim)] if train.ndim > 2 else [0, 1]
-    deviation, mean = torch.std_mean(train, dim=across, correction=0)
+    deviation, mean = std_mean(train, dim=across)
     deviation = torch.where(deviation > 0, deviation, 1.0)
     return Pixels(shape, resize, tuple(mean.reshape(-1).tolist()), tuple(deviation.reshape(-1).tolist()))
 
@@ -287,8 +289,12 @@ class Numbers:
 
 
 def numbers_like(*parts: Tensor) -> Numbers:
-    """How numbers are described that a model takes as they are; `parts` are those it is trained on."""
-    largest = max(float(part.abs().max()) for part in parts)
+    """How numbers are described that a model takes as they are; `parts` are those it is trained on.
+
+    Of samples that are read when they are asked for, only the first are looked at.
+    """
+    looked_at = (part[:_FIRST] if isinstance(part, LazyTensor) else part for part in parts)
+    largest = max(float(part.abs().max()) for part in looked_at)
     rounded = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
     return Numbers(tuple(parts[0].shape[1:]), not parts[0].is_floating_point(), rounded)
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.data import Dataset
+from fedveil.data.lazy import spans
 from fedveil.downlink import Architecture, Broadcast, Weights, assemble
 from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
 
 CHUNK = 1024
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    return (x[span] for span in spans(x, most=CHUNK))
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Scores:
 def predict(module: nn.Module, x: Tensor) -> Tensor:
     """Outputs for all samples, a chunk at a time."""
     with torch.no_grad():
-        return torch.cat([module(part) for part in torch.split(x, CHUNK)])
+        return torch.cat([module(part) for part in _parts(x)])
 
 
 def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
@@ -89,7 +95,7 @@ def _without_head_noise(architecture: Architecture, module: nn.Module, x: Tensor
     """ŷ − α·r̂ with r̂ = Σ α·ŷ / Σ α²: the noise α·r regressed away, from inputs alone, without a label."""
     outputs, alphas = [], []
     with torch.no_grad():
-        for part in torch.split(x, CHUNK):
+        for part in _parts(x):
             outputs.append(module(part))
             alphas.append(head_alpha(architecture, module))
     output, alpha = torch.cat(outputs).double(), torch.cat(alphas).double()

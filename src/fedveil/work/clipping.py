@@ -203,7 +203,7 @@ class ClippedSamples:
     def _together(
         self, workspace: Workspace, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
     ) -> Sums | None:
-        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
         try:
             with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
@@ -213,7 +213,7 @@ class ClippedSamples:
             return None
 
     def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
-        x, y = data.take(chosen)
+        x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
             bound = self._bound(workspace, data)
             return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)

@@ -265,7 +265,7 @@ class Gradients:
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
-        x, y = data.take(chosen)
+        x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
             vector = weighted(self._step(workspace, x, y, broadcast.head), len(data))
         return self._checked(workspace, vector, data, round, chosen)
@@ -307,7 +307,7 @@ class Gradients:
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         part = [clients[position] for position in positions]
         chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
-        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
         vectors = steps(workspace.architecture, workspace.functional, self.loss, x, y, broadcast.head)
         for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):

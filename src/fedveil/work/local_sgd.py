@@ -76,8 +76,8 @@ class LocalSteps(OneByOne):
         there = torch.stack(drawn).to(data.x.device)
         descend = self._descent(workspace, broadcast, moving, data, there[0])
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for chosen in there:
-                x, y = data.take(chosen)
+            for step, chosen in enumerate(there):
+                x, y = data.take(chosen, step=round * count + step)
                 loss = descend(x, y, rate)
                 losses.append(loss)
                 if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
