@@ -29,6 +29,7 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -130,6 +131,7 @@ class Job:
     optimiser: Optimiser
     guard: Guard = Guard()
     around: Surroundings = Surroundings()
+    metrics: OwnMetrics | None = None
 
     @property
     def model_here(self) -> bool:

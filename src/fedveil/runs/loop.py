@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
+from fedveil.downlink import assemble
 from fedveil.engine import LocalEngine
 from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.accountant import Accountant
@@ -25,8 +27,9 @@ from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, 
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.callbacks import Row
-from fedveil.runs.evaluation import ClientScores, Scores, score_client_view, score_weights
+from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
+from fedveil.runs.judgement import Judgement, judge
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
@@ -100,6 +103,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
+    judged: Judgement | None = None
     client_view: ClientScores | None = None
     stopped: str = ""
 
@@ -240,7 +244,9 @@ def conduct(
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
-        outcome.scores = score_weights(job.architecture, state.weights, job.test, job.loss)
+        outputs, outcome.scores = evaluated(job, state)
+        square = {"target_scale": job.config.target_scale, "true_weight": job.config.true_weight}
+        outcome.judged = judge(outputs, job.test, loss=job.loss.name, **square)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
     return outcome
 
@@ -322,8 +328,16 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     every = job.config.evaluate_every
     if job.test is not None and every and (done.round + 1) % every == 0:
-        row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
+        _, scores = evaluated(job, state)
+        row |= {**scores.as_data(), **scores.own}
     return row
+
+
+def evaluated(job: Job, state: ServerState) -> tuple[Tensor, Scores]:
+    """The outputs of the server's model on the test samples, and their scores."""
+    assert job.test is not None
+    outputs = predict(assemble(job.architecture, state.weights).eval(), job.test.x)
+    return outputs, score_outputs(outputs, job.test, job.loss, job.metrics)
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:
@@ -364,7 +378,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if outcome.scores is not None:
-        summary |= outcome.scores.as_data()
+        summary |= {**outcome.scores.as_data(), **outcome.scores.own}
+    if outcome.judged is not None:
+        summary["judged"] = outcome.judged.as_data()
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
