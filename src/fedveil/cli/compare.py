@@ -217,7 +217,7 @@ def compare(
         [],
         "--metric",
         help="Figures in the table, repeatable or by commas: accuracy, balanced_accuracy, auroc, average_precision, "
-        "f1, kappa, ece; mae, rmse, mse, r2. (default: accuracy, with auroc where one of two classes is rare; mse and r2)",
+        "f1, kappa, ece, exact_match; mae, rmse, mse, r2. (default: accuracy, and auroc if a class is rare; mse, r2)",
     ),
     resume: bool = typer.Option(
         False, "--resume", help="Go on in --out: finished runs are kept; schemes and seeds may be added."
