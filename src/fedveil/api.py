@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,10 @@ from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import Progress, Row, working
-from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
-from fedveil.runs.loop import fresh_state, summarise, train_job
+from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
+from fedveil.runs.judgement import Judgement, judgement_from
+from fedveil.runs.loop import evaluated, fresh_state, summarise, train_job
+from fedveil.runs.own_metrics import Metric, OwnMetrics
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
 from fedveil.work.batches import mixed_seed
@@ -85,6 +87,11 @@ class Trained:
         ledger: dict[str, Any] = self.summary["ledger"]
         return ledger
 
+    @property
+    def judged(self) -> Judgement | None:
+        """How good the model is on the test samples, beside a constant answer; None without such samples."""
+        return judgement_from(self.summary["judged"], where="summary") if "judged" in self.summary else None
+
 
 @_errors_in_python()
 def train(
@@ -93,6 +100,7 @@ def train(
     *,
     scheme: str | Scheme | Callable[..., Scheme] = "lossless",
     test: ClientSamples | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -108,6 +116,8 @@ def train(
             samples is read a batch at a time. Integer targets are classes, floating-point targets a regression.
         scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
         test: Samples to judge the model by.
+        metrics: Metrics of your own by name: functions (outputs, targets), or objects with update, compute and reset,
+            as torchmetrics has them. Their figures stand in the rows and the summary under these names.
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
@@ -169,6 +179,8 @@ def train(
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
     common = agreed(config, clients=len(pool), task=task, own=info)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
+    if metrics:
+        job = _with_metrics(job, metrics)
     preflight(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
@@ -209,6 +221,15 @@ def load(run_or_file: str | Path, *, model: nn.Module | Callable[..., nn.Module]
     from fedveil.runs.predicting import Model
 
     return Model(load_model(Path(run_or_file), model=model))
+
+
+def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
+    """A job with metrics that were tried once on the untrained model: none of them fails after hours of training."""
+    if job.test is None:
+        raise ConfigError("metrics are computed on test samples: give them too (test).")
+    job = replace(job, metrics=OwnMetrics(metrics))
+    evaluated(job, fresh_state(job))
+    return job
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:

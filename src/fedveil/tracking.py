@@ -48,13 +48,20 @@ def epsilons_of(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def closing_figures(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that only a finished run has: ε by adversary, the final scores, and what a client sees."""
+    """The figures that only a finished run has: ε by adversary, the final scores, and what a client sees.
+
+    Of a judged model each figure NAME stands there as final_NAME, with final_NAME_low, …_high and …_baseline.
+    """
     final = {
         f"final_{name}": float(value)
         for name, value in summary.items()
         if name.startswith(("test_", "client_view_")) or name in ("coverage", "train_loss")
         if figure(value)
     }
+    judged = summary.get("judged", {}).get("figures", {})
+    for name, measured in judged.items():
+        ends = {"": measured["value"], **{f"_{end}": measured.get(end) for end in ("low", "high", "baseline")}}
+        final |= {f"final_{name}{end}": float(value) for end, value in ends.items() if figure(value)}
     return {**epsilons_of(summary), **final}
 
 

@@ -62,14 +62,21 @@ def run(
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
-    """The run in a few lines."""
+    """The run in a few lines, and how good its model is."""
+    from fedveil.cli.judged import show_judgement
+    from fedveil.runs.judgement import judgement_from, shown
+
+    judged = judgement_from(summary["judged"], where=str(out)) if "judged" in summary else None
+    beside = ""
+    if judged is not None and (constant := judged.figures[judged.primary].baseline) is not None:
+        beside = f" ({judged.constant_answer}: {shown(judged.primary, constant)})"
     rows = [("scheme", summary["scheme"]), ("loss", summary["loss"]), ("rounds", str(summary["rounds"]))]
     if "failed_rounds" in summary:
         rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
     if "stopped" in summary:
         rows.append(("ended early", summary["stopped"]))
     if "test_accuracy" in summary:
-        rows.append(("test accuracy", percent(summary["test_accuracy"])))
+        rows.append(("test accuracy", percent(summary["test_accuracy"]) + beside))
         if "client_view_accuracy" in summary:
             rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
         if "client_view_uncovered_accuracy" in summary:
@@ -87,6 +94,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     table(f"Run in {out}", ("", ""), rows)
     if "warning" in summary:
         aside(f"warning: {summary['warning']}")
+    if judged is not None:
+        show_judgement(judged)
 
 
 def show_ledger_of(summary: dict[str, Any], out: Path) -> None:

@@ -13,7 +13,7 @@ from fedveil.errors import CheckpointError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
 from fedveil.plain import read_raw
-from fedveil.report.sources import DASH, Audited, plain
+from fedveil.report.sources import DASH, Audited, plain, sentence
 
 _WHO = {
     SERVER: "The server that runs the training",
@@ -94,14 +94,14 @@ def entry(line: Line) -> LedgerEntry:
     return LedgerEntry(
         who=_WHO.get(line.adversary, line.adversary),
         short=SHORT_WHO.get(line.adversary, line.adversary),
-        protected=_sentence(unit),
+        protected=sentence(unit),
         tone=_TONE.get(line.verdict, "fair"),
         verdict=_VERDICT.get(line.verdict, line.verdict),
         figure=" ".join(line.result.split()) if line.epsilon is not None else "no (ε, δ)",
         meaning=_meaning(line),
-        relation=_sentence(line.relation),
-        assumptions=tuple(map(_sentence, line.assumptions)),
-        sees=f"{_sentence(_seen(line.why))}.{worst}",
+        relation=sentence(line.relation),
+        assumptions=tuple(map(sentence, line.assumptions)),
+        sees=f"{sentence(_seen(line.why))}.{worst}",
         left=_LEFT.get(line.verdict, ""),
     )
 
@@ -155,11 +155,6 @@ def _noise(paper: PaperFigure) -> str:
     if paper.noise_used >= 10 * paper.noise_by_paper:
         beside = f"{paper.noise_used / paper.noise_by_paper:,.0f} times as much"
     return f"σ = {plain(paper.noise_by_paper)} by the paper, σ = {plain(paper.noise_used)} used here ({beside})"
-
-
-def _sentence(text: str) -> str:
-    """A capital letter in front; names in code keep theirs."""
-    return f"{text[0].upper()}{text[1:]}" if text else ""
 
 
 _TRIAL_TONE = {"as if unprotected": "bad", "in part": "fair", "nothing": "good"}
@@ -224,7 +219,7 @@ def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
         quick=audit.quick,
         sentences=audit.sentences,
         tables=tuple(
-            (f"{_sentence(who)}, after {asset}, from {seen}", tuple(map(_row, findings)))
+            (f"{sentence(who)}, after {asset}, from {seen}", tuple(map(_row, findings)))
             for (who, asset, seen), findings in groups.items()
         ),
         sheets=tuple(_sheet(finding, audit.folder / "pictures") for finding in shown),
@@ -273,12 +268,12 @@ def _sheet(finding: Finding, folder: Path) -> Sheet:
         f"{shown.get('unprotected', DASH)}: {SHORT[finding.verdict]}."
     )
     return Sheet(
-        title=f"{_sentence(finding.adversary)}, {finding.attack}{' *' * finding.adaptive}, on {finding.seen}",
+        title=f"{sentence(finding.adversary)}, {finding.attack}{' *' * finding.adaptive}, on {finding.seen}",
         source=f"data:image/png;base64,{base64.b64encode(raw).decode()}",
         rows=rows,
         alternative=(
-            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_sentence(finding.adversary)} "
-            f"used the attack {finding.attack} on {finding.seen}. {_sentence(figures)}"
+            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {sentence(finding.adversary)} "
+            f"used the attack {finding.attack} on {finding.seen}. {sentence(figures)}"
         ),
-        reading=f"{_sentence(figures)} {_READING[rows[0]]}",
+        reading=f"{sentence(figures)} {_READING[rows[0]]}",
     )

@@ -21,6 +21,7 @@ from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
 from fedveil.runs.job import job_from_config
+from fedveil.runs.judgement import judgement_from
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.tensors import raw
 
@@ -236,6 +237,8 @@ class RunFolder:
         texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))
         if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures or not texts:
             raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
+        if "judged" in summary:
+            judgement_from(summary["judged"], where=str(self.summary_file))
         return summary
 
     def finished(self, config: RunConfig) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -170,6 +171,7 @@ class Job:
     validation: Dataset | None = None
     client_names: tuple[str, ...] = ()
     description: Description | None = None
+    metrics: OwnMetrics | None = None
 
     @property
     def model_here(self) -> bool:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
+from fedveil.data import Dataset
+from fedveil.downlink import assemble
 from fedveil.engine import LocalEngine
 from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
 from fedveil.ledger.accountant import Accountant
@@ -25,8 +28,9 @@ from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, 
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.callbacks import Row
-from fedveil.runs.evaluation import ClientScores, Scores, score_client_view, score_weights
+from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
+from fedveil.runs.judgement import Judgement, judge
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
@@ -100,6 +104,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
     scores: Scores | None = None
+    judged: Judgement | None = None
     client_view: ClientScores | None = None
     validation: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
@@ -241,7 +246,9 @@ def conduct(
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
-        outcome.scores = score_weights(job.architecture, state.weights, job.test, job.loss)
+        outputs, outcome.scores = evaluated(job, state)
+        square = {"target_scale": job.config.target_scale, "true_weight": job.config.true_weight}
+        outcome.judged = judge(outputs, job.test, loss=job.loss.name, **square)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
     outcome.validation = _validated(job, state)
     return outcome
@@ -325,7 +332,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     every = job.config.evaluate_every
     if every and (done.round + 1) % every == 0:
         if job.test is not None:
-            row |= score_weights(job.architecture, state.weights, job.test, job.loss).as_data()
+            _, scores = evaluated(job, state)
+            row |= {**scores.as_data(), **scores.own}
         row |= _validated(job, state)
     return row
 
@@ -334,8 +342,16 @@ def _validated(job: Job, state: ServerState) -> dict[str, float]:
     """validation_loss and the others, of the server's model now; nothing where there is no validation part."""
     if job.validation is None:
         return {}
-    scores = score_weights(job.architecture, state.weights, job.validation, job.loss).as_data()
-    return {f"validation_{name.removeprefix('test_')}": value for name, value in scores.items()}
+    _, scores = evaluated(job, state, on=job.validation)
+    return {f"validation_{name.removeprefix('test_')}": value for name, value in scores.as_data().items()}
+
+
+def evaluated(job: Job, state: ServerState, *, on: Dataset | None = None) -> tuple[Tensor, Scores]:
+    """The outputs of the server's model on the test samples (or those it is to be judged `on`), and their scores."""
+    samples = job.test if on is None else on
+    assert samples is not None
+    outputs = predict(assemble(job.architecture, state.weights).eval(), samples.x)
+    return outputs, score_outputs(outputs, samples, job.loss, job.metrics if on is None else None)
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:
@@ -380,7 +396,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if job.description is not None:
         summary["data"] = job.description.summary()
     if outcome.scores is not None:
-        summary |= outcome.scores.as_data()
+        summary |= {**outcome.scores.as_data(), **outcome.scores.own}
+    if outcome.judged is not None:
+        summary["judged"] = outcome.judged.as_data()
     summary |= outcome.validation
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
