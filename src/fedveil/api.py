@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedveil import schemes
-from fedveil.config import RunConfig
+from fedveil.config import OBJECT, RunConfig
 from fedveil.data import Dataset
-from fedveil.data.dataset import Task
+from fedveil.data.dataset import Task, check_labels
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
@@ -26,14 +26,17 @@ from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import Progress, Row
 from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import fresh_state, summarise, train_job
+from fedveil.runs.objective import BALANCED, counted
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
+from fedveil.work.own_loss import OwnLoss, own_loss, tried
 
 # Settings about data and model that a command line needs and arguments replace.
-_GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
+_GIVEN_OTHERWISE = tuple("dataset target text group test_fraction partition alpha ratio model_options weights".split())
 
 Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
+_TRIED = 16
 _INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
 _TARGETS = ("y", "label", "labels", "target", "targets")
 
@@ -130,18 +133,24 @@ def train(
         settings |= _stored_seed(out)
     clients = _listed(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
+    given_loss = settings.get("loss")
     settings = _settings(settings, info)
     # A scheme that is given as an object is code: no file may stand for it later.
-    named = scheme if isinstance(scheme, str) else f"python:{info.name}"
+    named = scheme if isinstance(scheme, str) else f"{OBJECT}{info.name}"
     config = settled(
         RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
     )
     config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
     device, dtype = device_of(config), dtype_of(config)
-    pairs = [_pair(samples, dtype=dtype, device=device, who=f"Client {k}") for k, samples in enumerate(clients)]
+    several = config.task == "multilabel" or config.loss == "binary-cross-entropy"
+
+    def read(samples: Any, who: str) -> tuple[Tensor, Tensor]:
+        return _pair(samples, dtype=dtype, device=device, who=who, several=several)
+
+    pairs = [read(samples, f"Client {k}") for k, samples in enumerate(clients)]
     pool = ClientPool.separate(pairs)
-    task = _task(pairs)
-    held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
+    task = _task(pairs, asked="multilabel" if several else config.task)
+    held_out = None if test is None else read(test, "The test set")
     outputs = _outputs(pairs, task, model)
     facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
     if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
@@ -149,7 +158,11 @@ def train(
             f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
         )
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
-    common = agreed(config, clients=len(pool), task=task, own=info)
+    own = _own_loss(given_loss, config, model, pairs) if (config.loss or "").startswith(OBJECT) else None
+    counts = None
+    if config.class_weights == BALANCED:
+        counts = counted(torch.cat([targets for _, targets in pairs]), outputs)
+    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
     preflight(job)
     if out is not None:
@@ -190,12 +203,13 @@ def _listed(clients: Any) -> list[Any]:
 def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     """Settings as a configuration has them: what only the scheme knows is an option of its own."""
     known = {field.name: field for field in fields(RunConfig)}
-    settings, options = {}, dict(given.get("options") or {})
+    settings: dict[str, Any] = {}
+    options = dict(given.get("options") or {})
     for name, value in given.items():
         if name in _GIVEN_OTHERWISE:
             raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
         if name in known:
-            settings[name] = _plain(name, value)
+            settings |= _plain(name, value)
         elif name in info.declared:
             options[name] = value
         else:
@@ -203,28 +217,59 @@ def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     return settings | ({"options": options} if options else {})
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A setting's value as text where PyTorch has an object for it."""
+def _plain(name: str, value: Any) -> dict[str, Any]:
+    """A setting as text where PyTorch has an object for it; some objects say several settings."""
     if isinstance(value, torch.device):
-        return str(value)
+        return {name: str(value)}
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return {name: str(value).removeprefix("torch.")}
+    if name == "class_weights" and value is not None and not isinstance(value, str):
+        return {name: _listed_weights(value)}
     if name != "loss" or not (isinstance(value, nn.Module) or callable(value)):
-        return value
-    if isinstance(value, nn.CrossEntropyLoss) and value.weight is None and _as_usual(value):
-        return "cross-entropy"
-    half = " FedVeil's square loss is ½·Σ(output − target)²: loss='square'." if isinstance(value, nn.MSELoss) else ""
-    raise ConfigError(
-        f"The loss {value!r} cannot be used: a scheme undoes, clips and accounts for losses that it knows. Give "
-        f"loss='cross-entropy' or loss='square'.{half}"
-    )
+        return {name: value}
+    # A subclass may compute anything.
+    if type(value) is nn.CrossEntropyLoss and value.ignore_index == -100 and value.reduction != "sum":
+        smoothed = {"label_smoothing": float(value.label_smoothing)} if value.label_smoothing else {}
+        return {name: "cross-entropy", **_class_weights(value.weight), **smoothed}
+    if type(value) is nn.BCEWithLogitsLoss and value.weight is None and value.reduction != "sum":
+        return {name: "binary-cross-entropy", **_class_weights(value.pos_weight)}
+    said = type(value).__name__ if isinstance(value, nn.Module) else getattr(value, "__name__", type(value).__name__)
+    return {name: f"{OBJECT}{said}"}
 
 
-def _as_usual(loss: nn.CrossEntropyLoss) -> bool:
-    return (loss.ignore_index, loss.label_smoothing, loss.reduction) == (-100, 0.0, "mean")
+def _class_weights(weights: Tensor | None) -> dict[str, str]:
+    return {} if weights is None else {"class_weights": _listed_weights(weights)}
 
 
-def _pair(samples: Any, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
+def _listed_weights(weights: Any) -> str:
+    """Class weights as settings write them."""
+    try:
+        return ",".join(repr(float(weight)) for weight in torch.as_tensor(weights, dtype=torch.float64).reshape(-1))
+    except (TypeError, ValueError, RuntimeError) as reason:
+        raise ConfigError("class_weights is 'balanced', or one number per class.") from reason
+
+
+def _own_loss(given: Any, config: RunConfig, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> OwnLoss:
+    """The caller's own loss, after it was tried on what the model makes of some samples."""
+    for name in ("class_weights", "label_smoothing", "target_scale", "true_weight"):
+        if getattr(config, name) != getattr(RunConfig(), name):
+            raise ConfigError(f"{name} belongs to losses that go by a name: build it into your own loss.")
+    device, dtype = device_of(config), dtype_of(config)
+    loss = own_loss(given, dtype=dtype, device=device)
+    # Never as many samples as outputs: targets of one number each would then broadcast to something else.
+    x, y = (torch.cat([part[:_TRIED], part[:_TRIED]])[: _TRIED + 1] for part in pairs[0])
+    with torch.no_grad():
+        output = copy.deepcopy(model).eval().to(device, dtype)(x)
+    if len(y) == output.shape[1]:
+        output, y = output[1:], y[1:]
+    if not y.is_floating_point():  # whatever classes these samples have, a loss must show how it treats different ones
+        y = torch.arange(len(y), device=device) % output.shape[1]
+    return tried(loss, output, y)
+
+
+def _pair(
+    samples: Any, *, dtype: torch.dtype, device: torch.device, who: str, several: bool = False
+) -> tuple[Tensor, Tensor]:
     try:
         x, y = _tensors(samples, who)
     except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as reason:
@@ -238,9 +283,15 @@ def _pair(samples: Any, *, dtype: torch.dtype, device: torch.device, who: str) -
             "both need one row per sample."
         )
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device, torch.int64)
+    if several:
+        y = y.to(dtype).reshape(len(y), -1)
+        check_labels(y, where=who)
     if not y.is_floating_point():
         if y.dim() != 1:
-            raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
+            raise DataError(
+                f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}. For several labels of 0 and 1 "
+                "say task='multilabel'."
+            )
         return x, y.to(device, torch.int64)
     return x, y.to(device, dtype).flatten(1) if y.dim() > 1 else y.to(device, dtype)[:, None]
 
@@ -295,11 +346,16 @@ def _of_row(row: Any, who: str) -> tuple[Any, Any]:
     return row[inputs[0]], row[targets[0]]
 
 
-def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:
+def _task(pairs: Sequence[tuple[Tensor, Tensor]], *, asked: str | None) -> Task:
     kinds = {y.is_floating_point() for _, y in pairs}
     if len(kinds) > 1:
         raise DataError("Some clients have integer targets (classes) and some floating-point ones (regression).")
-    return "regression" if kinds == {True} else "classification"
+    if asked == "multilabel":
+        return "multilabel"
+    task: Task = "regression" if kinds == {True} else "classification"
+    if asked not in (None, task):
+        raise DataError(f"task={asked!r}, but the targets are those of a {task}: integers are classes.")
+    return task
 
 
 def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Module) -> int:
@@ -320,7 +376,7 @@ def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Modul
         given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
     outputs = int(output.shape[1])
-    if task == "regression":
+    if task != "classification":
         widths = {int(targets.shape[1]) for _, targets in pairs}
         if widths != {outputs}:
             raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")

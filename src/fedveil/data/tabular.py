@@ -131,7 +131,7 @@ _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so 
 
 @dataclass(frozen=True, eq=False)
 class TargetColumn:
-    """The target column: int64 codes for classification, an (N, 1) float32 column for regression."""
+    """The target: int64 codes for classification, an (N, 1) float32 column for regression, (N, labels) for several."""
 
     task: Task
     values: npt.NDArray[np.int64] | npt.NDArray[np.float32]
@@ -159,13 +159,18 @@ def features(table: Table, names: list[str], *, train: Rows, normalise: bool) ->
     return np.concatenate(blocks, axis=1).astype(np.float32)
 
 
-def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
-    """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
+def _target_cells(table: Table, name: str) -> tuple[list[str], Floats | None]:
+    """A target column's cells, none of them missing: as they stand, and as numbers where they are."""
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
         if value.lower() in _MISSING:
             raise DataError(f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row.")
-    numbers = _numbers(table, name)
+    return raw, _numbers(table, name)
+
+
+def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
+    """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
+    raw, numbers = _target_cells(table, name)
     if (task or _inferred(numbers)) == "regression":
         return _regression(table, name, raw, numbers)
     if numbers is not None:
@@ -184,6 +189,15 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
     return TargetColumn(
         "classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered)
     )
+
+
+def several_labels(table: Table, names: Sequence[str]) -> TargetColumn:
+    """Several columns of 0 and 1, or of two words each, side by side; a column's second word in sorted order is 1."""
+    columns = [_regression(table, name, *_target_cells(table, name)).values for name in names]
+    values: npt.NDArray[np.float32] = np.concatenate(columns, axis=1, dtype=np.float32)
+    for row, label in zip(*np.nonzero((values != 0) & (values != 1)), strict=True):
+        raise DataError(f"{table.place(int(row))}: {names[label]!r} is {values[row, label]:g}; a label is 0 or 1.")
+    return TargetColumn("multilabel", values, len(names), tuple(names))
 
 
 def group_codes(table: Table, name: str) -> npt.NDArray[np.int64]:
@@ -314,7 +328,11 @@ def load_table(path: Path, options: Options, name: str) -> Split:
     if fixed is None and _SPLIT not in named.values():
         fixed = _split_column(table)
     train, test = fixed or (rows.numpy() for rows in split_rows(len(table), options, where=str(path)))
-    goal = target(table, named["target"], task=options.task, train=fixed[0] if fixed else None)
+    goals = named.pop("target").split(",") if options.task == "multilabel" else [named["target"]]
+    if options.task == "multilabel":
+        goal = several_labels(table, goals)
+    else:
+        goal = target(table, goals[0], task=options.task, train=fixed[0] if fixed else None)
     groups = torch.from_numpy(group_codes(table, named["group"])) if "group" in named else None
     vocabulary = None
     if "text" in named:
@@ -323,7 +341,7 @@ def load_table(path: Path, options: Options, name: str) -> Split:
         x = torch.from_numpy(token_ids(texts, ids, length=options.max_tokens))
         vocabulary = len(ids) + 2
     else:
-        kept = [column for column in table.columns if column not in named.values()]
+        kept = [column for column in table.columns if column not in (*goals, *named.values())]
         if _marks_parts(table) and _SPLIT in kept:
             kept.remove(_SPLIT)
         x = torch.from_numpy(features(table, kept, train=train, normalise=options.normalise))
@@ -354,10 +372,12 @@ def _named_columns(table: Table, options: Options, path: Path) -> dict[str, str]
         raise ConfigError(f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}.")
     asked = {"target": options.target, "text": options.text, "group": options.group}
     named = {role: column for role, column in asked.items() if column is not None}
-    for role, column in named.items():
+    several = named["target"].split(",") if options.task == "multilabel" else [named["target"]]
+    asking = [*(("target", column) for column in several), *((r, c) for r, c in named.items() if r != "target")]
+    for role, column in asking:
         if column not in table.columns:
             raise unknown_name(f"{role} column", column, table.columns, hint=f"These are the columns of {path}.")
-    if len(set(named.values())) != len(named):
+    if len({column for _, column in asking}) != len(asking):
         raise ConfigError("target, text and group must name different columns.")
     return named
 

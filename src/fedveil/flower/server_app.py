@@ -41,6 +41,7 @@ from fedveil.runs.job import (
     Surroundings,
     agreed,
     assemble_job,
+    first_model,
     first_seed,
     located,
     read_roster,
@@ -186,12 +187,16 @@ def server_job(config: RunConfig, module: str) -> Job:
     assert seed is not None
     common = agreed(config, clients=config.clients, task=facts.task)
     held_here = common.scheme.holder == "server"
+    if config.weights is not None and not held_here:
+        raise ConfigError(
+            "weights are read by the server, and in this scheme clients begin by themselves: leave them out."
+        )
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
     own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
     test = description.test if held_here else None
-    job = assemble_job(config, facts.build(seed=own), pool, test, facts, common=common, guard=guard)
+    job = assemble_job(config, first_model(config, facts, seed=own), pool, test, facts, common=common, guard=guard)
     return dataclasses.replace(job, around=Surroundings("flower", messages.RELEASES, (_TRUST,)))
 
 

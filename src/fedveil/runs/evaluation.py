@@ -18,7 +18,7 @@ _CHUNK = 1024
 
 @dataclass(frozen=True)
 class Scores:
-    """Test loss, and accuracy (classes) or mean squared error (regression)."""
+    """Test loss, and accuracy (classes; of several labels, the share that is right) or mean squared error."""
 
     loss: float
     accuracy: float | None
@@ -45,6 +45,10 @@ def _judge(output: Tensor, test: Dataset, loss: Loss) -> Scores:
     value = float(loss.mean(output, test.y))
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None)
+    if test.task == "multilabel":
+        # The square loss has learned 0 and 1 themselves, every other one their log-odds.
+        held = output > (0.5 if loss.name == "square" else 0.0)
+        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None)
     return Scores(value, None, float((output - test.y).double().square().mean()))
 
 

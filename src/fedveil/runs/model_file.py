@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedveil import data
 from fedveil.config import RunConfig
 from fedveil.data.arrays import read_array
+from fedveil.data.dataset import Task
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture
@@ -98,7 +99,7 @@ def load_model(path: Path, *, model: str | None = None, say: Callable[[str], Non
             f"{path} holds a model that was built in Python: name what builds it, --model file.py:factory, or build it "
             "there too and load the tensors from the file."
         )
-    if facts.task not in ("classification", "regression"):
+    if facts.task not in get_args(Task):
         raise CheckpointError(f"{path} is damaged: it names no task.")
     unlike = f"{path} does not fit the architecture {str(facts.name)!r} it names"
     facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
