@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,23 @@ from fedveil import schemes
 from fedveil.config import OBJECT, RunConfig
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task, check_labels
-from fedveil.downlink import assemble
+from fedveil.downlink import Weights, assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.runs.callbacks import Progress, Row
-from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
+from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Follower, Progress, Row
+from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import fresh_state, summarise, train_job
 from fedveil.runs.objective import BALANCED, counted
 from fedveil.runs.preflight import preflight
+from fedveil.runs.watching import Watch
 from fedveil.schemes import SchemeInfo
+from fedveil.settings import Settings
 from fedveil.work.own_loss import OwnLoss, own_loss, tried
 
 # Settings about data and model that a command line needs and arguments replace.
-_GIVEN_OTHERWISE = tuple("dataset target text group test_fraction partition alpha ratio model_options weights".split())
+GIVEN_OTHERWISE = tuple("dataset target text group test_fraction partition alpha ratio model_options weights".split())
 
 Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
@@ -74,17 +77,46 @@ def _as_argument(flag: re.Match[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A finished run: the server's model, one row of metrics per round, the summary, and the ledger."""
+    """A finished run: the server's model, one row of metrics per round, the summary, and the ledger.
+
+    `best` is the model of the best round, where `monitor` or a validation part tells it.
+    """
 
     model: nn.Module
     metrics: list[Row]
     summary: dict[str, Any]
+    best: nn.Module | None = None
 
     @property
     def ledger(self) -> dict[str, Any]:
         """What the run has proven, against whom, and what it has not: the content of ledger.json."""
         ledger: dict[str, Any] = self.summary["ledger"]
         return ledger
+
+
+@overload
+def train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    *,
+    scheme: str = "lossless",
+    test: ClientSamples | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    callbacks: Sequence[Follower] = (),
+    **settings: Unpack[Settings],
+) -> Trained: ...
+
+
+@overload
+def train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    *,
+    scheme: Scheme | Callable[..., Scheme],
+    **settings: Any,
+) -> Trained: ...
 
 
 @_errors_in_python()
@@ -97,6 +129,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    callbacks: Sequence[Follower] = (),
     **settings: Any,
 ) -> Trained:
     """Train `model` federatedly on each client's samples.
@@ -110,6 +143,8 @@ def train(
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
+        callbacks: Who is told of rounds, evaluations and checkpoints, and may stop the run (`fedveil.StopTraining`):
+            objects of `fedveil.Callback`, or functions that take a round's row.
         settings: Those of the command line (`rounds`, `lr`, `seed`, …), and the options of your own scheme.
 
     Returns:
@@ -168,20 +203,46 @@ def train(
     if out is not None:
         # The folder needs packages that in-memory training does not.
         from fedveil.runs.folder import RunFolder
+        from fedveil.runs.model_file import load_weights
         from fedveil.runs.session import continue_in, train_into
 
         folder = RunFolder(out)
         if resume and folder.config_file.exists():
-            summary, state = continue_in(job, folder, quiet=not progress)
+            summary, state = continue_in(job, folder, quiet=not progress, follow=callbacks)
         else:
             folder.start(config)
             state = fresh_state(job)
-            summary = train_into(job, folder, state, quiet=not progress)
-        return Trained(assemble(job.architecture, state.weights).eval(), folder.metrics(), summary)
-    with Progress(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
-        told = (lambda row, state: bar.update(row)) if progress else None
-        outcome = train_job(job, state=fresh_state(job), on_round=told)
-    return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+            summary = train_into(job, folder, state, quiet=not progress, follow=callbacks)
+        best = load_weights(folder.best_file, job.architecture, job.weights) if "best" in summary else None
+        kept = None if best is None else _module(job, best)
+        return Trained(_module(job, state.weights), folder.metrics(), summary, kept)
+    return _in_memory(job, callbacks, progress=progress)
+
+
+def _module(job: Job, weights: Weights) -> nn.Module:
+    return assemble(job.architecture, weights).eval()
+
+
+def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Trained:
+    watch, state = Watch(job, callbacks), fresh_state(job)
+    with Progress(job.scheme.name, total=job.config.rounds, quiet=not progress) as bar:
+
+        def boundary(row: Row, now: ServerState) -> None:
+            bar.update(row)
+            watch.round(row, now)
+
+        watch.callbacks.begin(None, job.config, ())
+        try:
+            outcome = train_job(job, state=state, on_round=boundary, on_begin=watch.round_begins)
+            summary, best = summarise(job, outcome), watch.best
+            if best is not None and best.weights is not None:
+                summary["best"] = best.as_data()
+        except BaseException as reason:
+            watch.callbacks.stopped(reason)
+            raise
+    watch.callbacks.end(summary)
+    kept = None if best is None or best.weights is None else _module(job, best.weights)
+    return Trained(_module(job, state.weights), outcome.rows, summary, kept)
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:
@@ -206,14 +267,14 @@ def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     options = dict(given.get("options") or {})
     for name, value in given.items():
-        if name in _GIVEN_OTHERWISE:
+        if name in GIVEN_OTHERWISE:
             raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
         if name in known:
             settings |= _plain(name, value)
         elif name in info.declared:
             options[name] = value
         else:
-            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*_GIVEN_OTHERWISE})
+            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*GIVEN_OTHERWISE})
     return settings | ({"options": options} if options else {})
 
 

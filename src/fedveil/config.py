@@ -46,19 +46,20 @@ def _setting(
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,
-    later: bool = False,
+    before: Any = dataclasses.MISSING,
 ) -> Any:
     """One setting: where its flag stands in the help, what is said of it, and what it may be.
 
     `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
-    schemes have; one that does not shape the run does not decide about the trained model. One that came `later` is
-    left out of fingerprints at its default: checkpoints that were written before it stay valid.
+    schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
+    before there was this setting: folders without it mean that, and it leaves no mark in their fingerprint.
     """
     if not shown and default is not None:
         shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
     told = f"{words} (default: {shown})" if shown else words
-    kept = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
-    return field(default=default, metadata={**kept, "of_scheme": of_scheme, "shapes_run": shapes_run, "later": later})
+    kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
+    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before}
+    return field(default=default, metadata=kept)
 
 
 def _form(default: object) -> str:
@@ -129,23 +130,23 @@ class RunConfig:
         "How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations "
         "of schemes that promise nothing about data.",
         shown="1 each",
-        later=True,
+        before=None,
     )
     label_smoothing: float = _setting(
-        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, later=True
+        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, before=0.0
     )
     weights: str | None = _setting(
         _TRAIN,
         "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).",
         shown="drawn by the seed",
-        later=True,
+        before=None,
     )
     early_stopping: int | None = _setting(
         _TRAIN,
         "Stop after so many evaluations without a better --monitor.",
         check=_POSITIVE,
         shapes_run=False,
-        later=True,
+        before=None,
     )
     monitor: str | None = _setting(
         _TRAIN,
@@ -153,7 +154,7 @@ class RunConfig:
         "Its model is kept too (best.safetensors).",
         shown="validation_loss where there is a validation part",
         shapes_run=False,
-        later=True,
+        before=None,
     )
 
     local_steps: int | None = _option(
@@ -332,9 +333,9 @@ class RunConfig:
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]
-        for setting in fields(self):
-            if setting.metadata.get("later") and kept.get(setting.name) == setting.default:
-                kept.pop(setting.name, None)
+        for name, value in BEFORE.items():
+            if name in kept and kept[name] == value:
+                del kept[name]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
             if isinstance(value, OwnCode) or (":" in value and name != "dataset"):
@@ -385,6 +386,12 @@ class RunConfig:
 
 
 _FIELDS = {setting.name: setting for setting in fields(RunConfig)}
+BEFORE: dict[str, Any] = {
+    name: setting.metadata["before"]
+    for name, setting in _FIELDS.items()
+    if setting.metadata.get("before", dataclasses.MISSING) is not dataclasses.MISSING
+}
+"""What settings mean that a run folder or model file does not have, because there was no such setting yet."""
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:

@@ -205,6 +205,7 @@ def train_on_flower(
     *,
     state: ServerState,
     on_round: Callable[[Row, ServerState], None],
+    on_begin: Callable[[int], None],
     journal: Path | None,
     record: Path | None,
     say: Say,
@@ -243,10 +244,12 @@ def train_on_flower(
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
             RelayProgress.of(role, setup, round=now.round, row=row).write(folder.relay_file)
-        on_round(row, now)
-        tell("round", **row)
+        try:
+            on_round(row, now)
+        finally:
+            tell("round", **row)
 
-    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, say=say)
+    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, on_begin=on_begin, say=say)
     for client, why in role.left_out.items():
         say(f"Client {client} took no part: it {why}.")
     privacy_journal.pinned = engine.pinned

@@ -29,6 +29,7 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.monitor import best_note
 from fedveil.runs.objective import BALANCED, check_weights, counted, loss_of, weights_note
 from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
@@ -145,7 +146,7 @@ class Job:
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
-        return said
+        return (*said, *best_note(self))
 
     @property
     def model_here(self) -> bool:

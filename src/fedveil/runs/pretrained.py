@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError
@@ -40,6 +38,8 @@ def _is_weight(name: str) -> bool:
 
 
 def _fill_from_safetensors(own: Mapping[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(str(path), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -58,15 +58,9 @@ def _fill_from_state_dict(own: Mapping[str, Tensor], path: Path) -> None:
         if not plain or sum(member.file_size for member in members) > path.stat().st_size:
             raise ConfigError(f"{path} is compressed, which torch.save never does: save it again.")
         given = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        OSError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-    ) as reason:
+    except ConfigError:
+        raise
+    except Exception as reason:  # whatever is wrong with the file, or in it
         raise ConfigError(
             f"{path} cannot be read as weights alone: save a state_dict, torch.save(model.state_dict(), …), with a "
             "PyTorch of this decade, and not a whole model."
