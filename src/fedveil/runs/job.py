@@ -321,6 +321,8 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     architecture, weights = draw(model, example, traced=scheme.downlink.traced)
+    if architecture.size and not bool(architecture.trainable.any()):
+        raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(architecture)
     _refuse_moving_buffers(architecture, weights, example)
