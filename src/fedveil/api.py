@@ -27,19 +27,17 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Follower, Progress, Row
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import fresh_state, summarise, train_job
-from fedveil.runs.objective import BALANCED, counted
+from fedveil.runs.objective import BALANCED, counted, listed_weights, loss_settings, own_objective
 from fedveil.runs.preflight import preflight
 from fedveil.runs.watching import Watch
 from fedveil.schemes import SchemeInfo
 from fedveil.settings import Settings
-from fedveil.work.own_loss import OwnLoss, own_loss, tried
 
 # Settings about data and model that a command line needs and arguments replace.
 GIVEN_OTHERWISE = tuple("dataset target text group test_fraction partition alpha ratio model_options weights".split())
 
 Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
-_TRIED = 16
 _INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
 _TARGETS = ("y", "label", "labels", "target", "targets")
 
@@ -193,10 +191,12 @@ def train(
             f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
         )
     judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
-    own = _own_loss(given_loss, config, model, pairs) if (config.loss or "").startswith(OBJECT) else None
+    own = None
+    if (config.loss or "").startswith(OBJECT):
+        own = own_objective(given_loss, config, model, pool.clients[0], dtype=dtype, device=device)
     counts = None
     if config.class_weights == BALANCED:
-        counts = counted(torch.cat([targets for _, targets in pairs]), outputs)
+        counts = counted(torch.cat([client.y for client in pool.clients]), outputs)
     common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
     job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
     preflight(job)
@@ -285,47 +285,10 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, torch.dtype):
         return {name: str(value).removeprefix("torch.")}
     if name == "class_weights" and value is not None and not isinstance(value, str):
-        return {name: _listed_weights(value)}
-    if name != "loss" or not (isinstance(value, nn.Module) or callable(value)):
-        return {name: value}
-    # A subclass may compute anything.
-    if type(value) is nn.CrossEntropyLoss and value.ignore_index == -100 and value.reduction != "sum":
-        smoothed = {"label_smoothing": float(value.label_smoothing)} if value.label_smoothing else {}
-        return {name: "cross-entropy", **_class_weights(value.weight), **smoothed}
-    if type(value) is nn.BCEWithLogitsLoss and value.weight is None and value.reduction != "sum":
-        return {name: "binary-cross-entropy", **_class_weights(value.pos_weight)}
-    said = type(value).__name__ if isinstance(value, nn.Module) else getattr(value, "__name__", type(value).__name__)
-    return {name: f"{OBJECT}{said}"}
-
-
-def _class_weights(weights: Tensor | None) -> dict[str, str]:
-    return {} if weights is None else {"class_weights": _listed_weights(weights)}
-
-
-def _listed_weights(weights: Any) -> str:
-    """Class weights as settings write them."""
-    try:
-        return ",".join(repr(float(weight)) for weight in torch.as_tensor(weights, dtype=torch.float64).reshape(-1))
-    except (TypeError, ValueError, RuntimeError) as reason:
-        raise ConfigError("class_weights is 'balanced', or one number per class.") from reason
-
-
-def _own_loss(given: Any, config: RunConfig, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> OwnLoss:
-    """The caller's own loss, after it was tried on what the model makes of some samples."""
-    for name in ("class_weights", "label_smoothing", "target_scale", "true_weight"):
-        if getattr(config, name) != getattr(RunConfig(), name):
-            raise ConfigError(f"{name} belongs to losses that go by a name: build it into your own loss.")
-    device, dtype = device_of(config), dtype_of(config)
-    loss = own_loss(given, dtype=dtype, device=device)
-    # Never as many samples as outputs: targets of one number each would then broadcast to something else.
-    x, y = (torch.cat([part[:_TRIED], part[:_TRIED]])[: _TRIED + 1] for part in pairs[0])
-    with torch.no_grad():
-        output = copy.deepcopy(model).eval().to(device, dtype)(x)
-    if len(y) == output.shape[1]:
-        output, y = output[1:], y[1:]
-    if not y.is_floating_point():  # whatever classes these samples have, a loss must show how it treats different ones
-        y = torch.arange(len(y), device=device) % output.shape[1]
-    return tried(loss, output, y)
+        return {name: listed_weights(value)}
+    if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
+        return loss_settings(value)
+    return {name: value}
 
 
 def _pair(

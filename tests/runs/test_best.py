@@ -99,6 +99,7 @@ def test_what_tells_no_best_round_is_refused_before_training(
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         session.run(SWINGING.with_changes(**changes), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_in_memory_too() -> None:

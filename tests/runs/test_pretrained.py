@@ -137,7 +137,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cdp": {},
     "mpdp": {"neighbours": 2},
     "paraaegis": {"cipher": "pads"},
-    "dp-fedavg": {"cipher": "pads"},
+    "dp-fedavg": {},
 }
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.config import OBJECT, RunConfig
 from fedveil.errors import ConfigError, DataError
 from fedveil.protocol.parts import Scheme
-from fedveil.work import Loss, make_loss
+from fedveil.work import ClientData, Loss, make_loss
+from fedveil.work.own_loss import OwnLoss, own_loss, tried
 
 BALANCED = "balanced"
+_TRIED = 16
+_OF_NAMED_LOSSES = ("class_weights", "label_smoothing", "target_scale", "true_weight")
 
 
 def loss_of(config: RunConfig, task: str, usual: str, *, counted: Sequence[int] | None = None) -> Loss:
@@ -126,3 +131,45 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
         f"class weights ({shown}) are public and were given: what they tell of clients' data, if they come from there, "
         "is not counted",
     )
+
+
+def loss_settings(given: Any) -> dict[str, Any]:
+    """The settings that say what a module or function given as the loss does; one that none say is an object's name."""
+    # A subclass may compute anything.
+    if type(given) is nn.CrossEntropyLoss and given.ignore_index == -100 and given.reduction != "sum":
+        smoothed = {"label_smoothing": float(given.label_smoothing)} if given.label_smoothing else {}
+        return {"loss": "cross-entropy", **_weights_of(given.weight), **smoothed}
+    if type(given) is nn.BCEWithLogitsLoss and given.weight is None and given.reduction != "sum":
+        return {"loss": "binary-cross-entropy", **_weights_of(given.pos_weight)}
+    named = type(given).__name__ if isinstance(given, nn.Module) else getattr(given, "__name__", type(given).__name__)
+    return {"loss": f"{OBJECT}{named}"}
+
+
+def _weights_of(weights: Tensor | None) -> dict[str, str]:
+    return {} if weights is None else {"class_weights": listed_weights(weights)}
+
+
+def listed_weights(weights: Any) -> str:
+    """Class weights as settings write them."""
+    try:
+        return ",".join(repr(float(weight)) for weight in torch.as_tensor(weights, dtype=torch.float64).reshape(-1))
+    except (TypeError, ValueError, RuntimeError) as reason:
+        raise ConfigError("class_weights is 'balanced', or one number per class.") from reason
+
+
+def own_objective(
+    given: Any, config: RunConfig, model: nn.Module, client: ClientData, *, dtype: torch.dtype, device: torch.device
+) -> OwnLoss:
+    """The caller's own loss, after it was tried on what the model makes of some samples of a client."""
+    for name in _OF_NAMED_LOSSES:
+        if getattr(config, name) != getattr(RunConfig(), name):
+            raise ConfigError(f"{name} belongs to losses that go by a name: build it into your own loss.")
+    loss = own_loss(given, dtype=dtype, device=device)
+    x, y = (torch.cat([part, part])[: _TRIED + 1] for part in client.take(torch.arange(min(_TRIED, len(client)))))
+    with torch.no_grad():
+        output = copy.deepcopy(model).eval().to(device, dtype)(x)
+    if len(y) == output.shape[1]:  # targets of one number each would then broadcast to something else
+        output, y = output[1:], y[1:]
+    if not y.is_floating_point():  # whatever classes these samples have, a loss must show how it treats different ones
+        y = torch.arange(len(y), device=device) % output.shape[1]
+    return tried(loss, output, y)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, FedVeilError
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
@@ -177,7 +177,11 @@ def train_into(
     `earlier` are the rows of the rounds before.
     """
     config, fingerprint = job.config, job.config.fingerprint()
-    watch = Watch(job, follow)
+    try:
+        watch = Watch(job, follow)
+    except FedVeilError:
+        folder.release()
+        raise
 
     def keep(now: ServerState, last: bool) -> None:
         every = config.checkpoint_every
