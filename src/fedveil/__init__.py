@@ -15,9 +15,22 @@ from fedveil.version import __version__
 if TYPE_CHECKING:
     from fedveil import data, errors, models, schemes
     from fedveil.api import Trained, load, train
-    from fedveil.errors import FedVeilError
+    from fedveil.errors import FedVeilError, StopTraining
+    from fedveil.runs.callbacks import Callback
 
-__all__ = ["FedVeilError", "Trained", "__version__", "data", "errors", "load", "models", "schemes", "train"]
+__all__ = [
+    "Callback",
+    "FedVeilError",
+    "StopTraining",
+    "Trained",
+    "__version__",
+    "data",
+    "errors",
+    "load",
+    "models",
+    "schemes",
+    "train",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 _FROM = {
@@ -25,6 +38,8 @@ _FROM = {
     "load": "fedveil.api",
     "Trained": "fedveil.api",
     "FedVeilError": "fedveil.errors",
+    "StopTraining": "fedveil.errors",
+    "Callback": "fedveil.runs.callbacks",
 }
 
 

@@ -18,6 +18,9 @@ from fedveil.own_code import OwnCode
 
 ModelOption = int | float | str | bool
 
+OBJECT = "python:"
+"""How a setting begins that was given as an object from Python: no file or command can stand for it."""
+
 _LARGEST_SEED = (1 << 63) - 1
 _LARGEST_WHOLE = 1 << 53
 _MOST_DIGITS = 7
@@ -97,7 +100,11 @@ class RunConfig:
     secrets: str | None = _setting(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
 
     target: str | None = _setting(_DATA, "CSV: the column to predict.")
-    task: str | None = _setting(_DATA, "classification or regression.", choices=("classification", "regression"))
+    task: str | None = _setting(
+        _DATA,
+        "classification, regression or multilabel (several labels of 0 and 1).",
+        choices=("classification", "regression", "multilabel"),
+    )
     text: str | None = _setting(_DATA, "CSV: the column of texts.")
     group: str | None = _setting(
         _DATA, "CSV, npz: the column of patients, writers …: no two parts of the data share one."
@@ -139,12 +146,43 @@ class RunConfig:
     weight_decay: float = _setting(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
     loss: str | None = _setting(
         _TRAIN,
-        "square or cross-entropy.",
-        shown="square with head noise, which needs it; else cross-entropy for classes",
-        choices=("square", "cross-entropy"),
+        "square, cross-entropy or binary-cross-entropy.",
+        shown="square with head noise, which needs it; else cross-entropy for classes, binary for several labels",
+        choices=("square", "cross-entropy", "binary-cross-entropy"),
     )
     target_scale: float = _setting(_TRAIN, "Square loss: the true class's target M.", 1.0)
     true_weight: float = _setting(_TRAIN, "Square loss: the true class's weight k.", 1.0)
+    class_weights: str | None = _setting(
+        _TRAIN,
+        "How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations "
+        "of schemes that promise nothing about data.",
+        shown="1 each",
+        before=None,
+    )
+    label_smoothing: float = _setting(
+        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, before=0.0
+    )
+    weights: str | None = _setting(
+        _TRAIN,
+        "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).",
+        shown="drawn by the seed",
+        before=None,
+    )
+    early_stopping: int | None = _setting(
+        _TRAIN,
+        "Stop after so many evaluations without a better --monitor.",
+        check=_POSITIVE,
+        shapes_run=False,
+        before=None,
+    )
+    monitor: str | None = _setting(
+        _TRAIN,
+        "The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. "
+        "Its model is kept too (best.safetensors).",
+        shown="validation_loss where there is a validation part",
+        shapes_run=False,
+        before=None,
+    )
 
     local_steps: int | None = _option(
         _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.", shown="1; more make a client the unit"
@@ -249,7 +287,7 @@ class RunConfig:
         _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
     )
 
-    device: str = _setting(_MACHINE, "cpu or cuda.", "cpu")
+    device: str = _setting(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
     dtype: str = _setting(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
     vectorise: bool | None = _setting(_MACHINE, "Many clients at once.", shown="where faster")
     checkpoint_every: int = _setting(
@@ -279,6 +317,8 @@ class RunConfig:
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
+                if setting.name == "loss" and value.startswith(OBJECT):
+                    continue
                 raise unknown_name(setting.name, str(value), setting.metadata["choices"])
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):

@@ -49,6 +49,23 @@ def test_own_data(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "visits" / "ledger.json").exists()
 
 
+def test_own_training(tmp_path: Path) -> None:
+    said = typed("how-to/own-training.md", tmp_path)
+    losses, stopped, frozen = (
+        next(text for block, text in said.items() if word in block) for word in ("quantile", "enough", "backbone")
+    )
+    assert losses.splitlines() == ["quantile True", "HuberLoss True", "own function True"]
+    assert "round 3" in stopped
+    assert "round 4" not in stopped
+    assert stopped.endswith("three rounds are enough here\n")
+    assert frozen == "True\n"
+    for run in ("weighted", "private", "labels", "early"):
+        assert (tmp_path / "runs" / run / "summary.json").exists()
+    early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
+    assert early["rounds"] < 40
+    assert early["best"]["monitor"] == "loss"
+
+
 def test_own_scheme(tmp_path: Path) -> None:
     said = typed("how-to/own-scheme.md", tmp_path)
     listed, ran, resumed, composed, built, written = said.values()

@@ -85,6 +85,10 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
         if "client_view_mse" in summary:
             rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+    if "best" in summary:
+        best = summary["best"]
+        figure = f"{best['monitor']} {best['value']:.4f}"
+        rows.append(("best round", f"{best['round']} ({figure}): {out / 'best.safetensors'}"))
     if summary["holder"] == "clients":
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))

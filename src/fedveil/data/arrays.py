@@ -227,9 +227,9 @@ def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task
         raise DataError(
             f"{parts[0].origin}: {len(classes)} named classes have no order to regress on. Use task='classification'."
         )
-    if task == "regression" or (task is None and kinds[0] == "f"):
+    if task in ("regression", "multilabel") or (task is None and kinds[0] == "f"):
         values = [_values(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
-        return "regression", int(values[0].shape[1]), classes, values
+        return task or "regression", int(values[0].shape[1]), classes, values
     labels = [_labels(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
     outputs = arrays.outputs or len(classes) or int(labels[0].max()) + 1
     for part, y in zip(parts, labels, strict=True):

@@ -16,7 +16,7 @@ from fedveil.errors import ConfigError, DataError, unknown_name
 if TYPE_CHECKING:
     from fedveil.data.description import Column
 
-Task = Literal["classification", "regression"]
+Task = Literal["classification", "regression", "multilabel"]
 LARGEST_PICTURE = 1 << 13
 How = Literal["auto", "random", "stratified", "rows"]
 
@@ -26,10 +26,11 @@ How = Literal["auto", "random", "stratified", "rows"]
 class Dataset:
     """Samples and their targets, validated on construction.
 
-    ``x`` is floating point of shape (N, ...), or int64 token ids for text. ``y`` is int64 of shape (N,)
-    for classification and floating point of shape (N, outputs) for regression. ``groups`` says which samples
-    belong together (one patient's, one writer's) and ``sites`` where they are from (a hospital), as numbers; the names
-    behind the numbers of ``sites`` are ``site_names``, those behind ``groups`` ``group_names``, where they have any.
+    ``x`` is floating point of shape (N, ...), or int64 token ids for text. ``y`` is int64 of shape (N,) for
+    classification and floating point of shape (N, outputs) for regression and for several labels of 0 and 1
+    (multilabel). ``groups`` says which samples belong together (one patient's, one writer's) and ``sites`` where they
+    are from (a hospital), as numbers; the names behind the numbers of ``sites`` are ``site_names``, those behind
+    ``groups`` ``group_names``, where they have any.
     """
 
     name: str
@@ -129,6 +130,14 @@ def check_finite(tensor: Tensor, *, what: str, where: str) -> None:
     )
 
 
+def check_labels(y: Tensor, *, where: str) -> None:
+    """Raise a DataError that names the first sample with a label that is neither 0 nor 1."""
+    odd = ((y != 0) & (y != 1)).any(1)
+    if bool(odd.any()):
+        sample = int(odd.nonzero()[0, 0])
+        raise DataError(f"{where}: sample {sample} has a label that is neither 0 nor 1, as several labels must be.")
+
+
 def _check_shapes(data: Dataset) -> None:
     if data.x.ndim < 2:
         raise DataError(f"{data.name}: x has shape {tuple(data.x.shape)}; it needs one row per sample, (N, ...).")
@@ -166,16 +175,18 @@ def _check_inputs(data: Dataset) -> None:
 def _check_targets(data: Dataset) -> None:
     if data.outputs < 1:
         raise DataError(f"{data.name}: outputs is {data.outputs}; at least one is needed.")
-    if data.task == "regression":
+    if data.task in ("regression", "multilabel"):
         if not data.y.is_floating_point() or data.y.shape[1:] != (data.outputs,):
             raise DataError(
-                f"{data.name}: regression targets must be floating point of shape (N, {data.outputs}), "
+                f"{data.name}: {data.task} targets must be floating point of shape (N, {data.outputs}), "
                 f"not {data.y.dtype} of shape {tuple(data.y.shape)}."
             )
         check_finite(data.y, what="y", where=data.name)
+        if data.task == "multilabel":
+            check_labels(data.y, where=data.name)
         return
     if data.task != "classification":
-        raise DataError(f"{data.name}: task is {data.task!r}; it must be 'classification' or 'regression'.")
+        raise DataError(f"{data.name}: task is {data.task!r}; it must be one of {', '.join(get_args(Task))}.")
     if data.y.dtype is not torch.int64 or data.y.ndim != 1:
         raise DataError(
             f"{data.name}: class labels must be int64 of shape (N,), not {data.y.dtype} of shape {tuple(data.y.shape)}."

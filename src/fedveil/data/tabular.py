@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,7 +139,7 @@ _SMALL, _MOST_TIMES = 1 << 25, 100  # cells: a table may become so large, or so 
 
 @dataclass(frozen=True, eq=False)
 class TargetColumn:
-    """The target column: int64 codes for classification, an (N, 1) float32 column for regression."""
+    """The target: int64 codes for classification, an (N, 1) float32 column for regression, (N, labels) for several."""
 
     task: Task
     values: npt.NDArray[np.int64] | npt.NDArray[np.float32]
@@ -186,13 +186,18 @@ def _cells(table: Table, name: str) -> Cells:
     return [value.strip() for value in table.columns[name]] if numbers is None else numbers
 
 
-def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
-    """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
+def _target_cells(table: Table, name: str) -> tuple[list[str], Floats | None]:
+    """A target column's cells, none of them missing: as they stand, and as numbers where they are."""
     raw = [value.strip() for value in table.columns[name]]
     for row, value in enumerate(raw):
         if is_missing(value):
             raise DataError(f"{table.place(row)}: the target {name!r} is missing. Fill it in or remove the row.")
-    numbers = _numbers(table, name)
+    return raw, _numbers(table, name)
+
+
+def target(table: Table, name: str, *, task: Task | None, train: Rows | None) -> TargetColumn:
+    """Encode the target column; ``train`` rows, where the file fixes them, define the classes."""
+    raw, numbers = _target_cells(table, name)
     if (task or _inferred(numbers)) == "regression":
         return _regression(table, name, raw, numbers)
     if numbers is not None:
@@ -210,6 +215,15 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
     return TargetColumn(
         "classification", np.array([code[value] for value in raw], np.int64), len(ordered), tuple(ordered)
     )
+
+
+def several_labels(table: Table, names: Sequence[str]) -> TargetColumn:
+    """Several columns of 0 and 1, or of two words each, side by side; a column's second word in sorted order is 1."""
+    columns = [_regression(table, name, *_target_cells(table, name)).values for name in names]
+    values: npt.NDArray[np.float32] = np.concatenate(columns, axis=1, dtype=np.float32)
+    for row, label in zip(*np.nonzero((values != 0) & (values != 1)), strict=True):
+        raise DataError(f"{table.place(int(row))}: {names[label]!r} is {values[row, label]:g}; a label is 0 or 1.")
+    return TargetColumn("multilabel", values, len(names), tuple(names))
 
 
 def owner_codes(table: Table, name: str, *, role: str) -> tuple[Tensor, tuple[str, ...]]:
@@ -301,7 +315,11 @@ def encode(table: Table, fixed: Fixed | None, options: Options, name: str, *, wh
     named = _named_columns(table, options, where)
     if fixed is None and _SPLIT not in named.values():
         fixed = _split_column(table, options)
-    goal = target(table, named["target"], task=options.task, train=fixed["train"] if fixed else None)
+    goals = named.pop("target").split(",") if options.task == "multilabel" else [named["target"]]
+    if options.task == "multilabel":
+        goal = several_labels(table, goals)
+    else:
+        goal = target(table, goals[0], task=options.task, train=fixed["train"] if fixed else None)
     y = torch.from_numpy(goal.values)
     owners: dict[str, tuple[Tensor | None, tuple[str, ...]]] = {
         role: owner_codes(table, named[role], role=role) if role in named else (None, ()) for role in ("group", "site")
@@ -316,19 +334,19 @@ def encode(table: Table, fixed: Fixed | None, options: Options, name: str, *, wh
         inputs = tokens = fit_words(chosen, column=named["text"], size=options.vocabulary, length=options.max_tokens)
         x, vocabulary, used = tokens.apply(texts), tokens.ids, {named["text"]}
     else:
-        kept = [column for column in table.columns if column not in named.values()]
+        kept = [column for column in table.columns if column not in (*goals, *named.values())]
         if _marks_parts(table) and _SPLIT in kept:
             kept.remove(_SPLIT)
         features, cells = fit_features(table, kept, train=train, normalise=options.normalise)
         inputs, x, vocabulary, used = features, features.apply(cells), None, set(kept)
-    aside = tuple(column for column in table.columns if column not in {*used, named["target"]})
-    preparation = Preparation(inputs, goal.labels, named["target"], aside)
+    aside = tuple(column for column in table.columns if column not in {*used, named.get("target")})
+    preparation = Preparation(inputs, goal.labels, named.get("target"), aside)
     whole = Dataset(
         *(name, goal.task, x, y, goal.outputs, goal.labels, groups, vocabulary, sites, site_names, group_names)
     )
     validation = None if parts.validation is None else whole.subset(parts.validation)
     roles = {column: "not used" if column in aside else "input" for column in table.columns}
-    roles |= {column: role for role, column in named.items()}
+    roles |= {column: role for role, column in named.items()} | dict.fromkeys(goals, "target")
     columns = tuple(Column.of(column, table.columns[column], role=roles[column], place=table.place) for column in roles)
     return Split(whole.subset(parts.train), whole.subset(parts.test), validation, columns, preparation)
 
@@ -373,10 +391,12 @@ def _named_columns(table: Table, options: Options, path: Path) -> dict[str, str]
         raise ConfigError(f"{path}: which column is the target? Pass target=... Columns: {', '.join(table.columns)}.")
     asked = {"target": options.target, "text": options.text, "group": options.group, "site": options.site}
     named = {role: column for role, column in asked.items() if column is not None}
-    for role, column in named.items():
+    several = named["target"].split(",") if options.task == "multilabel" else [named["target"]]
+    asking = [*(("target", column) for column in several), *((r, c) for r, c in named.items() if r != "target")]
+    for role, column in asking:
         if column not in table.columns:
             raise unknown_name(f"{role} column", column, table.columns, hint=f"These are the columns of {path}.")
-    if len(set(named.values())) != len(named):
+    if len({column for _, column in asking}) != len(asking):
         raise ConfigError("target, text, group and site must name different columns.")
     return named
 

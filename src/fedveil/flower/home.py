@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from torch import Tensor
 from fedveil.config import RunConfig, toml_of
 from fedveil.crypto.keys import Roster
 from fedveil.data import Dataset
+from fedveil.data.dataset import Task, check_labels
 from fedveil.data.sources import EMBEDDED
 from fedveil.errors import ConfigError, DataError, unknown_name
 from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.own_code import OwnCode, load_file
-from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded, read_policy, read_roster
+from fedveil.runs.job import ModelFacts, dealt, device_of, dtype_of, loaded, read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
 from fedveil.work.messages import ClientData
 
@@ -329,7 +330,7 @@ def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path 
             raise DataError(
                 f"the run names the data set {config.dataset!r}, which is not embedded, and client.toml names no loader"
             )
-        train = loaded(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
+        train = loaded(config).train.to(dtype=dtype_of(config), device=device_of(config))
         rows = dealt(config, train)[client].to(train.x.device)
         data = ClientData(client, train.x[rows], train.y[rows])
         own = ModelFacts.of(config, train)
@@ -357,6 +358,8 @@ def _check(data: ClientData, facts: ModelFacts) -> None:
             raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
     elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
         raise DataError(f"the targets are not {facts.outputs} numbers per sample")
+    elif facts.task == "multilabel":
+        check_labels(y, where="the targets")
     if facts.vocabulary is not None and (
         x.dtype != torch.int64 or int(x.min()) < 0 or int(x.max()) >= facts.vocabulary
     ):
@@ -368,14 +371,14 @@ def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
     known = {"input_shape", "outputs", "task", "vocabulary", "labels"}
     if not isinstance(given, dict) or not {"input_shape", "outputs", "task"} <= given.keys() <= known:
         raise ConfigError(
-            f"{where} must say FACTS = dict(input_shape=(…), outputs=…, task='classification' or 'regression'), and "
-            "may add vocabulary and labels."
+            f"{where} must say FACTS = dict(input_shape=(…), outputs=…, task='classification', 'regression' or "
+            "'multilabel'), and may add vocabulary and labels."
         )
     shape, outputs, task = given["input_shape"], given["outputs"], given["task"]
     if not all(type(size) is int and size > 0 for size in (*shape, outputs)):
         raise ConfigError(f"{where}: input_shape and outputs must be positive whole numbers.")
-    if task not in ("classification", "regression"):
-        raise ConfigError(f"{where}: task must be classification or regression (got {task!r}).")
+    if task not in get_args(Task):
+        raise ConfigError(f"{where}: task must be one of {', '.join(get_args(Task))} (got {task!r}).")
     labels = tuple(given.get("labels", ()))
     return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, given.get("vocabulary"), labels)
 
@@ -400,7 +403,7 @@ def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, wher
     except Exception as reason:
         raise DataError(f"{where}: client({client}) raised {type(reason).__name__}: {reason}") from reason
     x, y = _pair(samples, task, where=f"{where}: client({client})")
-    device, dtype = torch.device(config.device), dtype_of(config)
+    device, dtype = device_of(config), dtype_of(config)
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
     return ClientData(client, x, y.to(device, dtype) if y.is_floating_point() else y.to(device))
 
@@ -415,7 +418,7 @@ def _pair(pair: Any, task: str, *, where: str) -> tuple[Tensor, Tensor]:
     for what, tensor in (("inputs", x), ("targets", y)):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DataError(f"{where}: the {what} hold NaN or infinity.")
-    if y.is_floating_point() or task == "regression":
+    if y.is_floating_point() or task != "classification":
         y = y.to(torch.get_default_dtype()) if not y.is_floating_point() else y
         return x, y[:, None] if y.dim() == 1 else y.flatten(1)
     return x if x.is_floating_point() else x.to(torch.int64), y.to(torch.int64)

@@ -27,7 +27,8 @@ def _parts(x: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Scores:
-    """Test loss, accuracy (classes) or mean squared error (regression), and what else costs next to nothing."""
+    """Test loss, accuracy (classes; of several labels, the share that is right) or mean squared error, and what else
+    costs next to nothing."""
 
     loss: float
     accuracy: float | None
@@ -58,6 +59,10 @@ def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | N
     named = {} if own is None else own.figures(output, test.y)
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
+    if test.task == "multilabel":
+        # The square loss has learned 0 and 1 themselves, every other one their log-odds.
+        held = output > (0.5 if loss.name == "square" else 0.0)
+        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
     return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
 
 

@@ -75,6 +75,7 @@ class RunFolder:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.model_file = self.path / "model.safetensors"
+        self.best_file = self.path / "best.safetensors"
         self.summary_file = self.path / "summary.json"
         self.ledger_file = self.path / "ledger.json"
         self.privacy_journal = self.path / "privacy.jsonl"

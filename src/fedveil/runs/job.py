@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets as system_random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -31,16 +31,24 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.monitor import best_note
+from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
+from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
-from fedveil.work import Batches, Loss, Schedule, make_loss
+from fedveil.work import Batches, Loss, Schedule
 from fedveil.work.clipping import refuse_batch_norm
 from fedveil.work.losses import CrossEntropy, SquareLoss
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
+
+FROZEN = (
+    "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
+    "received by them and has the scales of the layers beside, so that a veil hides nothing there"
+)
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -174,6 +182,15 @@ class Job:
     metrics: OwnMetrics | None = None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the ledger says of choices that settings and the model's author made."""
+        said = weights_note(self.config, self.loss)
+        frozen = int((~self.architecture.trainable).sum())
+        if frozen and self.architecture.table is not None:
+            said = (*said, FROZEN.format(frozen))
+        return (*said, *best_note(self))
+
+    @property
     def model_here(self) -> bool:
         """Whether this process sees the model: not where it lives with clients on other machines."""
         return self.scheme.holder == "server" or bool(self.pool.clients)
@@ -184,7 +201,7 @@ def located(config: RunConfig) -> RunConfig:
     changes = {}
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
-    for name in ("policy", "roster", "identities"):
+    for name in ("policy", "roster", "identities", "weights"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
     for name in own_code.SETTINGS:
@@ -201,13 +218,15 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device, if it is there."""
+    """The device, if it is there; auto is a GPU where there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError as reason:
-        raise ConfigError(f"Unknown device {config.device!r}: use cpu or cuda.") from reason
+        raise ConfigError(f"Unknown device {config.device!r}: use cpu, cuda or auto.") from reason
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda.")
+        raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda, or auto.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', but PyTorch sees no CUDA device here. Use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -267,14 +286,24 @@ def job_from_config(config: RunConfig, *, describe: bool = False) -> Job:
     split = loaded(config)
     config = counted(config, split.train)
     facts = ModelFacts.of(config, split.train, split.preparation)
-    model = facts.build(seed=first_seed(config))
+    model = first_model(config, facts, seed=first_seed(config))
     parts = dealt(config, split.train)
     names = data.client_names(split.train, parts, config.partition)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
     pool = ClientPool.shared(placed.x, placed.y, parts)
-    job = assemble_job(config, model, pool, split.test, facts, validation=split.validation)
+    counts = class_counts(split.train.y, split.train.outputs) if config.class_weights == BALANCED else None
+    common = agreed(config, clients=len(pool), task=facts.task, counts=counts)
+    job = assemble_job(config, model, pool, split.test, facts, validation=split.validation, common=common)
     description = describe_split(split, parts, names) if describe else None
     return replace(job, client_names=names, description=description)
+
+
+def first_model(config: RunConfig, facts: ModelFacts, *, seed: int | SecretStream) -> nn.Module:
+    """The model a run begins with: drawn, or with the weights of the file that settings name."""
+    model = facts.build(seed=seed)
+    if config.weights is not None:
+        fill_from(model, Path(config.weights))
+    return model
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,10 +316,21 @@ class Agreed:
     optimiser: Optimiser
 
 
-def agreed(config: RunConfig, *, clients: int, task: str, own: SchemeInfo | None = None) -> Agreed:
-    """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves."""
+def agreed(
+    config: RunConfig,
+    *,
+    clients: int,
+    task: str,
+    own: SchemeInfo | None = None,
+    loss: Loss | None = None,
+    counts: Sequence[int] | None = None,
+) -> Agreed:
+    """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
+
+    `loss` is one of the caller's own; `counts` are those of the classes (`objective.counted`), where somebody counts.
+    """
     info = schemes.find(config.scheme) if own is None else own
-    loss = _loss(config, task, info.default_loss)
+    loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
@@ -336,6 +376,8 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     architecture, weights = draw(model, example, traced=scheme.downlink.traced)
+    if architecture.size and not bool(architecture.trainable.any()):
+        raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(architecture)
     _refuse_moving_buffers(architecture, weights, example)
@@ -357,6 +399,7 @@ def assemble_job(
     device, dtype = device_of(config), dtype_of(config)
     common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
     scheme = common.scheme
+    check_weights(config, common.loss, scheme, outputs=facts.outputs)
     example = _example(pool, facts, dtype)
     architecture, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
     assert config.seed is not None
@@ -432,17 +475,6 @@ def _read(path: str | Path, what: str) -> str:
         return read_text(Path(path))
     except CheckpointError as reason:
         raise ConfigError(f"Cannot read the {what} {path}: {reason}") from reason
-
-
-def _loss(config: RunConfig, task: str, usual: str) -> Loss:
-    name = config.loss or usual
-    if name == "auto":
-        name = "square" if task == "regression" else "cross-entropy"
-        if (config.target_scale, config.true_weight) != (1.0, 1.0):
-            name = "square"
-    if name == "cross-entropy" and task == "regression":
-        raise ConfigError("Cross-entropy needs classes; use --loss square for regression.")
-    return make_loss(name, target_scale=config.target_scale, true_weight=config.true_weight)
 
 
 def _example(pool: ClientPool, facts: ModelFacts, dtype: torch.dtype) -> Tensor:

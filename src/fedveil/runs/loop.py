@@ -20,7 +20,7 @@ from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
 from fedveil.downlink import assemble
 from fedveil.engine import LocalEngine
-from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError, StopTraining
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
@@ -90,6 +90,7 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
 
 
 OnRound = Callable[[Row, ServerState], None]
+OnBegin = Callable[[int], None]
 
 _DROPOUT = 0xD0D0
 _MOST_FAILURES = 10
@@ -138,6 +139,7 @@ def train_job(
     *,
     state: ServerState,
     on_round: OnRound | None = None,
+    on_begin: OnBegin | None = None,
     journal: Path | None = None,
     record: Path | Recording | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -147,7 +149,8 @@ def train_job(
     Args:
         job: What is trained, with which scheme, on whose data.
         state: Where to begin; it is moved on in place.
-        on_round: Told every boundary's metrics and state.
+        on_round: Told every boundary's metrics and state; may raise StopTraining, as may `on_begin`.
+        on_begin: Told the number of every round before it is asked for.
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
         say: Told what a person should know.
@@ -169,7 +172,8 @@ def train_job(
     )
     written = partial(taken_from_a_client, role, engine, state) if isinstance(role, HolderRole) else None
     try:
-        return conduct(job, engine, server, privacy_journal, state=state, written=written, on_round=on_round, say=say)
+        told: dict[str, Any] = {"on_round": on_round, "on_begin": on_begin, "say": say}
+        return conduct(job, engine, server, privacy_journal, state=state, written=written, **told)
     finally:
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
@@ -198,6 +202,7 @@ def conduct(
     state: ServerState,
     written: Callable[[RoundDone], RoundDone] | None = None,
     on_round: OnRound | None = None,
+    on_begin: OnBegin | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """The loop of a run, whatever the engine: the server's steps one after the other, and the run's record with them.
@@ -214,6 +219,12 @@ def conduct(
             outcome.stop(step.reason, say)
             continue
         if isinstance(step, RoundBegins):
+            if on_begin is not None and step.arrived is None:
+                try:
+                    on_begin(step.round + 1)
+                except StopTraining as reason:  # nothing of this round has been asked for
+                    outcome.stop(str(reason), say)
+                    break
             if privacy_journal.accountant is not None:
                 privacy_journal.begin(step)
             continue
@@ -239,8 +250,12 @@ def conduct(
         last = time.perf_counter()
         outcome.rows.append(row)
         _log(row)
-        if on_round is not None:
-            on_round(row, state)
+        try:
+            if on_round is not None:
+                on_round(row, state)
+        except StopTraining as reason:
+            outcome.stop(str(reason), say)
+            server.end()
     outcome.seconds = time.perf_counter() - started
     _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
@@ -385,7 +400,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
         "bytes_down": outcome.bytes_down,
         "bytes_up": outcome.bytes_up,
-        "device": config.device,
+        "device": str(job.weights.parameters.device) if config.device == "auto" else config.device,
         "dtype": config.dtype,
         "fedveil": __version__,
         "torch": torch.__version__,
@@ -417,6 +432,8 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary["visible"] = [parameter.name for parameter in job.coverage.visible]
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
+    if weights := getattr(job.loss, "class_weights", ()):
+        summary["class_weights"] = list(weights)
     failed = sum("failed" in row for row in rows)
     if failed:
         summary["failed_rounds"] = failed

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import nn
 
 from fedveil.config import RunConfig
+from fedveil.data.dataset import Task
 from fedveil.data.preparation import Preparation, Words
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
@@ -95,7 +96,7 @@ def load_model(
     metadata, tensors = _read(path)
     facts = made(ModelFacts, parsed(metadata["facts"], where=str(path)), where=str(path))
     config = named(metadata["config"], where=str(path))
-    if facts.task not in ("classification", "regression"):
+    if facts.task not in get_args(Task):
         raise CheckpointError(f"{path} is damaged: it names no task.")
     _check_preparation(facts, where=str(path))
     unlike = f"{path} does not fit the architecture {str(facts.name)!r} it names"
