@@ -282,7 +282,7 @@ parts = data.partition(split.train, clients=3, seed=1)
 clients = [(split.train.x[rows], split.train.y[rows]) for rows in parts]
 result = fedveil.train(net, clients, test=(split.test.x, split.test.y), rounds=2, seed=1)
 assert len(result.metrics) == 2
-assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
+assert not (BLOCKED | {"sklearn", "pandas"}) & {name.split(".")[0] for name in sys.modules}
 print("trained")
 """
 
