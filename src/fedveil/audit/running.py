@@ -213,6 +213,7 @@ class _Runner:
             reference=proof.value,
             threshold=proof.threshold,
             attempts=len(trial.attempts),
+            taken_out=trial.taken_out,
         )
         if proof.verdict:
             return replace(finding, verdict=proof.verdict, reason=proof.reason)  # type: ignore[arg-type]

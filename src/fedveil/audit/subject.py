@@ -6,9 +6,11 @@ its uploads, and who judges.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +44,8 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
+MOST_BYTES = 128 << 20
+"""What an audit takes of one kind of samples (public ones, queries, candidates, a judge's lessons): so much memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,11 +90,30 @@ class Subject:
         low, high = self.box or (0.0, 1.0)
         return high - low
 
+    @property
+    def most(self) -> int:
+        """How many samples fit into MOST_BYTES."""
+        sample = self.test.x[0]
+        return max(1, MOST_BYTES // (sample.numel() * sample.element_size()))
+
     def halves(self) -> tuple[Dataset, Dataset]:
         """The held-out data in two: what attackers are granted as public, and what they are asked about."""
         order = torch.randperm(len(self.test), generator=torch.Generator().manual_seed(_HALVES))
         half = len(order) // 2
-        return self.test.subset(order[:half]), self.test.subset(order[half:])
+        return self.test.subset(order[:half][: self.most]), self.test.subset(order[half:][: self.most])
+
+    @cached_property
+    def _occurrences(self) -> Counter[bytes]:
+        every = (self.own(client)[0] for client in range(len(self.job.pool)))
+        return Counter(mark for x in (*every, self.test.x) for mark in _marks(x))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Which of these inputs occur once in all the data, clients' and held-out.
+
+        Of others nobody can say whether they were trained on. What is left of both sides is exchangeable: no more can
+        be told of it by how common it is.
+        """
+        return torch.tensor([self._occurrences[mark] == 1 for mark in _marks(x)], dtype=torch.bool)
 
     @property
     def held(self) -> bool:
@@ -114,6 +137,13 @@ class Subject:
         assert seed is not None
         rows = Batches(self.config.batch_size, seed).indices(client=client, samples=len(data), step=round - 1)
         return data.take(rows)
+
+
+def _marks(x: Tensor) -> Iterator[bytes]:
+    """Equal inputs have equal marks, and others have others."""
+    for row in x.cpu():
+        # Adding zero makes the two zeros of floating point one.
+        yield hashlib.blake2b((row + 0).contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
 def from_folder(
@@ -229,13 +259,13 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     return enacted(job_from_config(plain), folder, rounds=round)
 
 
-def cut(job: Job, *, samples: int) -> Job:
-    """The same job with `samples` samples of every client, drawn once and for all."""
+def cut(job: Job, *, samples: int, draw: int = 0) -> Job:
+    """The same job with `samples` samples of every client, drawn once and for all; no two draws share one."""
 
     def few(data: ClientData) -> ClientData:
         # Parts are often sorted: the first sample of each would be of the same class.
         rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(_HALVES, data.client)))
-        x, y = data.take(rows[:samples].sort().values)
+        x, y = data.take(rows[draw * samples : (draw + 1) * samples].sort().values)
         return ClientData(data.client, x, y)
 
     return replace(job, pool=ClientPool(tuple(few(data) for data in job.pool.clients)))
@@ -374,6 +404,7 @@ class Scene:
     scratch: Path | None = None
     say: Callable[[str], None] = lambda text: None
     _plain: dict[int, Subject] = field(default_factory=dict, repr=False)
+    _further: list[Subject] = field(default_factory=list, repr=False)
 
     def judge(self) -> Judge:
         """An independent classifier of everybody's data, held-out ones included."""
@@ -391,6 +422,16 @@ class Scene:
             quick=self.effort.quick,
             device=self.effort.device,
         )
+
+    def further(self) -> Iterator[Subject]:
+        """The first round replayed again and again, each time with other samples, as long as every client has some."""
+        whole = replace(self.close.job, pool=self.run.job.pool)
+        for draw in range(1, min(len(data) for data in whole.pool.clients) if self.replayed else 1):
+            if draw > len(self._further):
+                folder = Path(tempfile.mkdtemp(prefix="further-", dir=self.scratch))
+                again = enacted(cut(whole, samples=1, draw=draw), folder / "record", rounds=1)
+                self._further.append(again)
+            yield self._further[draw - 1]
 
     def noiseless(self, round: int | None = None) -> Subject | None:
         """The same training without its noise up to `round` (all of it), made once; None where the run had none.
