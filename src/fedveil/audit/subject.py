@@ -10,7 +10,7 @@ import hashlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,8 @@ from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
 MOST_BYTES = 128 << 20
-"""What an audit takes of one kind of samples (public ones, queries, candidates, a judge's lessons): so much memory."""
+"""What an audit takes of public samples, of queries and of candidates: so much memory of each, and four times that of
+what clients trained on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +121,15 @@ class Subject:
         """Whether the model lives with the clients, and the server has none."""
         return self.job.scheme.holder != "server"
 
-    def own(self, client: int) -> tuple[Tensor, Tensor]:
-        """All samples of a client."""
+    def own(self, client: int, *, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """All samples of a client, or `most` of them."""
         data = self.job.pool.clients[client]
-        return data.take(torch.arange(len(data)))
+        count = len(data) if most is None else min(most, len(data))
+        return data.take(torch.arange(count) * len(data) // max(1, count))
 
-    def samples_of(self, clients: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """All samples of several clients, one after the other."""
-        parts = [self.own(client) for client in clients]
+    def samples_of(self, clients: Collection[int]) -> tuple[Tensor, Tensor]:
+        """Samples of several clients, one after the other: all, or as many of each as memory allows."""
+        parts = [self.own(client, most=max(1, 4 * self.most // len(clients))) for client in clients]
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
     def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
@@ -355,11 +357,20 @@ MOST_CLIENTS = 10
 
 @dataclass(frozen=True)
 class Effort:
-    """How much an audit may take: attempts of a trial, candidates, rounds to average over, pictures of a class."""
+    """How much an audit may take: attempts of a trial, candidates, rounds to average over, pictures of a class.
+
+    `minutes` is what an attack may take on one view.
+    """
 
     quick: bool = False
     seed: int = 0
     device: str = "cpu"
+    minutes: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What an attack may take on one view."""
+        return 60.0 * ((10.0 if self.quick else 30.0) if self.minutes is None else self.minutes)
 
     @property
     def attempts(self) -> int:
@@ -464,7 +475,7 @@ class Scene:
         """How reconstructions of this run are judged."""
         public, _ = self.run.halves()
         mean = public.x.double().mean(0, keepdim=True)
-        others = self.run.own(0)[0][:200].double()
+        others = self.run.own(0)[0][: min(200, self.run.most // 4)].double()
         blind = float(psnr(mean.expand_as(others), others, peak=self.run.peak).mean())
         judged = self.judged and self.run.pictures and self.run.classes
         low, high = self.run.box or (0.0, 1.0)
@@ -475,7 +486,7 @@ class Scene:
             random=random_level(unit, generator=torch.Generator().manual_seed(0), draws=4),
             blind=mean.cpu(),
             judge=self.judge if judged else None,
-            private=self.run.own(0)[0] if judged else None,
+            private=self.run.own(0, most=self.run.most)[0] if judged else None,
         )
 
 

@@ -424,7 +424,7 @@ class _Model:
     def _classes(self) -> _Case:
         """What the classes look like."""
         classes = self.run.job.facts.outputs
-        private, chance = self.run.own(0)[0][: self.run.most].cpu(), 1.0 / classes
+        private, chance = self.run.own(0, most=self.run.most)[0].cpu(), 1.0 / classes
         measure = ClassMeasure("recognised", chance=chance, judge=self.scene.judge, private=private)
         # Of two classes, four recognised pictures may be luck.
         fewest = math.ceil(math.log(FALSE_ALARMS) / math.log(min(chance, 0.5)))

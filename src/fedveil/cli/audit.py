@@ -35,6 +35,9 @@ def audit(
     seed: int = typer.Option(0, help="Seed of the attacks' own randomness."),
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
+    minutes: float | None = typer.Option(
+        None, help="Most minutes of an attack on one view; one that would take longer says so. (default: 30, quick: 10)"
+    ),
     model: flag.OwnModel = None,
     scheme: flag.OwnScheme = None,
     dataset: flag.OwnDataset = None,
@@ -80,6 +83,7 @@ def audit(
             device=device,
             out=out,
             workers=workers,
+            minutes=minutes,
             own=flag.own_code(scheme=scheme, model=model, dataset=dataset),
             say=aside,
             tick=tick,
