@@ -245,6 +245,8 @@ def test_nothing_unpickles() -> None:
         assert names & {"pickle", "marshal", "shelve", "dill"} == set(), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save", "eval", "exec"):
+                if (path.name, ast.unparse(node.func)) == ("model_file.py", "torch.save"):
+                    continue  # `fedveil export --format torch` writes what torch reads; nothing of ours reads it
                 pytest.fail(f"{path}: {ast.unparse(node.func)}")
 
 

@@ -141,7 +141,11 @@ _LAYOUTS = (
         pictures.is_pictures,
         _of_pictures,
     ),
-    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, tabular.load_table),
+    _Layout(
+        "tables with a header (one .csv[.gz|.xz] or .parquet, or train.csv and test.csv)",
+        tabular.recognises,
+        tabular.load_table,
+    ),
 )
 
 
@@ -222,7 +226,7 @@ def load(
 
 
 def _name(path: Path) -> str:
-    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz")
+    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz").removesuffix(".parquet")
 
 
 def _is_there(path: Path) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from fedveil.data.arrays import TEST_NAMES, by_plain_name, files_of, plain_name, read_bytes, split_rows
 from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import ConfigError, DataError, missing_extra, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
 _SAMPLE_ROWS = 20
@@ -51,12 +52,14 @@ class Table:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name is that of a CSV file, compressed or not."""
-    return plain_name(path).lower().endswith(".csv")
+    """Whether the name is that of a CSV file, compressed or not, or of a parquet file."""
+    return plain_name(path).lower().endswith((".csv", ".parquet"))
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV file with a header line; the delimiter is found among , ; tab and |."""
+    """Read a parquet file, or a CSV file with a header line; the delimiter is found among , ; tab and |."""
+    if path.suffix.lower() == ".parquet":
+        return _parquet(path)
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -65,6 +68,45 @@ def read_table(path: Path) -> Table:
         return _parse(path, text)
     except csv.Error as error:
         raise DataError(f"{path}: not a readable CSV file ({error}).") from error
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise missing_extra("pyarrow", "parquet", "Reading a .parquet table") from error
+    try:
+        names = parquet.read_schema(path).names
+        # Words stay as often as they differ: a small file may repeat a long one a billion times.
+        with parquet.ParquetFile(path, read_dictionary=names) as file:
+            told = file.metadata
+            if told.num_rows * len(names) > max(_SMALL, _MOST_TIMES * path.stat().st_size):
+                raise ValueError(f"{told.num_rows:,} rows, too many for its size")
+            columns = {name: _cells_of(column) for name, column in zip(names, file.read().columns, strict=True)}
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable parquet table ({' '.join(str(error).split())[:200]}).") from error
+    if len(columns) < len(names) or not names or not told.num_rows:
+        raise DataError(f"{path}: a table needs columns with names of their own, and rows.")
+    return Table(columns, [(path, 0)] * told.num_rows)
+
+
+def _cells_of(column: Any) -> list[str]:
+    cells: list[str] = []
+    for chunk in column.chunks:
+        if hasattr(chunk, "dictionary"):
+            words = [cell_of(word) for word in chunk.dictionary.to_pylist()]
+            cells += ["" if place is None else words[place] for place in chunk.indices.to_pylist()]
+        else:
+            cells += [cell_of(value) for value in chunk.to_pylist()]
+    return cells
+
+
+def cell_of(value: object) -> str:
+    """A value as a CSV file would have it; numbers keep every digit, and what is not known is empty."""
+    if isinstance(value, list | dict | bytes):
+        raise ValueError(f"a {type(value).__name__} in a cell, where a number or a text belongs")
+    return "" if value is None or value != value else str(value)
 
 
 def _parse(path: Path, text: str) -> Table:
@@ -275,12 +317,12 @@ _TRAIN = frozenset({"train", "training"})
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is a CSV file or a folder that holds some."""
+    """Whether this is a table or a folder that holds some."""
     return any(is_table(file) for file in (files_of(path) if path.is_dir() else [path]))
 
 
 def load_table(path: Path, options: Options, name: str) -> Split:
-    """Read one CSV file, or train.csv and test.csv, and encode it."""
+    """Read one table, or train.csv and test.csv, and prepare it."""
     table, fixed = _read(path)
     named = _named_columns(table, options, path)
     if fixed is None and _SPLIT not in named.values():
@@ -311,14 +353,15 @@ def _read(path: Path) -> tuple[Table, tuple[Rows, Rows] | None]:
     if not path.is_dir():
         return read_table(path), None
     files = by_plain_name(file for file in files_of(path) if is_table(file))
-    second = next((f"{name}.csv" for name in TEST_NAMES if f"{name}.csv" in files), None)
-    if "train.csv" in files and second is not None:
-        train, test = read_table(files["train.csv"]), read_table(files[second])
+    stems = {name.rpartition(".")[0]: file for name, file in files.items()}
+    second = next((name for name in TEST_NAMES if name in stems), None)
+    if "train" in stems and second is not None and len(stems) == len(files):
+        train, test = read_table(stems["train"]), read_table(stems[second])
         rows = np.arange(len(train) + len(test))
         return train.below(test), (rows[: len(train)], rows[len(train) :])
     if len(files) > 1:
         raise DataError(
-            f"{path}: {len(files)} CSV files ({', '.join(sorted(files))}), but not train.csv and test.csv. "
+            f"{path}: {len(files)} tables ({', '.join(sorted(files))}), but not train.csv and test.csv. "
             "Rename them, or pass the path of one file."
         )
     return read_table(next(iter(files.values()))), None
