@@ -19,7 +19,7 @@ from torch import Tensor
 from fedveil.data import pictures, tabular
 from fedveil.data.arrays import Array, files_of, labelled, read_array, read_arrays
 from fedveil.data.dataset import Task, check_finite
-from fedveil.data.preparation import CategoryColumn, Cells, Columns, Numbers, Pixels, Preparation, Words, laid_out
+from fedveil.data.preparation import CategoryColumn, Cells, Columns, Features, Pixels, Preparation, Words, laid_out
 from fedveil.data.tabular import Table
 from fedveil.errors import ConfigError, DataError, unknown_name
 
@@ -80,7 +80,7 @@ def read_samples(source: object, expected: Expected, *, keep: Sequence[str] = ()
     return _of_array(x, y, where, expected)
 
 
-def _wanted(inputs: Columns | Words | Pixels | Numbers) -> str:
+def _wanted(inputs: Columns | Words | Pixels | Features) -> str:
     if isinstance(inputs, Columns):
         return f"a table with the columns {', '.join(column.name for column in inputs.columns)}"
     if isinstance(inputs, Words):
@@ -128,9 +128,10 @@ def _all_of(source: object, kind: type) -> bool:
 
 
 def _cell(value: object) -> str:
-    """A value as a CSV file would have it; numbers keep every digit."""
-    plain = value.item() if isinstance(value, np.generic | Tensor) else value
-    return "" if plain is None or plain != plain else str(plain)
+    try:
+        return tabular.cell_of(value.item() if isinstance(value, np.generic | Tensor) else value)
+    except ValueError as reason:
+        raise DataError(f"rows: {reason}.") from reason
 
 
 def _of_table(table: Table, expected: Expected, keep: Sequence[str]) -> NewSamples:
@@ -141,7 +142,7 @@ def _of_table(table: Table, expected: Expected, keep: Sequence[str]) -> NewSampl
         if name not in table.columns:
             raise unknown_name("column to keep", name, table.columns)
     if missing := [name for name in wanted if name not in table.columns]:
-        raise DataError(f"{where}: {_columns(missing)} of the training data is missing. {_has(table)}")
+        raise DataError(f"{where}: it lacks {_columns(missing)}, which the model takes. {_has(table)}")
     known = {*wanted, *preparation.aside, *keep, preparation.target}
     if strange := [name for name in table.columns if name not in known]:
         raise DataError(
@@ -293,7 +294,7 @@ def _fitting(picture: Array, inputs: Pixels, *, where: str) -> Array:
     return picture.transpose(2, 0, 1)
 
 
-def _array(source: object, inputs: Pixels | Numbers) -> tuple[Array, Array | None, str]:
+def _array(source: object, inputs: Pixels | Features) -> tuple[Array, Array | None, str]:
     if isinstance(source, Path):
         if source.suffix == ".npz":
             return (*labelled(read_arrays(source), source), str(source))
@@ -312,7 +313,7 @@ def _array(source: object, inputs: Pixels | Numbers) -> tuple[Array, Array | Non
     return (x[None] if _is_single(x, inputs) else x), None, "samples"
 
 
-def _is_single(x: Array, inputs: Pixels | Numbers) -> bool:
+def _is_single(x: Array, inputs: Pixels | Features) -> bool:
     shape = inputs.shape
     if x.shape == shape or not isinstance(inputs, Pixels) or len(shape) != 3:
         return x.shape == shape
@@ -331,7 +332,7 @@ def _from_pillow(source: object, inputs: Pixels) -> object:
 
 def _of_array(x: Array, y: Array | None, where: str, expected: Expected) -> NewSamples:
     inputs = expected.preparation.inputs
-    assert isinstance(inputs, Pixels | Numbers)
+    assert isinstance(inputs, Pixels | Features)
     if x.dtype.kind not in "biuf":
         raise DataError(f"{where}: samples are of type {x.dtype}; this model takes {_wanted(inputs)}.")
     if x.ndim == 0 or len(x) == 0:
@@ -357,7 +358,7 @@ def _bytes(x: Array, inputs: Pixels, where: str) -> Array:
     return laid_out(x, inputs.shape, where=where)
 
 
-def _numbers(x: Array, inputs: Numbers, expected: Expected, where: str) -> Array:
+def _numbers(x: Array, inputs: Features, expected: Expected, where: str) -> Array:
     x = laid_out(x, inputs.shape, where=where)
     if inputs.whole:
         if x.dtype.kind not in "iu":

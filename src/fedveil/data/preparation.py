@@ -255,7 +255,7 @@ def from_bytes(pictures: npt.NDArray[Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Features:
     """Arrays of numbers, taken as they are or scaled per feature; `whole` ones are ids, of `vocabulary` different ones.
 
     `largest` is a power of two that no training number exceeds: rounded up, since the largest itself is somebody's.
@@ -288,7 +288,7 @@ class Numbers:
         return (x - mean) / deviation
 
 
-def numbers_like(*parts: Tensor) -> Numbers:
+def numbers_like(*parts: Tensor) -> Features:
     """How numbers are described that a model takes as they are; `parts` are those it is trained on.
 
     Of samples that are read when they are asked for, only the first are looked at.
@@ -296,7 +296,7 @@ def numbers_like(*parts: Tensor) -> Numbers:
     looked_at = (part[:_FIRST] if isinstance(part, LazyTensor) else part for part in parts)
     largest = max(float(part.abs().max()) for part in looked_at)
     rounded = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
-    return Numbers(tuple(parts[0].shape[1:]), not parts[0].is_floating_point(), rounded)
+    return Features(tuple(parts[0].shape[1:]), not parts[0].is_floating_point(), rounded)
 
 
 def _check(shape: tuple[int, ...], mean: tuple[float, ...], deviation: tuple[float, ...]) -> None:
@@ -318,7 +318,7 @@ class Preparation:
     have either, and need neither.
     """
 
-    inputs: Columns | Words | Pixels | Numbers
+    inputs: Columns | Words | Pixels | Features
     classes: tuple[str, ...] = ()
     target: str | None = None
     aside: tuple[str, ...] = ()

@@ -178,7 +178,11 @@ _LAYOUTS = (
         pictures.is_pictures,
         resizes=True,
     ),
-    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, tabular.load_table),
+    _Layout(
+        "tables with a header (one .csv[.gz|.xz] or .parquet, or train.csv and test.csv)",
+        tabular.recognises,
+        tabular.load_table,
+    ),
 )
 
 
@@ -301,7 +305,7 @@ def load(
 
 
 def _name(path: Path) -> str:
-    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz")
+    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz").removesuffix(".parquet")
 
 
 def _is_there(path: Path) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from fedveil.data.dataset import Dataset, Options, Split, Task
 from fedveil.data.description import MISSING, Column
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
 from fedveil.data.splitting import PartRows, Samples, split_rows
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import ConfigError, DataError, missing_extra, unknown_name
 
 _DELIMITERS = (",", ";", "\t", "|")
 _SAMPLE_ROWS = 20
@@ -62,12 +63,14 @@ class Table:
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name is that of a CSV file, compressed or not."""
-    return plain_name(path).lower().endswith(".csv")
+    """Whether the name is that of a CSV file, compressed or not, or of a parquet file."""
+    return plain_name(path).lower().endswith((".csv", ".parquet"))
 
 
 def read_table(path: Path) -> Table:
-    """Read a CSV file with a header line; the delimiter is found among , ; tab and |."""
+    """Read a parquet file, or a CSV file with a header line; the delimiter is found among , ; tab and |."""
+    if path.suffix.lower() == ".parquet":
+        return _parquet(path)
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -76,6 +79,45 @@ def read_table(path: Path) -> Table:
         return _parse(path, text)
     except csv.Error as error:
         raise DataError(f"{path}: not a readable CSV file ({error}).") from error
+
+
+def _parquet(path: Path) -> Table:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise missing_extra("pyarrow", "parquet", "Reading a .parquet table") from error
+    try:
+        names = parquet.read_schema(path).names
+        # Words stay as often as they differ: a small file may repeat a long one a billion times.
+        with parquet.ParquetFile(path, read_dictionary=names) as file:
+            told = file.metadata
+            if told.num_rows * len(names) > max(_SMALL, _MOST_TIMES * path.stat().st_size):
+                raise ValueError(f"{told.num_rows:,} rows, too many for its size")
+            columns = {name: _cells_of(column) for name, column in zip(names, file.read().columns, strict=True)}
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable parquet table ({' '.join(str(error).split())[:200]}).") from error
+    if len(columns) < len(names) or not names or not told.num_rows:
+        raise DataError(f"{path}: a table needs columns with names of their own, and rows.")
+    return Table(columns, [(path, 0)] * told.num_rows)
+
+
+def _cells_of(column: Any) -> list[str]:
+    cells: list[str] = []
+    for chunk in column.chunks:
+        if hasattr(chunk, "dictionary"):
+            words = [cell_of(word) for word in chunk.dictionary.to_pylist()]
+            cells += ["" if place is None else words[place] for place in chunk.indices.to_pylist()]
+        else:
+            cells += [cell_of(value) for value in chunk.to_pylist()]
+    return cells
+
+
+def cell_of(value: object) -> str:
+    """A value as a CSV file would have it; numbers keep every digit, and what is not known is empty."""
+    if isinstance(value, list | dict | bytes):
+        raise ValueError(f"a {type(value).__name__} in a cell, where a number or a text belongs")
+    return "" if value is None or value != value else str(value)
 
 
 def _parse(path: Path, text: str) -> Table:
@@ -300,12 +342,12 @@ _TRAIN = frozenset({"train", "training"})
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is a CSV file or a folder that holds some."""
+    """Whether this is a table or a folder that holds some."""
     return any(is_table(file) for file in (files_of(path) if path.is_dir() else [path]))
 
 
 def load_table(path: Path, options: Options, name: str) -> Split:
-    """Read one CSV file, or train.csv and test.csv (and val.csv), and encode it."""
+    """Read one table, or train.csv and test.csv (and val.csv), and prepare it."""
     table, fixed = read_tables(path)
     return encode(table, fixed, options, name, where=path)
 
@@ -368,19 +410,20 @@ def read_tables(path: Path) -> tuple[Table, Fixed | None]:
     if not path.is_dir():
         return read_table(path), None
     files = by_plain_name(file for file in files_of(path) if is_table(file))
-    second, third = held_out_names({name for name in TEST_NAMES if f"{name}.csv" in files})
-    if "train.csv" in files and second is not None:
-        table, fixed = read_table(files["train.csv"]), {}
+    stems = {name.rpartition(".")[0]: file for name, file in files.items()}
+    second, third = held_out_names({name for name in TEST_NAMES if name in stems})
+    if "train" in stems and second is not None and len(stems) == len(files):
+        table, fixed = read_table(stems["train"]), {}
         fixed["train"] = np.arange(len(table))
         for part, name in (("test", second), ("validation", third)):
             if name is not None:
                 start = len(table)
-                table = table.below(read_table(files[f"{name}.csv"]))
+                table = table.below(read_table(stems[name]))
                 fixed[part] = np.arange(start, len(table))
         return table, fixed
     if len(files) > 1:
         raise DataError(
-            f"{path}: {len(files)} CSV files ({', '.join(sorted(files))}), but not train.csv and test.csv. "
+            f"{path}: {len(files)} tables ({', '.join(sorted(files))}), but not train.csv and test.csv. "
             "Rename them, or pass the path of one file."
         )
     return read_table(next(iter(files.values()))), None

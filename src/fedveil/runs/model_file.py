@@ -6,6 +6,8 @@ import copy
 import dataclasses
 import io
 import json
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,19 +240,26 @@ def export_onnx(
         raise missing_extra("onnx", "onnx", "An export to ONNX") from reason
     whole = facts.vocabulary is not None or getattr(getattr(facts.preparation, "inputs", None), "whole", False)
     dtype = torch.int64 if whole else next(loaded.module.parameters()).dtype
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
     try:
-        program = torch.onnx.export(
-            loaded.module,
-            (torch.zeros(2, *facts.input_shape, dtype=dtype),),
-            input_names=["inputs"],
-            output_names=["outputs"],
-            dynamic_shapes=({0: torch.export.Dim("samples")},),
-            dynamo=True,
-            verbose=False,
-        )
+        exporter.setLevel(logging.ERROR)  # it tells of packages that it does without
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                loaded.module,
+                (torch.zeros(2, *facts.input_shape, dtype=dtype),),
+                input_names=["inputs"],
+                output_names=["outputs"],
+                dynamic_shapes=({0: torch.export.Dim("samples")},),
+                dynamo=True,
+                verbose=False,
+            )
     except Exception as reason:
         said = " ".join(str(reason).split())[:200]
         raise TraceError(f"The model cannot be written as ONNX ({type(reason).__name__}: {said}).") from reason
+    finally:
+        exporter.setLevel(level)
     assert program is not None
     metadata = {"task": facts.task, "labels": facts.labels, "preparation": facts.preparation, "link": facts.link}
     for name, value in metadata.items():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedveil.config import BEFORE, RunConfig
 from fedveil.data.arrays import read_array
 from fedveil.data.new_samples import Expected, NewSamples, read_samples
-from fedveil.data.preparation import Numbers, Pixels
+from fedveil.data.preparation import Features, Pixels
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink.export import stock
 from fedveil.errors import CheckpointError, ConfigError, DataError, missing_extra
@@ -233,7 +233,7 @@ def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
     if tuple(x.shape[1:]) != facts.input_shape:
         raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model takes {facts.input_shape}.")
     inputs = None if facts.preparation is None else facts.preparation.inputs
-    ids = facts.vocabulary is not None or (isinstance(inputs, Numbers) and inputs.whole)
+    ids = facts.vocabulary is not None or (isinstance(inputs, Features) and inputs.whole)
     return outputs_of(loaded.module, x if ids else x.to(next(loaded.module.parameters()).dtype))
 
 
