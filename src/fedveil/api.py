@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from fedveil import schemes
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task
+from fedveil.data.description import describe_parts
 from fedveil.downlink import assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import Progress, Row
-from fedveil.runs.job import ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
+from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.loop import fresh_state, summarise, train_job
 from fedveil.runs.preflight import preflight
 from fedveil.schemes import SchemeInfo
 
 # Settings about data and model that a command line needs and arguments replace.
-_GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
+_GIVEN_OTHERWISE = (
+    *("dataset", "target", "task", "text", "group", "site", "test_fraction", "validation_fraction", "split"),
+    *("partition", "alpha", "ratio", "model_options"),
+)
+_LOG = logging.getLogger(__name__)
 
 Sample = tuple[Any, Any] | Mapping[str, Any]
 ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
@@ -91,6 +97,7 @@ def train(
     *,
     scheme: str | Scheme | Callable[..., Scheme] = "lossless",
     test: ClientSamples | None = None,
+    validation: ClientSamples | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -104,6 +111,7 @@ def train(
             dict with an input and a label. Integer targets are classes, floating-point targets a regression.
         scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
         test: Samples to judge the model by.
+        validation: Samples to judge it by while choices are still made: rows get validation_loss and the like.
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
@@ -136,21 +144,32 @@ def train(
     config = settled(
         RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
     )
-    config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
+    # Whoever calls from Python has split the data already.
+    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": "python"}
+    config = config.with_changes(**named_here, split=BEFORE["split"])
     device, dtype = device_of(config), dtype_of(config)
     pairs = [_pair(samples, dtype=dtype, device=device, who=f"Client {k}") for k, samples in enumerate(clients)]
     pool = ClientPool.separate(pairs)
     task = _task(pairs)
-    held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
     outputs = _outputs(pairs, task, model)
     facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
-    if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
-        raise DataError(
-            f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
-        )
-    judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
+
+    def held_out(samples: ClientSamples | None, name: str) -> Dataset | None:
+        if samples is None:
+            return None
+        x, y = _pair(samples, dtype=dtype, device=device, who=f"The {name} set")
+        if tuple(x.shape[1:]) != facts.input_shape:
+            raise DataError(
+                f"The {name} set's inputs have shape {tuple(x.shape[1:])}, the clients' {facts.input_shape}."
+            )
+        return Dataset(name, task, x, y, outputs=outputs)
+
+    judged, validated = held_out(test, "test"), held_out(validation, "validation")
     common = agreed(config, clients=len(pool), task=task, own=info)
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
+    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated)
+    owned = [Dataset("python", task, x, y, outputs=outputs) for x, y in pairs]
+    job = replace(job, description=describe_parts(owned, test=judged, validation=validated))
+    _log_data(job)
     preflight(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
@@ -162,6 +181,7 @@ def train(
             summary, state = continue_in(job, folder, quiet=not progress)
         else:
             folder.start(config)
+            folder.write_data(job.description)
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress)
         return Trained(assemble(job.architecture, state.weights).eval(), folder.metrics(), summary)
@@ -169,6 +189,12 @@ def train(
         told = (lambda row, state: bar.update(row)) if progress else None
         outcome = train_job(job, state=fresh_state(job), on_round=told)
     return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+
+
+def _log_data(job: Job) -> None:
+    assert job.description is not None
+    for line in job.description.lines():
+        _LOG.info("%s", line)
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:
