@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 
 from fedveil import schemes
-from fedveil.config import OBJECT, RunConfig
+from fedveil.config import BEFORE, OBJECT, RunConfig
 from fedveil.data import Dataset
+from fedveil.data.description import describe_parts
 from fedveil.data.intake import ClientSamples, Intake, clients_of, columns, outputs_of, task_of
-from fedveil.data.lazy import whole
+from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.downlink import Weights, assemble
 from fedveil.engine import ClientPool
@@ -45,6 +47,7 @@ GIVEN_OTHERWISE = tuple(
     "dataset target text group site picture_size test_fraction validation_fraction split partition alpha ratio "
     "model_options weights".split()
 )
+_LOG = logging.getLogger(__name__)
 
 
 # A command in backticks stays one.
@@ -135,6 +138,7 @@ def train(
     scheme: str | Scheme | Callable[..., Scheme] = "lossless",
     test: ClientSamples | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    validation: ClientSamples | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -153,6 +157,7 @@ def train(
         test: Samples to judge the model by.
         metrics: Metrics of your own by name: functions (outputs, targets), or objects with update, compute and reset,
             as torchmetrics has them. Their figures stand in the rows and the summary under these names.
+        validation: Samples to judge it by while choices are still made: rows get validation_loss and the like.
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
@@ -190,7 +195,9 @@ def train(
     config = settled(
         RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
     )
-    config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
+    # Whoever calls from Python has split the data already.
+    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": "python"}
+    config = config.with_changes(**named_here, split=BEFORE["split"])
     device, dtype = device_of(config), dtype_of(config)
     several = config.task == "multilabel" or config.loss == "binary-cross-entropy"
     assert config.seed is not None
@@ -198,11 +205,6 @@ def train(
     parties = [intake.take(samples, who=f"Client {k}", number=k) for k, samples in enumerate(clients)]
     pool = ClientPool.separate(parties)
     task = task_of(parties, asked="multilabel" if several else config.task)
-    held_out = None
-    if test is not None:
-        with working("Reading the test set", quiet=not progress):
-            x, y = columns(intake.take(test, who="The test set", number=len(clients)))
-            held_out = x, whole(y)
     outputs = outputs_of(parties, task, model)
     input_shape = tuple(pool.clients[0].x.shape[1:])
     preparation = preparation or Preparation(numbers_like(*(client.x for client in pool.clients)))
@@ -211,11 +213,20 @@ def train(
         raise ConfigError(
             f"The preparation makes samples of shape {preparation.inputs.shape}, the clients' have {facts.input_shape}."
         )
-    if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
-        raise DataError(
-            f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
-        )
-    judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
+
+    def held_out(samples: ClientSamples | None, name: str, number: int) -> Dataset | None:
+        if samples is None:
+            return None
+        with working(f"Reading the {name} set", quiet=not progress):
+            x, y = columns(intake.take(samples, who=f"The {name} set", number=number))
+            if tuple(x.shape[1:]) != facts.input_shape:
+                raise DataError(
+                    f"The {name} set's inputs have shape {tuple(x.shape[1:])}, the clients' {facts.input_shape}."
+                )
+            return Dataset(name, task, x, whole(y), outputs=outputs)
+
+    judged = held_out(test, "test", len(clients))
+    validated = held_out(validation, "validation", len(clients) + 1)
     own = None
     if (config.loss or "").startswith(OBJECT):
         own = own_objective(given_loss, config, model, pool.clients[0], dtype=dtype, device=device)
@@ -223,9 +234,13 @@ def train(
     if config.class_weights == BALANCED:
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), outputs)
     common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
+    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated)
     if metrics:
         job = _with_metrics(job, metrics)
+    if not any(isinstance(party, LazySamples) for party in parties):  # of others, that would read every sample
+        owned = [Dataset("python", task, *columns(party), outputs=outputs) for party in parties]
+        job = replace(job, description=describe_parts(owned, test=judged, validation=validated))
+        _log_data(job)
     preflight(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
@@ -238,6 +253,7 @@ def train(
             summary, state = continue_in(job, folder, quiet=not progress, follow=callbacks)
         else:
             folder.start(config)
+            folder.write_data(job.description)
             state = fresh_state(job)
             summary = train_into(job, folder, state, quiet=not progress, follow=callbacks)
         best = load_weights(folder.best_file, job.architecture, job.weights) if "best" in summary else None
@@ -301,6 +317,12 @@ def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
     job = replace(job, metrics=OwnMetrics(metrics))
     evaluated(job, fresh_state(job))
     return job
+
+
+def _log_data(job: Job) -> None:
+    assert job.description is not None
+    for line in job.description.lines():
+        _LOG.info("%s", line)
 
 
 def _stored_seed(out: str | Path) -> dict[str, Any]:

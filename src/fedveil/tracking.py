@@ -55,7 +55,7 @@ def closing_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     final = {
         f"final_{name}": float(value)
         for name, value in summary.items()
-        if name.startswith(("test_", "client_view_")) or name in ("coverage", "train_loss")
+        if name.startswith(("test_", "validation_", "client_view_")) or name in ("coverage", "train_loss")
         if figure(value)
     }
     judged = summary.get("judged", {}).get("figures", {})

@@ -394,11 +394,9 @@ def _part(arrays: Mapping[str, Array], path: Path, options: Options, part: str =
             f"it holds {', '.join(arrays) or 'nothing'}. "
             "Expected x and y (or data and labels, images and labels, x_train, y_train, x_test, y_test)."
         )
-    owners = [
-        _owner(arrays, path, role, asked, usual, part)
-        for role, asked, usual in (("group", options.group, _GROUPS), ("site", options.site, _SITES))
-    ]
-    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], owners[0], owners[1])
+    groups = _owner(arrays, path, "group", options.group, _GROUPS, part)
+    sites = _owner(arrays, path, "site", options.site, _SITES, part)
+    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], groups, sites)
 
 
 def _owner(

@@ -92,7 +92,7 @@ class Column:
             yield (
                 f"column {self.name!r} is taken for words and not for numbers: {self.numbers:,} of its {present:,} "
                 f"values are numbers, {odd:,} {'is' if odd == 1 else 'are'} not: {'; '.join(self.strange)}{more}. It "
-                f"becomes {self.distinct:,} inputs instead of one. Correct what is no number, or leave it empty if it "
+                f"becomes up to {self.distinct:,} inputs instead of one. Correct what is no number, or leave it empty if it "
                 "is not known."
             )
         elif self.kind == "words" and self.commas >= _HALF * present:
@@ -322,6 +322,7 @@ def _digests(pieces: Sequence[Dataset]) -> Iterator[bytes]:
                 yield hashlib.blake2b(row.data, digest_size=16).digest()
 
 
+_PARTS = {"train": "training", "validation": "validation", "test": "test"}
 _PAIRS = (("validation", "train"), ("test", "train"), ("test", "validation"))
 
 
@@ -359,15 +360,15 @@ def _warnings(made: Description) -> Iterator[str]:
         for other, count in others.items():
             if count:
                 yield (
-                    f"{count:,} of {made.parts[one].groups:,} groups of the {one} part are in the {other} part too: "
-                    "figures will be better than on groups that the model has never seen."
+                    f"{count:,} of {made.parts[one].groups:,} groups of the {_PARTS[one]} part are in the "
+                    f"{_PARTS[other]} part too: figures will be better than on groups that the model has never seen."
                 )
     for one, others in (made.duplicates or {}).items():
         for other, count in others.items():
             if count and one != other:
                 yield (
-                    f"{count:,} of {made.parts[one].rows:,} samples of the {one} part have an equal input in the "
-                    f"{other} part."
+                    f"{count:,} of {made.parts[one].rows:,} samples of the {_PARTS[one]} part "
+                    f"{'has' if count == 1 else 'have'} an equal input in the {_PARTS[other]} part."
                 )
     if made.duplicates is None:
         yield "there are too many samples to look for equal ones in two parts."
@@ -377,9 +378,9 @@ def _warnings(made: Description) -> Iterator[str]:
         for name, part in made.parts.items():
             lacking = [made.class_name(code) for code, count in enumerate(part.classes) if not count]
             if lacking:
-                yield f"the {name} part has no sample of class {_listed(lacking)}."
+                yield f"the {_PARTS[name]} part has no sample of class {_listed(lacking)}."
     sites = {site for part in made.parts.values() for site in part.sites}
     for name, part in made.parts.items():
         without = sorted(sites - {*part.sites})
         if without:
-            yield f"the {name} part has no sample of site {_listed(without)}."
+            yield f"the {_PARTS[name]} part has no sample of site {_listed(without)}."

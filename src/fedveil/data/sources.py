@@ -108,10 +108,12 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
             f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), "
             "(x, y, groups), or (x, y) to train and (x, y) to test."
         )
-    parts = [
-        Part(name, np.asarray(x), np.asarray(y), np.asarray(groups[0]) if groups else None) for x, y, *groups in pairs
-    ]
+    parts = [_part_of(name, *(np.asarray(array) for array in samples)) for samples in pairs]
     return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
+
+
+def _part_of(name: str, x: npz.Array, y: npz.Array, groups: npz.Array | None = None) -> Part:
+    return Part(name, x, y, groups)
 
 
 def _is_pair(given: object) -> bool:

@@ -104,7 +104,7 @@ def _held(samples: Samples, rows: Rows, fraction: float, options: Options, *, pu
     if int(members.max()) == 0:
         raise DataError(
             f"{samples.where}: all {len(rows)} samples belong to one group, and a group is never in two parts. Name "
-            "another column as the group, or give a test part of its own."
+            "another column as the group, hold out less, or give parts of their own."
         )
     out = _apart(members, classes, sites, fraction, rng, where=samples.where)
     return rows[~out], rows[out]
@@ -138,7 +138,12 @@ def _apart(
     cells, counts = np.unique(flat, return_counts=True)
     owner, trait = np.divmod(cells, known)
     sizes = np.bincount(members)
-    weight = 1.0 / np.bincount(np.concatenate(numbered), minlength=known)
+    totals = np.bincount(np.concatenate(numbered), minlength=known)
+    weight = 1.0 / totals
+    if sites is not None:
+        # A class too rare at a site to have one sample held out there would only keep it from being held out anywhere.
+        pairs = np.arange(known) >= numbered[-1].min()
+        weight[pairs & (totals * fraction < 1.0)] = 0.0
     starts = np.searchsorted(owner, np.arange(len(sizes) + 1)).tolist()
     shuffled = rng.permutation(len(sizes))
     order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
@@ -146,8 +151,8 @@ def _apart(
     _none_without(held, members, sites, sizes, order)
     if not held.any():
         raise DataError(
-            f"{where}: every site has one group only, and a group is never in two parts: nothing can be held out. Give "
-            "a test part of its own."
+            f"{where}: every site has one group left, and a group is never in two parts: nothing more can be held out. "
+            "Hold out less, or give parts of their own."
         )
     return held[members]
 

@@ -302,13 +302,14 @@ class Described:
 
     facts: ModelFacts
     test: Dataset | None
+    validation: Dataset | None = None
 
 
 def described(config: RunConfig, module: str) -> Described:
     """The server's side: the app's own module (FACTS, test()), or the data set that the settings name."""
     if not module:
         split = loaded(config)
-        return Described(ModelFacts.of(config, split.train), split.test)
+        return Described(ModelFacts.of(config, split.train), split.test, split.validation)
     try:
         code = importlib.import_module(module)
     except Exception as reason:
@@ -316,7 +317,7 @@ def described(config: RunConfig, module: str) -> Described:
             f"The app's module {module!r} cannot be imported: {type(reason).__name__}: {reason}"
         ) from reason
     facts = _given_facts(config, code, module)
-    return Described(facts, _given_test(code, facts, module))
+    return Described(facts, _given_part(code, facts, module, "test"), _given_part(code, facts, module, "validation"))
 
 
 def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path | None) -> ClientData:
@@ -383,15 +384,17 @@ def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
     return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, given.get("vocabulary"), labels)
 
 
-def _given_test(code: ModuleType, facts: ModelFacts, where: str) -> Dataset | None:
-    load = getattr(code, "test", None)
+def _given_part(code: ModuleType, facts: ModelFacts, where: str, part: str) -> Dataset | None:
+    load = getattr(code, part, None)
     pair = None if load is None else load()
     if pair is None:
         return None
-    x, y = _pair(pair, facts.task, where=f"{where}.test()")
+    x, y = _pair(pair, facts.task, where=f"{where}.{part}()")
     if tuple(x.shape[1:]) != facts.input_shape:
-        raise DataError(f"{where}.test() gives samples of shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}.")
-    return Dataset("test", facts.task, x, y, outputs=facts.outputs, vocabulary=facts.vocabulary)  # type: ignore[arg-type]
+        raise DataError(
+            f"{where}.{part}() gives samples of shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}."
+        )
+    return Dataset(part, facts.task, x, y, outputs=facts.outputs, vocabulary=facts.vocabulary)  # type: ignore[arg-type]
 
 
 def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, where: Path) -> ClientData:

@@ -195,8 +195,9 @@ def server_job(config: RunConfig, module: str) -> Job:
     own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
-    test = description.test if held_here else None
-    job = assemble_job(config, first_model(config, facts, seed=own), pool, test, facts, common=common, guard=guard)
+    test, validation = (description.test, description.validation) if held_here else (None, None)
+    model = first_model(config, facts, seed=own)
+    job = assemble_job(config, model, pool, test, facts, common=common, guard=guard, validation=validation)
     return dataclasses.replace(job, around=Surroundings("flower", messages.RELEASES, (_TRUST,)))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from fedveil.config import BEFORE, RunConfig
+from fedveil.data.description import Description
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
@@ -78,6 +79,7 @@ class RunFolder:
         self.best_file = self.path / "best.safetensors"
         self.summary_file = self.path / "summary.json"
         self.ledger_file = self.path / "ledger.json"
+        self.data_file = self.path / "data.json"
         self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.record = self.path / "record"
@@ -259,6 +261,11 @@ class RunFolder:
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""
         write_atomically(self.ledger_file, json.dumps(ledger, indent=2, ensure_ascii=False) + "\n")
+
+    def write_data(self, description: Description | None) -> None:
+        """Write data.json: what was understood of the data."""
+        if description is not None:
+            write_atomically(self.data_file, json.dumps(description.as_data(), indent=2, ensure_ascii=False) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""

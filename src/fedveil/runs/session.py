@@ -58,11 +58,14 @@ def run(
     folder = RunFolder(out)
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
-        job = job_from_config(config)
+        job = job_from_config(config, describe=True)
+    _tell_of_data(job, quiet=quiet, say=say)
+    with working("checking that the model can be trained", quiet=quiet):
         preflight(job)
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
-    folder.start(config)
+    folder.start(job.config)
+    folder.write_data(job.description)
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
@@ -94,8 +97,15 @@ def resume(
     folder = RunFolder(out)
     config = folder.config(changes or {}, say=say)
     with working("loading the data and tracing the model", quiet=quiet):
-        job = job_from_config(config)
+        job = job_from_config(config, describe=True)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
+
+
+def _tell_of_data(job: Job, *, quiet: bool, say: Say) -> None:
+    """Say what was understood of the data; where it should be quiet, what looks wrong alone."""
+    assert job.description is not None
+    for line in [f"warning: {text}" for text in job.description.warnings] if quiet else job.description.lines():
+        say(line)
 
 
 def continue_in(
