@@ -242,12 +242,10 @@ def misbehaving(**instead: str) -> Mapping[str, Attack]:
 
 def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(tmp_path: Path) -> None:
     known = misbehaving(received="dies", probe="declines")
-    found = audited(tmp_path, "closed-form", "received", "probe", known=known)
+    found = audited(tmp_path, "received", "probe", known=known)
     assert found["client/received"].verdict == "failed"
     assert "killed by signal 9" in found["client/received"].reason
     assert (found["client/probe"].verdict, found["client/probe"].reason) == ("not applicable", "no head noise")
-    assert found["server/closed-form"].verdict == "nothing"
-    assert found["server/closed-form"].unprotected == 100.0
 
 
 def test_ctrl_c_ends_what_runs_at_once_and_keeps_what_was_found(
