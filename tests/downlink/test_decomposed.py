@@ -447,7 +447,7 @@ def recovered_noise(model: nn.Module, example: Tensor, *, draws: int, sigma: flo
     return torch.stack(rows)
 
 
-def p_values(model: nn.Module, example: Tensor, *, draws: int = 1000, kinds: Tensor | None = None) -> dict[str, float]:
+def p_values(model: nn.Module, example: Tensor, *, draws: int = 2000, kinds: Tensor | None = None) -> dict[str, float]:
     sigma = 0.6
     rows = recovered_noise(model, example, draws=draws, sigma=sigma, kinds=kinds)
     architecture, _ = draw(model, example.double(), traced=True)
