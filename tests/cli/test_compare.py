@@ -17,7 +17,7 @@ import pytest
 from fedveil.config import RunConfig
 from shell import Done, fedveil
 
-SMALL = ("--rounds", 3, "--clients", 3, "-o", "depth=2", "-o", "width=8", "--jobs", 1)
+SMALL = ("--rounds", 3, "--clients", 3, "--no-vectorise", "-o", "depth=2", "-o", "width=8", "--jobs", 1)
 
 
 TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
@@ -201,7 +201,19 @@ def test_what_does_not_fit_a_scheme_of_ones_own_is_refused_in_one_line(
 def test_ctrl_c_stops_every_process_and_leaves_all_of_it_resumable(tmp_path: Path) -> None:
     out = tmp_path / "c"
     words = ["compare", "--schemes", "fedavg,lossless", "--rounds", "5000", "--clients", "3", "--evaluate-every", "0"]
-    words += ["-o", "depth=2", "-o", "width=8", "--jobs", "2", "--checkpoint-every", "20", "--out", str(out)]
+    words += [
+        "--no-vectorise",
+        "-o",
+        "depth=2",
+        "-o",
+        "width=8",
+        "--jobs",
+        "2",
+        "--checkpoint-every",
+        "20",
+        "--out",
+        str(out),
+    ]
     with subprocess.Popen(
         [sys.executable, "-m", "fedveil", *words],
         stdout=subprocess.DEVNULL,

@@ -32,6 +32,7 @@ def digits(options: Options) -> Split:
     return assemble(Arrays(Part("digits", x, rows[:, -1].astype(np.int64)), classes=names), options, name="digits")
 
 
+@functools.cache
 def _stored_digits() -> NDArray[np.float64]:
     """64 pixels and a label for each digit, as scikit-learn stores them.
 
