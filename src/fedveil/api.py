@@ -193,7 +193,7 @@ def train(
 
 def _log_data(job: Job) -> None:
     assert job.description is not None
-    for line in job.description.lines():
+    for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
         _LOG.info("%s", line)
 
 

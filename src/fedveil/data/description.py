@@ -200,7 +200,7 @@ class Description:
         return self.labels[code] if self.labels else str(code)
 
     def lines(self) -> list[str]:
-        """The whole in a few lines of text."""
+        """The whole in a few lines of text, without the warnings."""
         shape = "×".join(map(str, self.input_shape))
         of = ""
         if self.columns:
@@ -225,7 +225,6 @@ class Description:
             named = [f"{name} {size:,}" for name, size in zip(self.client_names, sizes, strict=False)]
             spread = _listed(named) if named else f"{min(sizes):,} to {max(sizes):,} rows each"
             said.append(f"clients: {len(sizes):,} ({spread})")
-        said += [f"warning: {text}" for text in self.warnings]
         return said
 
 
