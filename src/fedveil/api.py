@@ -321,7 +321,7 @@ def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
 
 def _log_data(job: Job) -> None:
     assert job.description is not None
-    for line in job.description.lines():
+    for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
         _LOG.info("%s", line)
 
 
