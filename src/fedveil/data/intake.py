@@ -153,16 +153,22 @@ def _numbered(samples: Any, who: str) -> Callable[[int], tuple[Tensor, Tensor]] 
     """How to get a sample by its number; None where samples have none, or are in memory already."""
     if isinstance(samples, Mapping) and samples and all(hasattr(part, "features") for part in samples.values()):
         raise DataError(f"{who}: a dict of the parts {', '.join(map(repr, samples))}: give one of them.")
+    if not _has_numbers(samples.dataset if isinstance(samples, DataLoader) else samples):
+        return None
     if isinstance(samples, DataLoader):
-        if isinstance(samples.dataset, IterableDataset):
-            return None
         collate, rows = samples.collate_fn, samples.dataset
         return lambda index: _one(*map(_tensor, _of_row(collate([rows[index]]))))
-    if isinstance(samples, tuple | list | Mapping | IterableDataset) or not hasattr(samples, "__getitem__"):
+    if isinstance(samples, tuple | list | Mapping):
         return None
     features = getattr(samples, "features", None)
     classes = [name for name, kind in features.items() if hasattr(kind, "num_classes")] if features else []
     return lambda index: _checked(*map(_tensor, _of_row(samples[index], classes)))
+
+
+def _has_numbers(samples: Any) -> bool:
+    return all(hasattr(samples, what) for what in ("__getitem__", "__len__")) and not isinstance(
+        samples, IterableDataset
+    )
 
 
 def _one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ _CHOOSING: dict[Any, Callable[..., bool]] = {
     _aten.slice.Tensor: lambda first, dim=0, *limits: dim == 0,
     _aten.select.int: lambda first, dim, index: dim == 0,
 }
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 _STATISTICS_ROWS = 16
 
 Read = Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ def whole(value: Any) -> Any:
 
 
 def spans(x: Tensor, *, most: int = 1 << 20) -> Iterator[slice]:
-    """Slices of at most ``most`` rows and 64 MiB, one after the other, that make up all of ``x``."""
+    """Slices of at most ``most`` rows and 16 MiB, one after the other, that make up all of ``x``."""
     row = max(1, math.prod(x.shape[1:]) * x.element_size())
     step = max(1, min(most, _CHUNK_BYTES // row))
     return (slice(start, start + step) for start in range(0, len(x), step))
