@@ -104,29 +104,42 @@ def _epsilon(progress: CellProgress) -> str:
     return "–" if server["epsilon"] is None else f"{server['epsilon']:.4g}"
 
 
-def show_comparison(done: Comparison) -> None:
-    """The figures of every scheme, and against whom what is proven; then what to bear in mind."""
+def show_comparison(done: Comparison, metrics: Sequence[str] | None = None) -> None:
+    """The figures of every scheme, and against whom what is proven; then what to bear in mind.
+
+    `metrics` are names of `fedveil.runs.judgement.TITLES`; by default those that fit the data.
+    """
+    from fedveil.cli.judged import judgements, not_beating, usual_metrics
+    from fedveil.runs.judgement import TITLES, shown
+
     results = done.results
     common, seeds = results["common"], ", ".join(map(str, results["seeds"]))
     what = f"{common['dataset']}, {common['model']}, {common['clients']} clients, {common['rounds']} rounds"
-    regression = any("test_mse" in figures for figures in results["schemes"].values())
-    columns = ("scheme", "test MSE" if regression else "accuracy", "loss", "down", "up", "seconds", "runs")
-    rows = [_figures(name, figures, regression=regression) for name, figures in results["schemes"].items()]
+    judged = judgements(results)
+    names = list(metrics or usual_metrics(results, judged))
+    columns = ("scheme", *(TITLES[name] for name in names), "loss", "down", "up", "seconds", "runs")
+    rows = [_figures(name, figures, names) for name, figures in results["schemes"].items()]
+    if judged:
+        known = [figures["judged"] for figures in results["schemes"].values() if "judged" in figures]
+        constant = [
+            shown(name, next((each[name]["baseline"] for each in known if name in each), None)) for name in names
+        ]
+        answers = list(dict.fromkeys(each.constant_answer for _, each in judged))
+        rows.append((answers[0] if len(answers) == 1 else "a constant answer", *constant, *("–",) * 5))
     table(f"{what}, seed {seeds}", columns, rows, right=range(1, len(columns)))
     _show_verdicts(results["schemes"])
-    for note in _notes(results):
+    for note in [*_notes(results), *not_beating(judged)]:
         plainly(note)
 
 
-def _figures(name: str, figures: dict[str, Any], *, regression: bool) -> tuple[str, ...]:
-    score = (
-        _spread(figures.get("test_mse"), "{:.4f}") if regression else _spread(figures.get("test_accuracy"), "{:.1%}")
-    )
+def _figures(name: str, figures: dict[str, Any], metrics: Sequence[str]) -> tuple[str, ...]:
+    from fedveil.cli.judged import measured
+
     runs = f"{figures['n']}" + (f", {figures['failed']} failed" if figures["failed"] else "")
     down, up = (size(figures[way]["mean"]) if way in figures else "–" for way in ("bytes_down", "bytes_up"))
     return (
         name,
-        score,
+        *(measured(figures, metric) for metric in metrics),
         _spread(figures.get("train_loss"), "{:.4f}"),
         down,
         up,
@@ -200,6 +213,12 @@ def compare(
     jobs: int | None = typer.Option(None, help="Runs at once, one thread each. (default: one per core; 1 on a GPU)"),
     config: Path | None = typer.Option(None, "--config", "-c", help="TOML file with settings for all; flags win."),
     out: Path = typer.Option(Path("runs/compare"), "--out", help="Folder for the runs, compare.json and the report."),
+    metric: list[str] = typer.Option(
+        [],
+        "--metric",
+        help="Figures in the table, repeatable or by commas: accuracy, balanced_accuracy, auroc, average_precision, "
+        "f1, kappa, ece, exact_match; mae, rmse, mse, r2. (default: accuracy, and auroc if a class is rare; mse, r2)",
+    ),
     resume: bool = typer.Option(
         False, "--resume", help="Go on in --out: finished runs are kept; schemes and seeds may be added."
     ),
@@ -221,16 +240,20 @@ def compare(
 
       fedveil compare --schemes fedavg,nadp,ldp --epsilon 3 --repeats 3 --set nadp.lr=3 --set ldp.lr=3 --out runs/dp
 
+      fedveil compare --schemes fedavg,nadp --dataset breast-cancer --metric auroc,balanced_accuracy --out runs/m
+
       fedveil compare --resume --out runs/dp
 
       fedveil compare --schemes mine.py:veil,lossless --set mine.py:veil.keep=0.2 --out runs/mine
 
       fedveil compare --schemes fedavg,lossless --loss square --rounds 50 --seeds 1-5 --tensorboard --out runs/b
     """
+    from fedveil.cli.judged import named_metrics
     from fedveil.compare import compare as compare_schemes
     from fedveil.compare.plan import parse_own
     from fedveil.tracking import Tracked
 
+    metrics = named_metrics(metric)
     seed, tracked = flags.pop("seed"), Tracked(tensorboard, mlflow)
     with shown_live(quiet=quiet) as watch:
         done = compare_schemes(
@@ -246,7 +269,7 @@ def compare(
             **_settings(config, flags),
         )
     if not quiet:
-        show_comparison(done)
+        show_comparison(done, metrics)
         plainly(f"in full: {done.file}")
     _report(done, quiet=quiet)
     if done.failed:

@@ -25,7 +25,8 @@ def run(
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
-    The folder then holds config.toml, metrics.jsonl, model.safetensors, summary.json and ledger.json.
+    What was understood of the data is said first. The folder then holds config.toml, data.json, metrics.jsonl,
+    model.safetensors, summary.json and ledger.json.
 
     [bold]Examples[/bold]
 
@@ -42,6 +43,8 @@ def run(
       fedveil run --rounds 100 --tensorboard --mlflow sqlite:///mlflow.db --out runs/t
 
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
+
+      fedveil run --dataset visits.csv --target ill --group patient --site hospital --out runs/v
 
       fedveil run --scheme my_scheme.py:veil_ldp --set keep=0.2 --out runs/e
     """
@@ -62,22 +65,37 @@ def run(
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:
-    """The run in a few lines."""
+    """The run in a few lines, and how good its model is."""
+    from fedveil.cli.judged import show_judgement
+    from fedveil.runs.judgement import judgement_from, shown
+
+    judged = judgement_from(summary["judged"], where=str(out)) if "judged" in summary else None
+    beside = ""
+    if judged is not None and (constant := judged.figures[judged.primary].baseline) is not None:
+        beside = f" ({judged.constant_answer}: {shown(judged.primary, constant)})"
     rows = [("scheme", summary["scheme"]), ("loss", summary["loss"]), ("rounds", str(summary["rounds"]))]
     if "failed_rounds" in summary:
         rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
     if "stopped" in summary:
         rows.append(("ended early", summary["stopped"]))
     if "test_accuracy" in summary:
-        rows.append(("test accuracy", percent(summary["test_accuracy"])))
+        rows.append(("test accuracy", percent(summary["test_accuracy"]) + beside))
         if "client_view_accuracy" in summary:
             rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
         if "client_view_uncovered_accuracy" in summary:
             rows.append(("… with the noise taken off", percent(summary["client_view_uncovered_accuracy"])))
+    if "validation_accuracy" in summary:
+        rows.append(("validation accuracy", percent(summary["validation_accuracy"])))
+    if "validation_mse" in summary:
+        rows.append(("validation MSE", f"{summary['validation_mse']:.4f}"))
     if "test_mse" in summary:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
         if "client_view_mse" in summary:
             rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+    if "best" in summary:
+        best = summary["best"]
+        figure = f"{best['monitor']} {best['value']:.4f}"
+        rows.append(("best round", f"{best['round']} ({figure}): {out / 'best.safetensors'}"))
     if summary["holder"] == "clients":
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
@@ -87,6 +105,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     table(f"Run in {out}", ("", ""), rows)
     if "warning" in summary:
         aside(f"warning: {summary['warning']}")
+    if judged is not None:
+        show_judgement(judged)
 
 
 def show_ledger_of(summary: dict[str, Any], out: Path) -> None:

@@ -13,6 +13,7 @@ from fedveil.compare.plan import Cell, Plan
 from fedveil.errors import CheckpointError
 from fedveil.plain import read_named
 from fedveil.runs.folder import write_atomically
+from fedveil.runs.judgement import judgement_from
 from fedveil.version import __version__
 
 State = Literal["waiting", "starting", "running", "finished", "kept", "failed"]
@@ -154,8 +155,31 @@ def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
             result[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
     if summaries:
         result["loss"] = summaries[0]["loss"]
+        result |= _judged(summaries)
         result["privacy"] = _weakest([verdicts_of(summary) for summary in summaries])
     return result
+
+
+def _judged(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Every figure's mean over runs, and its interval where there is one run; and how many beat a constant answer."""
+    judged = [judgement_from(each["judged"], where="a summary") for each in summaries if "judged" in each]
+    if not judged:
+        return {}
+    figures: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in judged for name in each.figures):
+        measured = [each.figures[name] for each in judged if name in each.figures]
+        values = [each.value for each in measured if each.value is not None]
+        if not values:
+            continue
+        constant = [each.baseline for each in measured if each.baseline is not None]
+        figures[name] = {
+            "mean": statistics.fmean(values),
+            "deviation": _deviation(values),
+            "baseline": statistics.fmean(constant) if constant else None,
+        }
+        if len(judged) == 1:
+            figures[name] |= {"low": measured[0].low, "high": measured[0].high}
+    return {"judged": figures, "beat_baseline": sum(each.beats_baseline is True for each in judged)}
 
 
 def _deviation(values: Sequence[float]) -> float | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
-from fedveil.data.dataset import Task
+from fedveil.data.dataset import Task, check_labels
 from fedveil.data.lazy import Cache, LazySamples, seeded_generators
 from fedveil.errors import ConfigError, DataError, FedVeilError
 
@@ -78,17 +78,20 @@ class Intake:
         dtype: Of floating-point numbers.
         device: Where samples are used.
         seed: A seed from a client's number and, where samples are drawn anew, a step and a sample's number.
+        several: Whether a sample's target is several labels of 0 and 1.
     """
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device, seed: Callable[..., int]) -> None:
-        self._dtype, self._device, self._seed = dtype, device, seed
+    def __init__(
+        self, *, dtype: torch.dtype, device: torch.device, seed: Callable[..., int], several: bool = False
+    ) -> None:
+        self._dtype, self._device, self._seed, self._several = dtype, device, seed, several
         self._cache, self._left = Cache(), MOST_KEPT
 
     def take(self, samples: Any, *, who: str, number: int) -> Party:
         """Tensors, or samples that are read when they are asked for; ``number`` tells parties apart."""
         if isinstance(samples, TensorDataset) and len(samples.tensors) == 2:
             samples = samples.tensors
-        fetch, rows = _numbered(samples, who), getattr(samples, "dataset", samples)
+        fetch, rows = _numbered(samples, who, several=self._several), getattr(samples, "dataset", samples)
         try:
             if fetch is not None:
                 return LazySamples(
@@ -115,9 +118,15 @@ class Intake:
                 "both need one row per sample."
             )
         x = x.to(self._device, self._dtype) if x.is_floating_point() else x.to(self._device, torch.int64)
+        if self._several:
+            y = y.to(self._dtype).reshape(len(y), -1)
+            check_labels(y, where=who)
         if not y.is_floating_point():
             if y.dim() != 1:
-                raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
+                raise DataError(
+                    f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}. For several labels of 0 "
+                    "and 1 say task='multilabel'."
+                )
             return x, y.to(self._device, torch.int64)
         y = y.to(self._device, self._dtype)
         return x, y.flatten(1) if y.dim() > 1 else y[:, None]
@@ -150,7 +159,7 @@ class Intake:
             yield x, y
 
 
-def _numbered(samples: Any, who: str) -> Callable[[int], tuple[Tensor, Tensor]] | None:
+def _numbered(samples: Any, who: str, *, several: bool) -> Callable[[int], tuple[Tensor, Tensor]] | None:
     """How to get a sample by its number; None where samples have none, or are in memory already."""
     if isinstance(samples, Mapping) and samples and all(hasattr(part, "features") for part in samples.values()):
         raise DataError(f"{who}: a dict of the parts {', '.join(map(repr, samples))}: give one of them.")
@@ -158,11 +167,11 @@ def _numbered(samples: Any, who: str) -> Callable[[int], tuple[Tensor, Tensor]] 
         return None
     if isinstance(samples, DataLoader):
         collate, rows = samples.collate_fn, samples.dataset
-        return lambda index: _one(*map(_tensor, _of_row(collate([rows[index]]))))
+        return lambda index: _one(*map(_tensor, _of_row(collate([rows[index]]))), several=several)
     if isinstance(samples, tuple | list | Mapping):
         return None
     named = _features(samples)
-    return lambda index: _checked(*map(_tensor, _of_row(samples[index], *named)))
+    return lambda index: _checked(*map(_tensor, _of_row(samples[index], *named)), several=several)
 
 
 def _features(samples: Any) -> tuple[list[str], list[str]]:
@@ -180,24 +189,31 @@ def _has_numbers(samples: Any) -> bool:
     )
 
 
-def _one(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _one(x: Tensor, y: Tensor, *, several: bool) -> tuple[Tensor, Tensor]:
     """The only sample of a batch. One sample at a time, so that no sample gets into what another contributes."""
     if x.dim() < 1 or y.dim() < 1 or (len(x), len(y)) != (1, 1):
         raise SampleError(
             f"of one sample the loader's collate function makes inputs of shape {tuple(x.shape)} and targets of shape "
             f"{tuple(y.shape)}; both need one row per sample."
         )
-    return _checked(x[0], y[0])
+    return _checked(x[0], y[0], several=several)
 
 
-def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _checked(x: Tensor, y: Tensor, *, several: bool) -> tuple[Tensor, Tensor]:
     if x.dim() < 1:
         raise SampleError("the input is a single number; it needs a shape, such as (1,).")
     _refuse_bytes(x[None])
+    if several:
+        y = y.to(torch.get_default_dtype())
+        if bool(((y != 0) & (y != 1)).any()):
+            raise SampleError("a label is neither 0 nor 1, as several labels must be.")
     if y.is_floating_point():
         return x, y.reshape(-1)
     if y.dim():
-        raise SampleError(f"a class is one whole number, not {tuple(y.shape)} of them.")
+        raise SampleError(
+            f"a class is one whole number, not {tuple(y.shape)} of them. For several labels of 0 and 1 say "
+            "task='multilabel'."
+        )
     return x, y
 
 
@@ -275,12 +291,20 @@ def columns(party: Party) -> tuple[Tensor, Tensor]:
     return (party.inputs, party.targets) if isinstance(party, LazySamples) else party
 
 
-def task_of(parties: Sequence[Party]) -> Task:
-    """Classification where targets are whole numbers, regression where they are floating-point numbers."""
+def task_of(parties: Sequence[Party], *, asked: str | None = None) -> Task:
+    """Classification where targets are whole numbers, regression where they are floating-point numbers.
+
+    Several labels must be `asked` for; another task that is asked for must be that of the targets.
+    """
     kinds = {columns(party)[1].is_floating_point() for party in parties}
     if len(kinds) > 1:
         raise DataError("Some clients have integer targets (classes) and some floating-point ones (regression).")
-    return "regression" if kinds == {True} else "classification"
+    if asked == "multilabel":
+        return "multilabel"
+    task: Task = "regression" if kinds == {True} else "classification"
+    if asked not in (None, task):
+        raise DataError(f"task={asked!r}, but the targets are those of a {task}: integers are classes.")
+    return task
 
 
 def outputs_of(parties: Sequence[Party], task: Task, model: nn.Module) -> int:
@@ -302,7 +326,7 @@ def outputs_of(parties: Sequence[Party], task: Task, model: nn.Module) -> int:
         given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
     outputs = int(output.shape[1])
-    if task == "regression":
+    if task != "classification":
         widths = {int(columns(party)[1].shape[1]) for party in parties}
         if widths != {outputs}:
             raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")

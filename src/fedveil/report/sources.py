@@ -16,10 +16,16 @@ from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger, Line
 from fedveil.plain import figure, read_named, read_text
 from fedveil.runs.folder import RunFolder, read_ledger, refuse_links
+from fedveil.runs.judgement import Judgement, judgement_from
 
 DASH = "–"
 _LONG = 1000.0
 _KEEP = "\u00a0"  # a space at which no line ends
+
+
+def sentence(text: str) -> str:
+    """A capital letter in front; names in code keep theirs."""
+    return f"{text[0].upper()}{text[1:]}" if text else ""
 
 
 def number(figures: Mapping[str, Any], name: str) -> float | None:
@@ -71,6 +77,14 @@ def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
         return mean
     lowest, _, unit = low.partition(_KEEP)
     return f"{mean} ({lowest if high.endswith(_KEEP + unit) else low}–{high})"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first column names the row."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
 
 
 _COMPARE, _AUDIT = "compare.json", "audit.json"
@@ -125,6 +139,12 @@ class Run:
         for row in self.rows:
             merged |= row
         return merged | {"train_loss": merged.get("loss"), "seconds": self.total("seconds")}
+
+    @cached_property
+    def judged(self) -> Judgement | None:
+        """How good its model is; None of runs that were not judged."""
+        judged = self.summary.get("judged")
+        return None if judged is None else judgement_from(judged, where=str(self.folder))
 
     def total(self, *names: str) -> float | None:
         """The sum of some figures over all rounds."""

@@ -21,10 +21,12 @@ from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import Ledger
 from fedveil.report.figures import Figure, Worth, curves, trade_offs, worth_of
+from fedveil.report.judged import JudgedView, constant_answer, judged_table, judged_views, reliability
 from fedveil.report.sources import (
     DASH,
     Audited,
     Failure,
+    Grid,
     ReportSources,
     Run,
     SourceGroup,
@@ -84,14 +86,6 @@ Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Grid:
-    """A table: the first column names the row."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True)
 class LedgerView:
     """A group's ledger in words; `glance` is against the server, it with clients, the other clients."""
 
@@ -131,6 +125,10 @@ class Page:
     own: Grid
     """What differs between them."""
     groups: tuple[SourceGroup, ...]
+    judged: tuple[JudgedView, ...]
+    side_by_side: Grid
+    """The judged figures of several groups."""
+    reliability: Figure | None
     curves: tuple[Figure, ...]
     trade_offs: tuple[Figure, ...]
     ledgers: tuple[LedgerView, ...]
@@ -156,12 +154,15 @@ def view_of(material: ReportSources, *, with_records: bool = False) -> Page:
         lead=_lead(material.runs),
         simulated=any(run.ledger is not None and run.ledger.simulation for run in material.runs),
         tiles=_tiles(groups[0], worth) if len(groups) == 1 else (),
-        results=Grid(("Scheme", "Runs", worth.title, *_COLUMNS), tuple(_result(group, worth) for group in groups)),
+        results=Grid(("Scheme", "Runs", worth.title, *_COLUMNS), _results(groups, worth)),
         warnings=tuple(_warnings(material.runs, groups)),
         failures=material.failures,
         common=common,
         own=own,
         groups=groups,
+        judged=judged_views(groups),
+        side_by_side=judged_table(groups),
+        reliability=reliability(groups),
         curves=tuple(curves(groups)),
         trade_offs=tuple(trade_offs(groups)),
         ledgers=tuple(made for group in groups if (made := _ledger(group)) is not None),
@@ -207,6 +208,14 @@ def _tiles(group: SourceGroup, worth: Worth) -> Pairs:
     )
 
 
+def _results(groups: Sequence[SourceGroup], worth: Worth) -> tuple[tuple[str, ...], ...]:
+    """A row for each group, and below what the best constant answer gets, where that was judged."""
+    rows = tuple(_result(group, worth) for group in groups)
+    name = worth.name.removeprefix("test_")
+    answer, figure = constant_answer(groups, name)
+    return rows if figure == DASH else (*rows, (answer, DASH, figure, *(DASH,) * len(_COLUMNS)))
+
+
 def _result(group: SourceGroup, worth: Worth) -> tuple[str, ...]:
     kind = "accuracy" if worth.higher else "mse"
     return (
@@ -231,6 +240,8 @@ def _warnings(runs: Sequence[Run], groups: Sequence[SourceGroup]) -> list[str]:
             warnings.append(f"{label} ended early: {run.summary['stopped']}")
         if "warning" in run.summary:
             warnings.append(f"{label}: {run.summary['warning']}.")
+        if run.judged is not None and not run.judged.beats_baseline:
+            warnings.append(f"{label}: {run.judged.verdict}")
         failed = number(run.summary, "failed_rounds")
         if failed:
             warnings.append(f"{label}: {failed:.0f} of its rounds failed and moved nothing.")
@@ -356,7 +367,8 @@ def rendered(view: Page, *, plotly: str) -> str:
     """The page; whatever came from files is escaped, and only our own scripts may run."""
     ours = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    figures = {figure.name: figure.drawing for figure in (*view.curves, *view.trade_offs)}
+    drawn = (view.reliability, *view.curves, *view.trade_offs)
+    figures = {figure.name: figure.drawing for figure in drawn if figure is not None}
     scripts = [plotly, ours] if figures else [ours]
     return environment.from_string(_asset("report.html")).render(
         view=view,

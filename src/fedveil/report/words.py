@@ -7,13 +7,13 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil.audit.findings import CAVEAT, NOT_TRIED, SHORT, Finding
+from fedveil.audit.findings import CAVEAT, SHORT, TAKEN_OUT, Finding, by_adversary
 from fedveil.audit.pictures import RECORDS, ROWS
 from fedveil.errors import CheckpointError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import OUTSIDER, Ledger, Line, PaperFigure
 from fedveil.plain import read_raw
-from fedveil.report.sources import DASH, Audited, plain
+from fedveil.report.sources import DASH, Audited, plain, sentence
 
 _WHO = {
     SERVER: "The server that runs the training",
@@ -94,14 +94,14 @@ def entry(line: Line) -> LedgerEntry:
     return LedgerEntry(
         who=_WHO.get(line.adversary, line.adversary),
         short=SHORT_WHO.get(line.adversary, line.adversary),
-        protected=_sentence(unit),
+        protected=sentence(unit),
         tone=_TONE.get(line.verdict, "fair"),
         verdict=_VERDICT.get(line.verdict, line.verdict),
         figure=" ".join(line.result.split()) if line.epsilon is not None else "no (ε, δ)",
         meaning=_meaning(line),
-        relation=_sentence(line.relation),
-        assumptions=tuple(map(_sentence, line.assumptions)),
-        sees=f"{_sentence(_seen(line.why))}.{worst}",
+        relation=sentence(line.relation),
+        assumptions=tuple(map(sentence, line.assumptions)),
+        sees=f"{sentence(_seen(line.why))}.{worst}",
         left=_LEFT.get(line.verdict, ""),
     )
 
@@ -157,11 +157,6 @@ def _noise(paper: PaperFigure) -> str:
     return f"σ = {plain(paper.noise_by_paper)} by the paper, σ = {plain(paper.noise_used)} used here ({beside})"
 
 
-def _sentence(text: str) -> str:
-    """A capital letter in front; names in code keep theirs."""
-    return f"{text[0].upper()}{text[1:]}" if text else ""
-
-
 _TRIAL_TONE = {"as if unprotected": "bad", "in part": "fair", "nothing": "good"}
 _PNG = b"\x89PNG\r\n\x1a\n"
 _ORIGINALS = "data"
@@ -184,6 +179,7 @@ class VerdictRow:
     verdict: str
     tone: str = "mute"
     reason: str = ""
+    taken_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,6 +205,8 @@ class AuditView:
     left_out: int
     """How many pictures are not shown, since they hold clients' records."""
     holds_records: bool
+    taken_out: str = ""
+    """What was taken out, in words, where something was."""
     caveat: str = CAVEAT
 
 
@@ -216,20 +214,14 @@ def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
     """Everything an audit found; its pictures become part of the page, clients' records only where asked for."""
     pictured = [finding for finding in audit.findings if finding.pictures]
     shown = [finding for finding in pictured if with_records or not _holds_records(finding)]
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in audit.findings:
-        if finding.attack != NOT_TRIED:
-            groups.setdefault((finding.adversary, finding.asset, finding.seen), []).append(finding)
     return AuditView(
         quick=audit.quick,
         sentences=audit.sentences,
-        tables=tuple(
-            (f"{_sentence(who)}, after {asset}, from {seen}", tuple(map(_row, findings)))
-            for (who, asset, seen), findings in groups.items()
-        ),
+        tables=tuple((title, tuple(map(_row, each))) for title, each in by_adversary(audit.findings).items()),
         sheets=tuple(_sheet(finding, audit.folder / "pictures") for finding in shown),
         left_out=len(pictured) - len(shown),
         holds_records=any(map(_holds_records, shown)),
+        taken_out=TAKEN_OUT if any(finding.taken_out for finding in audit.findings) else "",
     )
 
 
@@ -242,20 +234,14 @@ def _row(finding: Finding) -> VerdictRow:
     return VerdictRow(
         attack=finding.attack,
         adaptive=finding.adaptive,
-        gets=_figure(finding),
-        chance=finding.shown.get("chance", DASH),
-        unprotected=finding.shown.get("unprotected", DASH),
+        gets=finding.text("value"),
+        chance=finding.text("chance"),
+        unprotected=finding.text("unprotected"),
+        taken_out=finding.taken_out,
         verdict=SHORT[finding.verdict],
         tone=_TRIAL_TONE.get(finding.verdict, "mute"),
         reason=finding.reason,
     )
-
-
-def _figure(finding: Finding) -> str:
-    value = finding.shown.get("value", DASH)
-    if finding.low is None or finding.high is None or value == DASH:
-        return value
-    return f"{value} [{100 * finding.low:.0f}–{100 * finding.high:.0f}]"
 
 
 def _sheet(finding: Finding, folder: Path) -> Sheet:
@@ -273,12 +259,12 @@ def _sheet(finding: Finding, folder: Path) -> Sheet:
         f"{shown.get('unprotected', DASH)}: {SHORT[finding.verdict]}."
     )
     return Sheet(
-        title=f"{_sentence(finding.adversary)}, {finding.attack}{' *' * finding.adaptive}, on {finding.seen}",
+        title=f"{sentence(finding.adversary)}, {finding.attack}{' *' * finding.adaptive}, on {finding.seen}",
         source=f"data:image/png;base64,{base64.b64encode(raw).decode()}",
         rows=rows,
         alternative=(
-            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {_sentence(finding.adversary)} "
-            f"used the attack {finding.attack} on {finding.seen}. {_sentence(figures)}"
+            f"Pictures in {len(rows)} rows, from the top: {', '.join(rows).lower()}. {sentence(finding.adversary)} "
+            f"used the attack {finding.attack} on {finding.seen}. {sentence(figures)}"
         ),
-        reading=f"{_sentence(figures)} {_READING[rows[0]]}",
+        reading=f"{sentence(figures)} {_READING[rows[0]]}",
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,28 +13,33 @@ from fedveil.data import Dataset
 from fedveil.data.lazy import spans
 from fedveil.downlink import Architecture, Broadcast, Weights, assemble
 from fedveil.downlink.architecture import VectorBatchNorm
+from fedveil.runs.judgement import quick_figures
+from fedveil.runs.own_metrics import OwnFigure, OwnMetrics
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
 
-_CHUNK = 1024
+CHUNK = 1024
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:
-    return (x[span] for span in spans(x, most=_CHUNK))
+    return (x[span] for span in spans(x, most=CHUNK))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Test loss, and accuracy (classes) or mean squared error (regression)."""
+    """Test loss, accuracy (classes; of several labels, the share that is right) or mean squared error, and what else
+    costs next to nothing."""
 
     loss: float
     accuracy: float | None
     mse: float | None
+    more: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, OwnFigure] = field(default_factory=dict)
 
     def as_data(self) -> dict[str, float]:
-        """test_loss and test_accuracy or test_mse."""
-        named = {"test_loss": self.loss, "test_accuracy": self.accuracy, "test_mse": self.mse}
-        return {name: value for name, value in named.items() if value is not None}
+        """test_loss, test_accuracy or test_mse, and others by name; what is no number is left out."""
+        named = {"loss": self.loss, "accuracy": self.accuracy, "mse": self.mse, **self.more}
+        return {f"test_{name}": value for name, value in named.items() if value is not None and math.isfinite(value)}
 
 
 def predict(module: nn.Module, x: Tensor) -> Tensor:
@@ -44,14 +50,20 @@ def predict(module: nn.Module, x: Tensor) -> Tensor:
 
 def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
     """Scores of a module in the mode it is in."""
-    return _judge(predict(module, test.x), test, loss)
+    return score_outputs(predict(module, test.x), test, loss)
 
 
-def _judge(output: Tensor, test: Dataset, loss: Loss) -> Scores:
-    value = float(loss.mean(output, test.y))
+def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | None = None) -> Scores:
+    """Scores of a model's outputs, and what metrics of the user's `own` say of them."""
+    value, more = float(loss.mean(output, test.y)), quick_figures(output, test)
+    named = {} if own is None else own.figures(output, test.y)
     if test.task == "classification":
-        return Scores(value, float((output.argmax(1) == test.y).double().mean()), None)
-    return Scores(value, None, float((output - test.y).double().square().mean()))
+        return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
+    if test.task == "multilabel":
+        # The square loss has learned 0 and 1 themselves, every other one their log-odds.
+        held = output > (0.5 if loss.name == "square" else 0.0)
+        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
+    return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
 
 
 def score_weights(architecture: Architecture, weights: Weights, test: Dataset, loss: Loss) -> Scores:
@@ -88,7 +100,7 @@ def score_client_view(
     received = score(module, test, loss)
     if sent.head is None:
         return ClientScores(received, None)
-    return ClientScores(received, _judge(_without_head_noise(architecture, module, test.x), test, loss))
+    return ClientScores(received, score_outputs(_without_head_noise(architecture, module, test.x), test, loss))
 
 
 def _without_head_noise(architecture: Architecture, module: nn.Module, x: Tensor) -> Tensor:

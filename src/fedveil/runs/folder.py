@@ -15,12 +15,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
+from fedveil.data.description import Description
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
 from fedveil.runs.job import job_from_config
+from fedveil.runs.judgement import judgement_from
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.tensors import raw
 
@@ -74,8 +76,10 @@ class RunFolder:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.model_file = self.path / "model.safetensors"
+        self.best_file = self.path / "best.safetensors"
         self.summary_file = self.path / "summary.json"
         self.ledger_file = self.path / "ledger.json"
+        self.data_file = self.path / "data.json"
         self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.record = self.path / "record"
@@ -137,7 +141,7 @@ class RunFolder:
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
                 f"there: resume it with `{how} --resume`."
             )
-        return RunConfig.read(self.config_file)
+        return BEFORE | RunConfig.read(self.config_file)
 
     def config(
         self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
@@ -230,12 +234,14 @@ class RunFolder:
         figures = all(
             figure(value) or (value is None and name not in _ALWAYS)
             for name, value in {**dict.fromkeys(_ALWAYS), **summary}.items()
-            if name in _CLOSING or name.startswith(("client_view_", "test_"))
+            if name in _CLOSING or name.startswith(("client_view_", "test_", "validation_"))
         )
         texts = all(isinstance(summary.get(name, ""), str) for name in _TEXTS)
         texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))
         if type(rounds) is not int or not 0 <= rounds < 1 << 53 or not figures or not texts:
             raise CheckpointError(f"{self.summary_file} is damaged: remove it, and the run goes on from a checkpoint.")
+        if "judged" in summary:
+            judgement_from(summary["judged"], where=str(self.summary_file))
         return summary
 
     def finished(self, config: RunConfig) -> dict[str, Any] | None:
@@ -255,6 +261,11 @@ class RunFolder:
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""
         write_atomically(self.ledger_file, json.dumps(ledger, indent=2, ensure_ascii=False) + "\n")
+
+    def write_data(self, description: Description | None) -> None:
+        """Write data.json: what was understood of the data."""
+        if description is not None:
+            write_atomically(self.data_file, json.dumps(description.as_data(), indent=2, ensure_ascii=False) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""

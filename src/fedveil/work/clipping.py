@@ -103,6 +103,13 @@ class ClippedSamples:
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        if not self.loss.separable:
+            raise ConfigError(
+                f"The loss {self.loss.name} of a batch is not the mean of its samples' losses, and clipping sample by "
+                "sample would train on another one: a sample alone has no share of what the batch divides by or "
+                "compares. Return one number per sample that depends on this sample alone (as reduction='none' does), "
+                "or clip whole updates, with more than one --local-steps."
+            )
         if self.sampling is not None and not 0 < self.sampling <= 1:
             raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
 

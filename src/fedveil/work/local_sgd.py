@@ -97,6 +97,7 @@ class LocalSteps(OneByOne):
         """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
         module = workspace.module
         fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
+        fixed = fixed and self.loss.capturable
         if data.x.device.type != "cuda" or not fixed:
             return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
         x, y = data.take(first)

@@ -1,0 +1,566 @@
+"""What a model is worth on samples nobody trained on, as its field judges it, beside what no model at all would get.
+
+The baseline is the best constant answer: the most frequent class, or the mean, of the very samples that are judged. No
+run can hide behind a baseline that is easier than that, and nobody has to know the clients' training data for it. A run
+beats it if the 95 % interval of its accuracy (R² for a regression) lies wholly above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import DataError
+from fedveil.plain import made
+from fedveil.runs.metrics import (
+    BINS,
+    Array,
+    Bits,
+    Codes,
+    Figures,
+    Measured,
+    auroc,
+    bootstrapped,
+    class_columns,
+    class_figures,
+    error_columns,
+    error_figures,
+    label_columns,
+    label_figures,
+    missing,
+    ranked,
+    share_of,
+    total,
+)
+
+TITLES = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "auroc": "AUROC",
+    "average_precision": "average precision",
+    "f1": "F1",
+    "kappa": "Cohen's kappa",
+    "ece": "calibration error",
+    "exact_match": "all labels right",
+    "recall": "recall",
+    "precision": "precision",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "mse": "MSE",
+    "r2": "R²",
+}
+LOWER_IS_BETTER = frozenset({"ece", "mae", "rmse", "mse"})
+_SHARES = frozenset({"accuracy", "balanced_accuracy", "exact_match", "recall", "precision"})
+_MOST_PARTS = 50
+_MOST_CLASSES = 50  # of a confusion matrix, or more is stored than anybody reads
+_ENOUGH_CLUSTERS = 30  # below, resampling clusters says less than resampling samples
+IMBALANCED = 0.6
+_UNDEFINED = {
+    "kappa": "all samples and all answers are of one class",
+    "f1": "no sample is of that class, and none was called so",
+    "r2": "the targets do not vary",
+    "balanced_accuracy": "every label has the same answer throughout",
+}
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The figures of one class, or of the samples of one site."""
+
+    name: str
+    samples: int
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Answers of about the same confidence, and how many of them are right."""
+
+    samples: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Every figure of a model, with its interval and baseline; by class and by part of the samples where known.
+
+    `figures` go by the names of `TITLES`. `baseline` is the constant answer: a class's name, empty for the mean.
+    """
+
+    task: str
+    samples: int
+    figures: Figures
+    baseline: str = ""
+    positive: str = ""
+    """The class that F1 and average precision are of, where there are two."""
+    probabilities: str = ""
+    clusters: int | None = None
+    constant: bool = False
+    """Whether every sample got the same answer."""
+    classes: tuple[Subset, ...] = ()
+    parts: tuple[Subset, ...] = ()
+    confusion: tuple[tuple[int, ...], ...] = ()
+    """By true class, then by answer."""
+    reliability: tuple[Bin, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def primary(self) -> str:
+        """The figure that decides whether the baseline is beaten."""
+        return "r2" if self.task == "regression" else "accuracy"
+
+    @property
+    def beats_baseline(self) -> bool | None:
+        """Whether it does; None where that figure is not defined."""
+        return beats(self.primary, self.figures[self.primary])
+
+    @property
+    def constant_answer(self) -> str:
+        """The baseline in a few words."""
+        return {"regression": "always the mean", "multilabel": "each label as most"}.get(
+            self.task, f"always {self.baseline}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """How the model stands to the baseline, in a sentence or two."""
+        return _verdict(self)
+
+    @property
+    def imbalanced(self) -> bool:
+        """Whether there are two classes, and one has 60 % of the samples or more."""
+        share = self.figures["accuracy"].baseline if self.positive else None
+        return share is not None and share >= IMBALANCED
+
+    def title(self, name: str) -> str:
+        """A figure's name, with what it is of where that is not plain."""
+        if self.positive and name in ("average_precision", "f1"):
+            return f"{TITLES[name]} ({self.positive})"
+        if not self.positive and name in ("auroc", "average_precision", "f1"):
+            return f"{TITLES[name]} (mean of {'labels' if self.task == 'multilabel' else 'classes'})"
+        return TITLES[name]
+
+    def as_data(self) -> dict[str, Any]:
+        """As summary.json has it."""
+        data = {name: _bare(value) for name, value in dataclasses.asdict(self).items() if value not in ("", None, ())}
+        return {**data, "beats_baseline": self.beats_baseline, "verdict": self.verdict}
+
+
+def judgement_from(data: object, *, where: str) -> Judgement:
+    """A judgement from plain data; what follows from its figures is not taken from there."""
+    if isinstance(data, Mapping):
+        data = {name: value for name, value in data.items() if name not in ("beats_baseline", "verdict")}
+    return made(Judgement, data, where=f"{where}: what is judged")
+
+
+def _bare(value: Any) -> Any:
+    """Plain data without what is not there."""
+    if isinstance(value, Mapping):
+        return {k: _bare(v) for k, v in value.items() if v not in ("", None) or k == "value"}
+    return [_bare(item) for item in value] if isinstance(value, tuple) else value
+
+
+def beats(name: str, figure: Measured) -> bool | None:
+    """Whether a figure's whole interval is on the better side of its baseline."""
+    if figure.value is None or figure.baseline is None:
+        return None
+    if name in LOWER_IS_BETTER:
+        return (figure.value if figure.high is None else figure.high) < figure.baseline
+    return (figure.value if figure.low is None else figure.low) > figure.baseline
+
+
+def worse(name: str, figure: Measured) -> bool:
+    """Whether it is wholly on the other side."""
+    if figure.low is None or figure.high is None or figure.baseline is None:
+        return False
+    return figure.low > figure.baseline if name in LOWER_IS_BETTER else figure.high < figure.baseline
+
+
+def shown(name: str, value: float | None) -> str:
+    """A figure the way people read it."""
+    if value is None:
+        return "–"
+    if name in _SHARES:
+        return f"{100 * value:.1f} %"
+    return f"{value:.4g}" if name in ("mae", "rmse", "mse") else f"{round(value, 3) + 0.0:.3f}"
+
+
+def bracket(name: str, figure: Measured) -> str:
+    """Its interval: [93.2–97.5]."""
+    if figure.low is None or figure.high is None:
+        return ""
+    low, high = (shown(name, end).removesuffix(" %") for end in (figure.low, figure.high))
+    return f"[{low} to {high}]" if "-" in low + high else f"[{low}–{high}]"
+
+
+def told(name: str, figure: Measured) -> str:
+    """A figure with its interval."""
+    return " ".join(part for part in (shown(name, figure.value), bracket(name, figure)) if part)
+
+
+def _verdict(judged: Judgement) -> str:
+    name, figure = judged.primary, judged.figures[judged.primary]
+    if figure.value is None or figure.baseline is None:
+        return f"Whether the model beats a constant answer cannot be told: {figure.reason}."
+    against = f"{_constant(judged)} ({shown(name, figure.baseline)})"
+    ours = f"{TITLES[name]} {told(name, figure)}"
+    above = figure.value > figure.baseline
+    if judged.beats_baseline:
+        return f"The model beats {against}: {ours}."
+    if worse(name, figure):
+        said = f"The model is worse than {against}: {ours}."
+    elif above:
+        said = f"The model is not shown to beat {against}: {ours} reaches down to it."
+    else:
+        said = f"The model does not beat {against}: {ours}."
+    if judged.constant:
+        said += " It gives every sample the same answer."
+    ranking = judged.figures.get("auroc")
+    if ranking is None or ranking.value is None:
+        return said
+    if not beats("auroc", ranking):
+        return f"{said} It ranks samples no better than chance either (AUROC {told('auroc', ranking)})."
+    fails = "" if above else ": what fails is the threshold, or the balance of classes"
+    return f"{said} It does rank samples better than chance (AUROC {told('auroc', ranking)}){fails}."
+
+
+def _constant(judged: Judgement) -> str:
+    if judged.task == "regression":
+        return "always answering the mean"
+    if judged.task == "multilabel":
+        return "always giving each label its more frequent answer"
+    return f"always answering {judged.baseline!r}"
+
+
+def probabilities(
+    outputs: Tensor, *, task: str, loss: str | None, target_scale: float = 1.0, true_weight: float = 1.0
+) -> tuple[Tensor, str]:
+    """The probabilities that outputs stand for, by the loss they were trained with, and how they were had.
+
+    Under the square loss an output is an estimate of M·k·p/(k·p + 1 − p), with p the class's probability,
+    M = `target_scale` and k = `true_weight` (of M·p where k = 1): that is solved for p, cut to 0 … 1, and for classes
+    divided by its sum. Under any other loss outputs are taken for logits.
+    """
+    outputs = outputs.detach().double().cpu()
+    if loss != "square":
+        if task == "multilabel":
+            return outputs.sigmoid(), "sigmoid of the outputs"
+        return outputs.softmax(1), "softmax of the outputs"
+    cut = (outputs / target_scale).clamp(0.0, 1.0)
+    solved = cut / (true_weight * (1 - cut) + cut)
+    if task == "multilabel":
+        return solved, "outputs (square loss) cut to 0 … 1"
+    whole = solved.sum(1, keepdim=True)
+    even = torch.full_like(solved, 1.0 / solved.shape[1])
+    return torch.where(whole > 0, solved / whole, even), "outputs (square loss) cut to 0 … 1, divided by their sum"
+
+
+class Samples(Protocol):
+    """What is judged: a `Dataset`, or anything else that knows its targets and its task.
+
+    Targets are class numbers, a row of numbers a sample (regression), or a row of zeros and ones (multilabel).
+    """
+
+    @property
+    def task(self) -> str:
+        """classification, multilabel or regression."""
+
+    @property
+    def y(self) -> Tensor:
+        """The targets."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of classes, where they have names."""
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Whose each sample is, where that is known."""
+
+
+def judge(
+    outputs: Tensor,
+    data: Samples,
+    *,
+    loss: str | None = None,
+    target_scale: float = 1.0,
+    true_weight: float = 1.0,
+) -> Judgement:
+    """Judge a model's outputs on samples whose targets are known.
+
+    Args:
+        outputs: The model's, a row a sample.
+        data: The samples; those of each of their groups are judged by themselves too, where that says something.
+        loss: What the model was trained with, which says what outputs mean ("square": scores; otherwise: logits).
+        target_scale: That of the square loss.
+        true_weight: That of the square loss.
+
+    Raises:
+        DataError: There are not as many outputs as samples.
+    """
+    if len(outputs) != len(data.y):
+        raise DataError(f"{len(outputs)} outputs for {len(data.y)} samples: give one row for each.")
+    names = data.labels or tuple(str(number) for number in range(outputs.shape[1]))
+    groups = None if data.groups is None else np.unique(data.groups.cpu().numpy(), return_inverse=True)
+    clusters = None if groups is None or len(groups[0]) < _ENOUGH_CLUSTERS else groups[1].astype(np.int64)
+    finite = torch.isfinite(outputs).flatten(1).all(1)
+    if not bool(finite.all()):
+        return _without_figures(data, int((~finite).sum()))
+    chances, how = (
+        (outputs.detach().double().cpu(), "")
+        if data.task == "regression"
+        else probabilities(outputs, task=data.task, loss=loss, target_scale=target_scale, true_weight=true_weight)
+    )
+    samples = _Arrays(
+        task=data.task,
+        truth=data.y.detach().cpu().numpy(),
+        chances=chances.numpy(),
+        scores=_scores(outputs.detach().double().cpu(), data.task, loss),
+        clusters=clusters,
+        names=names,
+    )
+    judged = samples.judged()
+    parts = () if groups is None else _parts(samples, *groups)
+    return dataclasses.replace(
+        judged,
+        probabilities=how,
+        clusters=None if groups is None or clusters is None else len(groups[0]),
+        parts=parts,
+    )
+
+
+def quick_figures(outputs: Tensor, data: Samples) -> dict[str, float]:
+    """The figures that cost next to nothing, for every evaluated round; what is not defined is left out.
+
+    The mean AUROC of many classes, whose samples are sorted once for each, is none of them.
+    """
+    if not bool(torch.isfinite(outputs).all()):
+        return {}
+    given, truth = outputs.detach().double().cpu(), data.y.detach().cpu().numpy()
+    wanted: tuple[str, ...]
+    if data.task == "regression":
+        figures = error_figures(total(error_columns(truth.astype(np.float64), given.numpy())))
+        wanted = ("mae", "r2")
+    elif data.task == "multilabel":
+        decided = given.numpy() >= 0
+        figures = label_figures(total(label_columns(truth > 0.5, decided, np.ones(decided.shape))))
+        wanted = ("accuracy", "balanced_accuracy", "f1")
+    else:
+        answer, classes = given.argmax(1).numpy(), given.shape[1]
+        figures = class_figures(total(class_columns(truth, answer, np.ones(len(truth)), classes=classes)))
+        wanted = ("balanced_accuracy", "f1")
+        if classes == 2 and 0 < int(truth.sum()) < len(truth):
+            figures["auroc"] = np.array([auroc(truth == 1, (given[:, 1] - given[:, 0]).numpy())[0]])
+            wanted = (*wanted, "auroc")
+    return {name: float(figures[name][0]) for name in wanted if np.isfinite(figures[name][0])}
+
+
+def _without_figures(data: Samples, count: int) -> Judgement:
+    primary = "r2" if data.task == "regression" else "accuracy"
+    why = f"the model's outputs are not numbers for {count} of {len(data.y)} samples"
+    return Judgement(data.task, len(data.y), {primary: missing(why)})
+
+
+def _scores(outputs: Tensor, task: str, loss: str | None) -> Array:
+    """What samples are ranked by: for two classes the difference, for more the logarithm of the probability, which
+    never rounds to equal, or the score itself under the square loss."""
+    if task == "classification" and outputs.shape[1] == 2:
+        margin = outputs[:, 1] - outputs[:, 0]
+        outputs = torch.stack([-margin, margin], 1)
+    elif task == "classification" and loss != "square":
+        outputs = outputs.log_softmax(1)
+    scores: Array = outputs.numpy()
+    return scores
+
+
+def _parts(samples: _Arrays, codes: Any, places: Any) -> tuple[Subset, ...]:
+    """Figures of each group, where groups are few and have samples enough to say something."""
+    if not 2 <= len(codes) <= _MOST_PARTS:
+        return ()
+    made = []
+    for number, code in enumerate(codes):
+        own = samples.at(places == number).judged()
+        made.append(Subset(str(code), own.samples, own.figures))
+    return tuple(made)
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrays:
+    """Truths and answers as arrays; `truth` is class numbers, or a row of zeros and ones or of numbers a sample."""
+
+    task: str
+    truth: Any
+    chances: Array
+    scores: Array
+    clusters: Codes | None
+    names: Sequence[str]
+
+    def at(self, rows: Bits) -> _Arrays:
+        """Some of them; in a part, samples are taken one by one."""
+        return dataclasses.replace(
+            self, truth=self.truth[rows], chances=self.chances[rows], scores=self.scores[rows], clusters=None
+        )
+
+    def judged(self) -> Judgement:
+        """Every figure."""
+        if self.task == "regression":
+            return self._regression()
+        return self._labels() if self.task == "multilabel" else self._classes()
+
+    def _classes(self) -> Judgement:
+        truth, classes = self.truth.astype(np.int64), self.chances.shape[1]
+        # Answers are those of the outputs: probabilities that were cut may be equal where outputs are not.
+        answer = self.scores.argmax(1)
+        confidence = self.chances[np.arange(len(truth)), answer]
+        hits = truth == answer
+        counts = np.bincount(truth, minlength=classes)
+        most = int(counts.argmax())
+        share = counts[most] / len(truth)
+        columns = class_columns(truth, answer, confidence, classes=classes)
+        alone = class_columns(truth, np.full_like(truth, most), np.full(len(truth), share), classes=classes)
+        counted = bootstrapped(columns, class_figures, constant=alone, clusters=self.clusters, undefined=_UNDEFINED)
+        members = truth[:, None] == np.arange(classes)
+        (ranking, aurocs), (precision, precisions) = (
+            ranked(members, self.scores, self.clusters, kind=kind) for kind in ("auroc", "average_precision")
+        )
+        if classes == 2:
+            ranking, precision = (
+                dataclasses.replace(each[1], reason=mean.reason or each[1].reason)
+                for mean, each in ((ranking, aurocs), (precision, precisions))
+            )
+        accuracy = dataclasses.replace(share_of(hits, self.clusters), baseline=float(share))
+        figures = {
+            "accuracy": accuracy,
+            "balanced_accuracy": counted["balanced_accuracy"][0],
+            "auroc": ranking,
+            "average_precision": precision,
+            "f1": counted["f1"][0],
+            "kappa": counted["kappa"][0],
+            "ece": counted["ece"][0],
+        }
+        answered = [answer == number for number in range(classes)]
+        each = tuple(
+            Subset(
+                self.names[number],
+                int(counts[number]),
+                {
+                    "recall": self._share(hits, members[:, number], "no sample is of this class"),
+                    "precision": self._share(hits, answered[number], "no sample was called this class"),
+                    "f1": counted["each f1"][number],
+                    "auroc": aurocs[number],
+                    "average_precision": precisions[number],
+                },
+            )
+            for number in range(classes)
+        )
+        table = np.bincount(truth * classes + answer, minlength=classes * classes).reshape(classes, classes)
+        absent = [name for name, count in zip(self.names, counts, strict=True) if not count]
+        notes = [f"No sample is of {_listed(absent)}: means are over the other classes."] if absent else []
+        return Judgement(
+            self.task,
+            len(truth),
+            figures,
+            baseline=self.names[most],
+            positive=self.names[1] if classes == 2 else "",
+            constant=len(np.unique(answer)) == 1,
+            classes=each,
+            confusion=tuple(tuple(row) for row in table.tolist()) if classes <= _MOST_CLASSES else (),
+            reliability=_reliability(confidence, hits),
+            notes=tuple(notes),
+        )
+
+    def _share(self, hits: Bits, among: Bits, reason: str) -> Measured:
+        if not among.any():
+            return missing(reason)
+        clusters = None if self.clusters is None else np.unique(self.clusters[among], return_inverse=True)[1]
+        return share_of(hits[among], clusters)
+
+    def _labels(self) -> Judgement:
+        truth, answer = self.truth > 0.5, self.chances >= 0.5
+        shares = np.broadcast_to(truth.mean(0), truth.shape)
+        confidence = np.where(answer, self.chances, 1 - self.chances)
+        counted = bootstrapped(
+            label_columns(truth, answer, confidence),
+            label_figures,
+            constant=label_columns(truth, shares >= 0.5, np.maximum(shares, 1 - shares)),
+            clusters=self.clusters,
+            undefined=_UNDEFINED,
+        )
+        (ranking, aurocs), (precision, precisions) = (
+            ranked(truth, self.scores, self.clusters, kind=kind) for kind in ("auroc", "average_precision")
+        )
+        whole = dataclasses.replace(
+            share_of((truth == answer).all(1), self.clusters),
+            baseline=float((truth == (shares >= 0.5)).all(1).mean()),
+        )
+        names = ("accuracy", "balanced_accuracy", "f1", "ece")
+        figures = {name: counted[name][0] for name in names}
+        each = tuple(
+            Subset(
+                self.names[number],
+                int(truth[:, number].sum()),
+                {
+                    "accuracy": dataclasses.replace(
+                        share_of(truth[:, number] == answer[:, number], self.clusters),
+                        baseline=float(max(truth[:, number].mean(), 1 - truth[:, number].mean())),
+                    ),
+                    "f1": counted["each f1"][number],
+                    "auroc": aurocs[number],
+                    "average_precision": precisions[number],
+                },
+            )
+            for number in range(truth.shape[1])
+        )
+        return Judgement(
+            self.task,
+            len(truth),
+            {
+                "accuracy": figures["accuracy"],
+                "exact_match": whole,
+                "balanced_accuracy": figures["balanced_accuracy"],
+                "auroc": ranking,
+                "average_precision": precision,
+                "f1": figures["f1"],
+                "ece": figures["ece"],
+            },
+            constant=bool((answer == answer[:1]).all()),
+            classes=each,
+            reliability=_reliability(confidence.ravel(), (truth == answer).ravel()),
+        )
+
+    def _regression(self) -> Judgement:
+        truth = self.truth.astype(np.float64)
+        counted = bootstrapped(
+            error_columns(truth, self.chances),
+            error_figures,
+            constant=error_columns(truth, np.broadcast_to(truth.mean(0), truth.shape)),
+            clusters=self.clusters,
+            undefined=_UNDEFINED,
+        )
+        constant = bool((self.chances == self.chances[:1]).all())
+        return Judgement(
+            self.task, len(truth), {name: figures[0] for name, figures in counted.items()}, constant=constant
+        )
+
+
+def _reliability(confidence: Array, hits: Bits) -> tuple[Bin, ...]:
+    """Answers in fifteen bins of equal width, by confidence; empty ones are left out."""
+    places = np.minimum((confidence * BINS).astype(np.int64), BINS - 1)
+    return tuple(
+        Bin(int(here.sum()), float(confidence[here].mean()), float(hits[here].mean()))
+        for number in range(BINS)
+        if (here := places == number).any()
+    )
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
