@@ -40,11 +40,13 @@ def test_own_model(tmp_path: Path) -> None:
 
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
-    assert len(said) == 5
+    assert len(said) == 6
     (inspected,) = (text for command, text in said.items() if "inspect-data" in command)
     (shown,) = (text for language, text in blocks("how-to/own-data.md") if language == "text")
     for line in re.findall(r"^(?:│.*│|.*'forty'.*)$", shown, flags=re.MULTILINE):
         assert " ".join(line.split()) in inspected
+    (augmented,) = (text for block, text in said.items() if "class Visits" in block)
+    assert float(augmented) > 0.85
     assert (tmp_path / "runs" / "own-data" / "model.safetensors").exists()
     (printed,) = (text for block, text in said.items() if "test_mse" in block)
     assert float(printed) < 1.0  # the targets' own variance is 5

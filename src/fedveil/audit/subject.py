@@ -28,6 +28,7 @@ from fedveil.audit.record import Record, server_view
 from fedveil.audit.views import ClientView, Message, Opened, ServerHistory, ServerView, View
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
+from fedveil.data.lazy import LazyTensor
 from fedveil.downlink import Weights, assemble
 from fedveil.downlink.plain import Unveiled
 from fedveil.engine import ClientPool
@@ -62,12 +63,13 @@ class Subject:
         """The run's settings."""
         return self.job.config
 
-    @property
+    @cached_property
     def test(self) -> Dataset:
-        """Held-out data: what attackers are granted, and what nobody trained on."""
-        if self.job.test is None:
+        """Held-out data: what attackers are granted, and what nobody trained on; all of it in memory."""
+        test = self.job.test
+        if test is None:
             raise ConfigError("An audit needs held-out data: what nobody trained on is what it compares with.")
-        return self.job.test
+        return replace(test, x=test.x.whole()) if isinstance(test.x, LazyTensor) else test
 
     @property
     def pictures(self) -> bool:
