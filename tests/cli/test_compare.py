@@ -38,8 +38,9 @@ def test_the_closing_tables_show_every_scheme(compared: tuple[Path, Done]) -> No
     out, done = compared
     for scheme in ("fedavg", "lossless", "nadp"):
         summary = json.loads((out / scheme / "seed-1" / "summary.json").read_text())
-        assert f"{summary['test_accuracy']:.1%}" in done.output
+        assert f"{100 * summary['test_accuracy']:.1f} %" in done.output
         assert summary["rounds"] == 3
+    assert "│ always " in done.output
     assert "0, 1 failed" in done.output
     assert "Against whom what is proven" in done.output
     assert "(ε = " in done.output

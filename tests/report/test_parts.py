@@ -12,8 +12,9 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.report.figures import curves, front, trade_offs
+from fedveil.report.judged import judged_table, judged_views, reliability
 from fedveil.report.sources import Run, SourceGroup, gather, grouped
-from fedveil.report.view import command_for
+from fedveil.report.view import command_for, view_of
 from fedveil.report.words import claim, entry
 from report.material import ROUNDS, SCHEMES, SEEDS
 
@@ -217,3 +218,29 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
 
 def test_a_run_from_python_has_no_command() -> None:
     assert command_for({"dataset": "python", "scheme": "lossless"}, out="runs/x") == ""
+
+
+def test_models_are_judged_side_by_side_and_the_constant_answer_stands_below(compared: Path) -> None:
+    groups = grouped(gather([compared]).runs)
+    table = judged_table(groups)
+    assert [row[0] for row in table.rows[:-1]] == list(SCHEMES)
+    assert table.columns[:3] == ("Scheme", "Accuracy", "Balanced accuracy")
+    baselines = [run.summary["judged"]["figures"]["accuracy"]["baseline"] for group in groups for run in group.runs]
+    assert f"{100 * min(baselines):.1f}" in table.rows[-1][1]
+    views = judged_views(groups)
+    assert [view.label for view in views] == list(SCHEMES)
+    worst = min(run.summary["test_accuracy"] for run in groups[0].runs)
+    assert views[0].judged.figures["accuracy"].value == worst
+    assert [sum(count for count, _ in row) for _, row in views[0].confusion] == [
+        part.samples for part in views[0].judged.classes
+    ]
+    picture = reliability(groups)
+    assert picture is not None
+    assert len(picture.drawing["data"]) == 1 + len(SCHEMES)
+
+
+def test_a_run_that_does_not_beat_the_constant_answer_is_a_warning_on_the_page(compared: Path) -> None:
+    page = view_of(gather([compared]))
+    behind = [run for run in gather([compared]).runs if not run.summary["judged"]["beats_baseline"]]
+    assert behind
+    assert all(any(run.summary["judged"]["verdict"] in text for text in page.warnings) for run in behind)
