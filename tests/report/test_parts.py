@@ -14,7 +14,7 @@ from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.report.figures import curves, front, trade_offs
 from fedveil.report.sources import Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for
-from fedveil.report.words import claim, entry
+from fedveil.report.words import claim, entry, whole
 from report.material import ROUNDS, SCHEMES, SEEDS
 
 
@@ -217,3 +217,19 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
 
 def test_a_run_from_python_has_no_command() -> None:
     assert command_for({"dataset": "python", "scheme": "lossless"}, out="runs/x") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("57.1 % (52.9–61.3 %)", "57.1~% (52.9|–|61.3~%)"),
+        ("104.7 kB", "104.7~kB"),
+        ("100.0 dB; chance 11.5 dB", "100.0~dB; chance 11.5~dB"),
+        ("(ε = 2.826, δ = 1e-05)", "(ε~=~2.826, δ~=~1e|-|05)"),
+        ("0.5 s (0.4–0.5 s)", "0.5~s (0.4|–|0.5~s)"),
+        ("8 of 8 samples", "8 of 8 samples"),
+        ("a – b, 5 Bytes", "a – b, 5 Bytes"),
+    ],
+)
+def test_a_number_and_its_unit_stay_on_one_line(text: str, kept: str) -> None:
+    assert whole(text) == kept.replace("~", "\u00a0").replace("|", "\u2060")
