@@ -234,11 +234,6 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     return enacted(cut(job, samples=samples), folder, rounds=last)
 
 
-def noisy(subject: Subject) -> bool:
-    """Whether noise went into the training."""
-    return subject.job.scheme.noisy
-
-
 def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
     config = subject.config
@@ -445,7 +440,7 @@ class Scene:
 
         Noise is what keeps a model from learning samples by heart, so that the run's own model is no yardstick.
         """
-        if self.scratch is None or not noisy(self.run):
+        if self.scratch is None or not self.run.job.scheme.noisy:
             return None
         last = round or self.run.config.rounds
         if last not in self._plain:
