@@ -33,7 +33,7 @@ _CONFIDENCE = 0.95
 _DECIDING = 0.99
 FALSE_ALARMS = (1 - _DECIDING) / 2
 """How often, at most, an attack that knows nothing is said to do better than chance, whatever chance is."""
-MOST_READ = 64
+MOST_ATTEMPTS = 64
 """Attempts at reading labels, however frequent one class is."""
 _MOST_DECIBELS = 100.0
 _FAR = 1e6
@@ -158,14 +158,14 @@ class Labels(_Percent):
 
     @property
     def attempts(self) -> int:
-        """How many tell one who is always right from one who guesses blindly, either way; at most MOST_READ."""
+        """How many tell one who is always right from one who guesses blindly, either way; at most MOST_ATTEMPTS."""
         lucky = float(_blindly_matched(self.shares, batch=self.samples)[-1])
-        for count in range(1, MOST_READ):
+        for count in range(1, MOST_ATTEMPTS):
             total = count * self.samples
             guessed = exact_interval(round(self.chance * total), total, confidence=_CONFIDENCE)[1]
             if lucky**count <= FALSE_ALARMS and guessed < exact_interval(total, total, confidence=_CONFIDENCE)[0]:
                 return count
-        return MOST_READ
+        return MOST_ATTEMPTS
 
     def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
