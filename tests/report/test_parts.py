@@ -15,7 +15,7 @@ from fedveil.report.figures import curves, front, trade_offs
 from fedveil.report.judged import judged_table, judged_views, reliability
 from fedveil.report.sources import Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for, view_of
-from fedveil.report.words import claim, entry
+from fedveil.report.words import claim, entry, whole
 from report.material import ROUNDS, SCHEMES, SEEDS
 
 
@@ -244,3 +244,19 @@ def test_a_run_that_does_not_beat_the_constant_answer_is_a_warning_on_the_page(c
     behind = [run for run in gather([compared]).runs if not run.summary["judged"]["beats_baseline"]]
     assert behind
     assert all(any(run.summary["judged"]["verdict"] in text for text in page.warnings) for run in behind)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("57.1 % (52.9–61.3 %)", "57.1~% (52.9|–|61.3~%)"),
+        ("104.7 kB", "104.7~kB"),
+        ("100.0 dB; chance 11.5 dB", "100.0~dB; chance 11.5~dB"),
+        ("(ε = 2.826, δ = 1e-05)", "(ε~=~2.826, δ~=~1e|-|05)"),
+        ("0.5 s (0.4–0.5 s)", "0.5~s (0.4|–|0.5~s)"),
+        ("8 of 8 samples", "8 of 8 samples"),
+        ("a – b, 5 Bytes", "a – b, 5 Bytes"),
+    ],
+)
+def test_a_number_and_its_unit_stay_on_one_line(text: str, kept: str) -> None:
+    assert whole(text) == kept.replace("~", "\u00a0").replace("|", "\u2060")
