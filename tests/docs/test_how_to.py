@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -47,6 +48,20 @@ def test_own_data(tmp_path: Path) -> None:
     (printed,) = (text for block, text in said.items() if "test_mse" in block)
     assert float(printed) < 1.0  # the targets' own variance is 5
     assert (tmp_path / "runs" / "visits" / "ledger.json").exists()
+
+
+def test_predict(tmp_path: Path) -> None:
+    said = typed("how-to/predict.md", tmp_path)
+    assert len(said) == 5
+    with (tmp_path / "monday-predicted.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["patient"] for row in rows] == [f"P{number}" for number in range(500, 508)]
+    assert {row["class"] for row in rows} == {"no", "yes"}
+    (printed,) = (text for block, text in said.items() if "fedveil.load(" in block)
+    assert printed.startswith("['yes', 'no'] [")
+    assert all(
+        isinstance(value, torch.Tensor) for value in torch.load(tmp_path / "weights.pt", weights_only=True).values()
+    )
 
 
 def test_own_scheme(tmp_path: Path) -> None:
