@@ -289,7 +289,7 @@ class Features:
 def numbers_like(*parts: Tensor) -> Features:
     """How numbers are described that a model takes as they are; `parts` are those it is trained on."""
     largest = max(float(part.abs().max()) for part in parts)
-    rounded = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+    rounded = 2.0 ** math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
     return Features(tuple(parts[0].shape[1:]), not parts[0].is_floating_point(), rounded)
 
 
