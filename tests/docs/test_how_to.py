@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -68,6 +69,20 @@ def test_own_training(tmp_path: Path) -> None:
     early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
     assert early["rounds"] < 40
     assert early["best"]["monitor"] == "loss"
+
+
+def test_predict(tmp_path: Path) -> None:
+    said = typed("how-to/predict.md", tmp_path)
+    assert len(said) == 5
+    with (tmp_path / "monday-predicted.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["patient"] for row in rows] == [f"P{number}" for number in range(500, 508)]
+    assert {row["class"] for row in rows} == {"no", "yes"}
+    (printed,) = (text for block, text in said.items() if "fedveil.load(" in block)
+    assert printed.startswith("['yes', 'no'] [")
+    assert all(
+        isinstance(value, torch.Tensor) for value in torch.load(tmp_path / "weights.pt", weights_only=True).values()
+    )
 
 
 def test_own_scheme(tmp_path: Path) -> None:
