@@ -61,7 +61,7 @@ def test_own_training(tmp_path: Path) -> None:
         assert (tmp_path / "runs" / run / "summary.json").exists()
     early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
     assert early["rounds"] < 40
-    assert early["best"]["monitor"] == "loss"
+    assert early["best"]["monitor"] == "validation_loss"
 
 
 def test_own_scheme(tmp_path: Path) -> None:

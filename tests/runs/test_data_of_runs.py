@@ -1,4 +1,4 @@
-"""What runs do with the parts of their data: validation, sites as clients, and what was understood, kept in the folder."""
+"""What runs do with the parts of their data: validation, sites as clients, and what was understood, kept with them."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class Column:
             yield (
                 f"column {self.name!r} is taken for words and not for numbers: {self.numbers:,} of its {present:,} "
                 f"values are numbers, {odd:,} {'is' if odd == 1 else 'are'} not: {'; '.join(self.strange)}{more}. It "
-                f"becomes up to {self.distinct:,} inputs instead of one. Correct what is no number, or leave it empty if it "
-                "is not known."
+                f"becomes up to {self.distinct:,} inputs instead of one. Correct what is no number, or leave it empty "
+                "if it is not known."
             )
         elif self.kind == "words" and self.commas >= _HALF * present:
             yield (
