@@ -112,9 +112,12 @@ def train(
     *,
     scheme: str = "lossless",
     test: ClientSamples | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    validation: ClientSamples | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    preparation: Preparation | None = None,
     callbacks: Sequence[Follower] = (),
     **settings: Unpack[Settings],
 ) -> Trained: ...
