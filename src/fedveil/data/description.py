@@ -61,6 +61,8 @@ class Column:
     @staticmethod
     def of(name: str, values: Sequence[str], *, role: str, place: Callable[[int], str]) -> Column:
         """Count what a column holds; `place` says where a row stands."""
+        if role == "text":
+            return Column(name, role, "text", sum(text.strip().lower() in MISSING for text in values), len({*values}))
         missing = numbers = commas = 0
         strange: list[int] = []
         distinct: Counter[str] = Counter()
@@ -78,8 +80,6 @@ class Column:
                 strange.append(row)
         present = len(values) - missing
         kind: Kind = "nothing" if not present else "numbers" if numbers == present else "words"
-        if role == "text":
-            return Column(name, role, "text", missing, len(distinct))
         if kind == "numbers":
             known = {float(text) for text in distinct}
             return Column(name, role, kind, missing, len(known), numbers, span=(min(known), max(known)))

@@ -62,16 +62,15 @@ def run(
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config, describe=True)
-    assert job.description is not None
-    understood(job.description)
-    for text in job.description.warnings:
-        say(f"warning: {text}")
-    with working("checking that the model can be trained", quiet=quiet):
         preflight(job)
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
     folder.start(job.config)
+    assert job.description is not None
     folder.write_data(job.description)
+    understood(job.description)
+    for text in job.description.warnings:
+        say(f"warning: {text}")
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
