@@ -21,7 +21,6 @@ from fedveil.audit.attacks.membership import LAYERS
 from fedveil.audit.findings import TOLD_APART, Score, Trial
 from fedveil.audit.measures import Members
 from fedveil.audit.metrics import CHANCE
-from fedveil.audit.running import TIME_LIMIT
 from fedveil.audit.subject import Effort, Scene, Subject, enacted
 from fedveil.audit.trials import References, model_trials
 from fedveil.audit.views import View
@@ -176,7 +175,7 @@ def _attacked(stage: Stage, cell: Cell, subject: Subject, *, seed: int) -> Figur
         plain = trials[attack, False]
         ways = [(row, *one) for row in rows for one in _ways(plain, trials.get((attack, True)))]
         settings = [{**own, **effort, **_layer(row)} for row, _, _, own in ways]
-        found = tried(attack, [view for *_, view, _ in ways], settings, every=True, time_limit=TIME_LIMIT)
+        found = tried(attack, [view for *_, view, _ in ways], settings, every=True, time_limit=Effort().seconds)
         for (row, way, *_), one in zip(ways, found, strict=True):
             name = f"{row} {way}"
             try:
@@ -216,7 +215,7 @@ def _proofs(stage: Stage) -> dict[str, float]:
                 assert reference is not None
                 trial = reference.trial
                 settings = [{**trial.settings, **_layer(row)} for row in rows]
-                found = tried(attack, [trial.attempts[0].view] * len(rows), settings, time_limit=TIME_LIMIT)
+                found = tried(attack, [trial.attempts[0].view] * len(rows), settings, time_limit=Effort().seconds)
                 for row, one in zip(rows, found, strict=False):
                     if not isinstance(one, str):
                         known[row] = round(100.0 * trial.score([one]).value, 3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedveil.audit.attacks.gradients import client_gradient
 from fedveil.audit.findings import Found, Score, Truth
-from fedveil.audit.measures import Labels, Likeness
+from fedveil.audit.measures import Likeness, matched
 from fedveil.audit.record import server_view
 from fedveil.audit.subject import Effort, Subject, enacted
 from fedveil.audit.trials import uploads_of
@@ -302,8 +302,8 @@ def _attacked(stage: Stage, subject: Subject, place: Place, scale: Scale, *, see
             "features": [score.more["feature mse"] / apart for score in scores],
         }
         if labels:
-            right = Labels("labels told", chance=0.0)
-            kept["labels"] = [right.score([one], [each]).value for one, each in zip(found, truths, strict=True)]
+            right = [matched(one["labels"], each["y"]) for one, each in zip(found, truths, strict=True)]
+            kept["labels"] = [float(hits.double().mean()) for hits in right]
         return {f"{name} {what}": [short(one) for one in values] for what, values in kept.items()}
 
     def run(name: str) -> list[Found | str]:

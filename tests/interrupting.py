@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from fedveil.config import RunConfig
 from fedveil.runs import session
 from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
+
+
+def same_tensors(ours: Path, theirs: Path) -> bool:
+    """Whether two files hold the same tensors, bit for bit; the order of what they say of themselves is chance."""
+    first, second = load_file(ours), load_file(theirs)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 class _Interrupter:

@@ -1,12 +1,14 @@
-"""The command line, called in this process: as fast as a function, as honest as a shell."""
+"""Commands and scripts, called in this process: as fast as a function, as honest as a shell."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 
@@ -23,16 +25,39 @@ def fedveil(*arguments: str | int | float | Path) -> Done:
     """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal."""
     from fedveil.cli import main
 
+    with mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}):
+        return _heard(main, ["fedveil", *map(str, arguments)])
+
+
+def script(text: str, *arguments: str | Path, folder: Path, name: str = "script.py") -> Done:
+    """Run a script as `python NAME ARGUMENTS` does in `folder`; what it imports from there is forgotten."""
+    code = compile(text, str(folder / name), "exec")
+    main = ModuleType("__main__")
+    main.__file__ = str(folder / name)
+    known, path, ours = set(sys.modules), list(sys.path), sys.modules["__main__"]
+    sys.path.insert(0, str(folder))
+    sys.modules["__main__"] = main  # where type hints are looked up
+    try:
+        with contextlib.chdir(folder):
+            return _heard(lambda: exec(code, main.__dict__), [name, *arguments])
+    finally:
+        sys.path[:] = path
+        sys.modules["__main__"] = ours
+        for module in set(sys.modules) - known:
+            if str(getattr(sys.modules[module], "__file__", None)).startswith(str(folder)):
+                del sys.modules[module]
+
+
+def _heard(call: Callable[[], object], words: list[str | Path]) -> Done:
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
     with (
-        mock.patch.object(sys, "argv", ["fedveil", *map(str, arguments)]),
-        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
+        mock.patch.object(sys, "argv", [str(word) for word in words]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         try:
-            main()
+            call()
         except SystemExit as stop:
             code = stop.code or 0
     assert isinstance(code, int)

@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": LEAVES | PARTS,
     "runs": LEAVES | PARTS | {"record", "schemes", "engine"},
     "flower": LEAVES | PARTS | {"runs", "schemes", "engine"},
-    "api": LEAVES | PARTS | {"runs", "schemes", "engine"},
+    "settings": set(),
+    "api": LEAVES | PARTS | {"runs", "schemes", "engine", "settings"},
     "audit": LEAVES | PARTS | {"record", "runs", "schemes", "engine"},
     "tracking": LEAVES | {"runs"},
     "compare": LEAVES | {"runs", "schemes", "tracking"},
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": LEAVES
     | {"api", "audit", "record", "runs", "schemes", "engine", "downlink", "ledger", "protocol"}
     | {"doctor", "flower", "tracking", "compare", "report"},
-    "__init__": {"api", "data", "errors", "models", "schemes", "version"},
+    "__init__": {"runs", "api", "data", "errors", "models", "schemes", "version"},
     "__main__": {"cli"},
 }
 PURE = ("crypto", "ledger", "downlink", "work", "noise", "uplink", "protocol", "roles", "client_held")
@@ -239,12 +240,17 @@ def test_the_protocol_and_what_it_stands_on_know_no_clock_no_thread_and_no_socke
 
 
 def test_nothing_unpickles() -> None:
-    """CIFAR comes as pickles, whose instructions we carry out ourselves; all else that is read is plain data."""
+    """CIFAR comes as pickles, whose instructions we carry out ourselves; of a state_dict, PyTorch's reader of weights
+    takes tensors alone; all else that is read is plain data."""
     for path in FILES:
         names = {name.split(".")[0] for name in modules_imported(ast.parse(path.read_text()), ["fedveil"])}
         assert names & {"pickle", "marshal", "shelve", "dill"} == set(), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "torch.save", "eval", "exec"):
+                if ast.unparse(node.func) == "torch.load" and "weights_only=True" in ast.unparse(node):
+                    continue
+                if (path.name, ast.unparse(node.func)) == ("model_file.py", "torch.save"):
+                    continue  # `fedveil export --format torch` writes what torch reads; nothing of ours reads it
                 pytest.fail(f"{path}: {ast.unparse(node.func)}")
 
 
@@ -278,7 +284,7 @@ parts = data.partition(split.train, clients=3, seed=1)
 clients = [(split.train.x[rows], split.train.y[rows]) for rows in parts]
 result = fedveil.train(net, clients, test=(split.test.x, split.test.y), rounds=2, seed=1)
 assert len(result.metrics) == 2
-assert not BLOCKED & {name.split(".")[0] for name in sys.modules}
+assert not (BLOCKED | {"sklearn", "pandas"}) & {name.split(".")[0] for name in sys.modules}
 print("trained")
 """
 

@@ -179,6 +179,8 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "momentum": 0.5,
         "min_coverage": 0.5,
         "simulate_dropout": 0.5,
+        "validation_fraction": 0.1,
+        "split": "stratified",
     }
     for one in dataclasses.fields(config):
         if one.name in free:

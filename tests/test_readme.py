@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from shell import fedveil
+from shell import fedveil, script
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -22,9 +20,9 @@ def blocks(language: str) -> list[str]:
 
 def test_the_python_block_runs(tmp_path: Path) -> None:
     (block,) = blocks("python")
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    accuracy, seen, cover = map(float, done.stdout.split())
+    done = script(block, folder=tmp_path)
+    assert done.code == 0, done.error
+    accuracy, seen, cover = map(float, done.output.split())
     assert 0 <= accuracy <= 1
     assert 0 <= seen <= 1
     assert cover == 1.0

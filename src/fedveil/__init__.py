@@ -14,13 +14,33 @@ from fedveil.version import __version__
 
 if TYPE_CHECKING:
     from fedveil import data, errors, models, schemes
-    from fedveil.api import Trained, train
-    from fedveil.errors import FedVeilError
+    from fedveil.api import Trained, load, train
+    from fedveil.errors import FedVeilError, StopTraining
+    from fedveil.runs.callbacks import Callback
 
-__all__ = ["FedVeilError", "Trained", "__version__", "data", "errors", "models", "schemes", "train"]
+__all__ = [
+    "Callback",
+    "FedVeilError",
+    "StopTraining",
+    "Trained",
+    "__version__",
+    "data",
+    "errors",
+    "load",
+    "models",
+    "schemes",
+    "train",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-_FROM = {"train": "fedveil.api", "Trained": "fedveil.api", "FedVeilError": "fedveil.errors"}
+_FROM = {
+    "train": "fedveil.api",
+    "load": "fedveil.api",
+    "Trained": "fedveil.api",
+    "FedVeilError": "fedveil.errors",
+    "StopTraining": "fedveil.errors",
+    "Callback": "fedveil.runs.callbacks",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data import Dataset as TorchDataset
+from torch import nn
 
 from fedveil import schemes
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, OBJECT, RunConfig
 from fedveil.data import Dataset
-from fedveil.data.dataset import Task
-from fedveil.downlink import assemble
+from fedveil.data.description import describe_parts
+from fedveil.data.intake import ClientSamples, Intake, clients_of, columns, outputs_of, task_of
+from fedveil.data.lazy import LazySamples, whole
+from fedveil.data.preparation import Preparation, numbers_like
+from fedveil.downlink import Weights, assemble
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.protocol.parts import Scheme
-from fedveil.runs.callbacks import Progress, Row
+from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Follower, Progress, Row, working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.judgement import Judgement, judgement_from
 from fedveil.runs.loop import evaluated, fresh_state, summarise, train_job
+from fedveil.runs.objective import BALANCED, class_counts, listed_weights, loss_settings, own_objective
 from fedveil.runs.own_metrics import Metric, OwnMetrics
 from fedveil.runs.preflight import preflight
+from fedveil.runs.watching import Watch
 from fedveil.schemes import SchemeInfo
+from fedveil.work.batches import mixed_seed
+
+if TYPE_CHECKING:
+    from fedveil.runs.predicting import Model
+from fedveil.settings import Settings
 
 # Settings about data and model that a command line needs and arguments replace.
-_GIVEN_OTHERWISE = tuple("dataset target task text group test_fraction partition alpha ratio model_options".split())
-
-Sample = tuple[Any, Any] | Mapping[str, Any]
-ClientSamples = Sample | TorchDataset[Any] | DataLoader[Any] | Sequence[Sample]
-_INPUTS = ("x", "input", "inputs", "features", "data", "image", "images", "img", "pixel_values", "input_ids")
-_TARGETS = ("y", "label", "labels", "target", "targets")
+GIVEN_OTHERWISE = tuple(
+    "dataset target text group site picture_size test_fraction validation_fraction split partition alpha ratio "
+    "model_options weights".split()
+)
+_LOG = logging.getLogger(__name__)
 
 
 # A command in backticks stays one.
@@ -73,11 +83,15 @@ def _as_argument(flag: re.Match[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """A finished run: the server's model, one row of metrics per round, the summary, and the ledger."""
+    """A finished run: the server's model, one row of metrics per round, the summary, and the ledger.
+
+    `best` is the model of the best round, where `monitor` or a validation part tells it.
+    """
 
     model: nn.Module
     metrics: list[Row]
     summary: dict[str, Any]
+    best: nn.Module | None = None
 
     @property
     def ledger(self) -> dict[str, Any]:
@@ -91,6 +105,31 @@ class Trained:
         return judgement_from(self.summary["judged"], where="summary") if "judged" in self.summary else None
 
 
+@overload
+def train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    *,
+    scheme: str = "lossless",
+    test: ClientSamples | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    callbacks: Sequence[Follower] = (),
+    **settings: Unpack[Settings],
+) -> Trained: ...
+
+
+@overload
+def train(
+    model: nn.Module,
+    clients: Sequence[ClientSamples],
+    *,
+    scheme: Scheme | Callable[..., Scheme],
+    **settings: Any,
+) -> Trained: ...
+
+
 @_errors_in_python()
 def train(
     model: nn.Module,
@@ -99,24 +138,33 @@ def train(
     scheme: str | Scheme | Callable[..., Scheme] = "lossless",
     test: ClientSamples | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    validation: ClientSamples | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
+    preparation: Preparation | None = None,
+    callbacks: Sequence[Follower] = (),
     **settings: Any,
 ) -> Trained:
     """Train `model` federatedly on each client's samples.
 
     Args:
         model: Any module that takes a batch and gives one vector per sample; it is left as it was.
-        clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, or rows, each a pair or a
-            dict with an input and a label. Integer targets are classes, floating-point targets a regression.
+        clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, a Hugging Face dataset, or
+            rows, each a pair or a dict with an input and a label; or a partitioner of flwr-datasets. What has numbered
+            samples is read a batch at a time. Integer targets are classes, floating-point targets a regression.
         scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
         test: Samples to judge the model by.
         metrics: Metrics of your own by name: functions (outputs, targets), or objects with update, compute and reset,
             as torchmetrics has them. Their figures stand in the rows and the summary under these names.
+        validation: Samples to judge it by while choices are still made: rows get validation_loss and the like.
         out: A folder for metrics, checkpoints and the model, as they come.
         resume: Continue the run in `out` from its newest checkpoint.
         progress: Whether to show a bar.
+        preparation: How the samples were made of raw ones, where `fedveil.data.load` made them (its Split has it); the
+            model's file then holds it, and `fedveil.load` takes raw samples. (None: numbers as they are.)
+        callbacks: Who is told of rounds, evaluations and checkpoints, and may stop the run (`fedveil.StopTraining`):
+            objects of `fedveil.Callback`, or functions that take a round's row.
         settings: Those of the command line (`rounds`, `lr`, `seed`, …), and the options of your own scheme.
 
     Returns:
@@ -138,49 +186,128 @@ def train(
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
-    clients = _listed(clients)
+    clients = clients_of(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
+    given_loss = settings.get("loss")
     settings = _settings(settings, info)
     # A scheme that is given as an object is code: no file may stand for it later.
-    named = scheme if isinstance(scheme, str) else f"python:{info.name}"
+    named = scheme if isinstance(scheme, str) else f"{OBJECT}{info.name}"
     config = settled(
         RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
     )
-    config = config.with_changes(model=f"{type(model).__module__}.{type(model).__qualname__}", dataset="python")
+    # Whoever calls from Python has split the data already.
+    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": "python"}
+    config = config.with_changes(**named_here, split=BEFORE["split"])
     device, dtype = device_of(config), dtype_of(config)
-    pairs = [_pair(samples, dtype=dtype, device=device, who=f"Client {k}") for k, samples in enumerate(clients)]
-    pool = ClientPool.separate(pairs)
-    task = _task(pairs)
-    held_out = None if test is None else _pair(test, dtype=dtype, device=device, who="The test set")
-    outputs = _outputs(pairs, task, model)
-    facts = ModelFacts(None, {}, tuple(pairs[0][0].shape[1:]), outputs, task)
-    if held_out is not None and tuple(held_out[0].shape[1:]) != facts.input_shape:
-        raise DataError(
-            f"The test set's inputs have shape {tuple(held_out[0].shape[1:])}, the clients' {facts.input_shape}."
+    several = config.task == "multilabel" or config.loss == "binary-cross-entropy"
+    assert config.seed is not None
+    intake = Intake(dtype=dtype, device=device, seed=partial(mixed_seed, config.seed), several=several)
+    parties = [intake.take(samples, who=f"Client {k}", number=k) for k, samples in enumerate(clients)]
+    pool = ClientPool.separate(parties)
+    task = task_of(parties, asked="multilabel" if several else config.task)
+    outputs = outputs_of(parties, task, model)
+    input_shape = tuple(pool.clients[0].x.shape[1:])
+    preparation = preparation or Preparation(numbers_like(*(client.x for client in pool.clients)))
+    facts = ModelFacts(None, {}, input_shape, outputs, task, None, preparation.classes, preparation)
+    if preparation.inputs.shape != facts.input_shape:
+        raise ConfigError(
+            f"The preparation makes samples of shape {preparation.inputs.shape}, the clients' have {facts.input_shape}."
         )
-    judged = None if held_out is None else Dataset("test", task, *held_out, outputs=outputs)
-    common = agreed(config, clients=len(pool), task=task, own=info)
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common)
+
+    def held_out(samples: ClientSamples | None, name: str, number: int) -> Dataset | None:
+        if samples is None:
+            return None
+        with working(f"Reading the {name} set", quiet=not progress):
+            x, y = columns(intake.take(samples, who=f"The {name} set", number=number))
+            if tuple(x.shape[1:]) != facts.input_shape:
+                raise DataError(
+                    f"The {name} set's inputs have shape {tuple(x.shape[1:])}, the clients' {facts.input_shape}."
+                )
+            return Dataset(name, task, x, whole(y), outputs=outputs)
+
+    judged = held_out(test, "test", len(clients))
+    validated = held_out(validation, "validation", len(clients) + 1)
+    own = None
+    if (config.loss or "").startswith(OBJECT):
+        own = own_objective(given_loss, config, model, pool.clients[0], dtype=dtype, device=device)
+    counts = None
+    if config.class_weights == BALANCED:
+        counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), outputs)
+    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
+    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated)
     if metrics:
         job = _with_metrics(job, metrics)
+    if not any(isinstance(party, LazySamples) for party in parties):  # of others, that would read every sample
+        owned = [Dataset("python", task, *columns(party), outputs=outputs) for party in parties]
+        job = replace(job, description=describe_parts(owned, test=judged, validation=validated))
+        _log_data(job)
     preflight(job)
     if out is not None:
         # The folder needs packages that in-memory training does not.
         from fedveil.runs.folder import RunFolder
+        from fedveil.runs.model_file import load_weights
         from fedveil.runs.session import continue_in, train_into
 
         folder = RunFolder(out)
         if resume and folder.config_file.exists():
-            summary, state = continue_in(job, folder, quiet=not progress)
+            summary, state = continue_in(job, folder, quiet=not progress, follow=callbacks)
         else:
             folder.start(config)
+            folder.write_data(job.description)
             state = fresh_state(job)
-            summary = train_into(job, folder, state, quiet=not progress)
-        return Trained(assemble(job.architecture, state.weights).eval(), folder.metrics(), summary)
-    with Progress(job.scheme.name, total=config.rounds, quiet=not progress) as bar:
-        told = (lambda row, state: bar.update(row)) if progress else None
-        outcome = train_job(job, state=fresh_state(job), on_round=told)
-    return Trained(assemble(job.architecture, outcome.state.weights).eval(), outcome.rows, summarise(job, outcome))
+            summary = train_into(job, folder, state, quiet=not progress, follow=callbacks)
+        best = load_weights(folder.best_file, job.architecture, job.weights) if "best" in summary else None
+        kept = None if best is None else _module(job, best)
+        return Trained(_module(job, state.weights), folder.metrics(), summary, kept)
+    return _in_memory(job, callbacks, progress=progress)
+
+
+def _module(job: Job, weights: Weights) -> nn.Module:
+    return assemble(job.architecture, weights).eval()
+
+
+def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Trained:
+    watch, state = Watch(job, callbacks), fresh_state(job)
+    with Progress(job.scheme.name, total=job.config.rounds, quiet=not progress) as bar:
+
+        def boundary(row: Row, now: ServerState) -> None:
+            bar.update(row)
+            watch.round(row, now)
+
+        watch.callbacks.begin(None, job.config, ())
+        try:
+            outcome = train_job(job, state=state, on_round=boundary, on_begin=watch.round_begins)
+            summary, best = summarise(job, outcome), watch.best
+            if best is not None and best.weights is not None:
+                summary["best"] = best.as_data()
+        except BaseException as reason:
+            watch.callbacks.stopped(reason)
+            raise
+    watch.callbacks.end(summary)
+    kept = None if best is None or best.weights is None else _module(job, best.weights)
+    return Trained(_module(job, state.weights), outcome.rows, summary, kept)
+
+
+@_errors_in_python()
+def load(run_or_file: str | Path, *, model: nn.Module | Callable[..., nn.Module] | str | None = None) -> Model:
+    """A trained model that predicts for raw samples.
+
+    Args:
+        run_or_file: A run's folder, its model.safetensors, or an export.
+        model: Your own network or the function that builds it, where the run trained such a one; or the name of code
+            (`OwnCode`). What a file names is never imported.
+
+    Returns:
+        A module whose `predict` takes raw rows, pictures, texts or arrays, and gives classes and probabilities.
+
+    Raises:
+        ConfigError: There is no model, it is damaged, or `model` does not fit it.
+    """
+    # The file needs packages that in-memory training does not.
+    from fedveil.runs.model_file import load_model
+    from fedveil.runs.predicting import Model
+
+    return Model(load_model(Path(run_or_file), model=model))
 
 
 def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
@@ -192,6 +319,12 @@ def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
     return job
 
 
+def _log_data(job: Job) -> None:
+    assert job.description is not None
+    for line in job.description.lines():
+        _LOG.info("%s", line)
+
+
 def _stored_seed(out: str | Path) -> dict[str, Any]:
     """The seed (and where secrets come from) of the run to resume, which may have drawn its own."""
     file = Path(out) / "config.toml"
@@ -199,158 +332,31 @@ def _stored_seed(out: str | Path) -> dict[str, Any]:
     return {name: stored[name] for name in ("seed", "secrets") if name in stored}
 
 
-def _listed(clients: Any) -> list[Any]:
-    single = isinstance(clients, Tensor | TorchDataset | DataLoader | Mapping) or not isinstance(clients, Iterable)
-    if single or (isinstance(clients, tuple) and any(isinstance(part, Tensor) for part in clients)):
-        raise DataError(
-            f"clients is {type(clients).__name__}: give a list with one entry per client, [(x, y), (x, y)]."
-        )
-    return list(clients)
-
-
 def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
     """Settings as a configuration has them: what only the scheme knows is an option of its own."""
     known = {field.name: field for field in fields(RunConfig)}
-    settings, options = {}, dict(given.get("options") or {})
+    settings: dict[str, Any] = {}
+    options = dict(given.get("options") or {})
     for name, value in given.items():
-        if name in _GIVEN_OTHERWISE:
+        if name in GIVEN_OTHERWISE:
             raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
         if name in known:
-            settings[name] = _plain(name, value)
+            settings |= _plain(name, value)
         elif name in info.declared:
             options[name] = value
         else:
-            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*_GIVEN_OTHERWISE})
+            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*GIVEN_OTHERWISE})
     return settings | ({"options": options} if options else {})
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A setting's value as text where PyTorch has an object for it."""
+def _plain(name: str, value: Any) -> dict[str, Any]:
+    """A setting as text where PyTorch has an object for it; some objects say several settings."""
     if isinstance(value, torch.device):
-        return str(value)
+        return {name: str(value)}
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if name != "loss" or not (isinstance(value, nn.Module) or callable(value)):
-        return value
-    if isinstance(value, nn.CrossEntropyLoss) and value.weight is None and _as_usual(value):
-        return "cross-entropy"
-    half = " FedVeil's square loss is ½·Σ(output − target)²: loss='square'." if isinstance(value, nn.MSELoss) else ""
-    raise ConfigError(
-        f"The loss {value!r} cannot be used: a scheme undoes, clips and accounts for losses that it knows. Give "
-        f"loss='cross-entropy' or loss='square'.{half}"
-    )
-
-
-def _as_usual(loss: nn.CrossEntropyLoss) -> bool:
-    return (loss.ignore_index, loss.label_smoothing, loss.reduction) == (-100, 0.0, "mean")
-
-
-def _pair(samples: Any, *, dtype: torch.dtype, device: torch.device, who: str) -> tuple[Tensor, Tensor]:
-    try:
-        x, y = _tensors(samples, who)
-    except (TypeError, ValueError, RuntimeError, KeyError, IndexError, AttributeError) as reason:
-        raise DataError(
-            f"{who}: the samples cannot be read ({type(reason).__name__}: {' '.join(str(reason).split())[:200]}). Give "
-            "(inputs, targets) as tensors with one row per sample, or a Dataset of (input, target) pairs of tensors."
-        ) from reason
-    if x.dim() < 2 or y.dim() < 1:
-        raise DataError(
-            f"{who}: inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}; "
-            "both need one row per sample."
-        )
-    x = x.to(device, dtype) if x.is_floating_point() else x.to(device, torch.int64)
-    if not y.is_floating_point():
-        if y.dim() != 1:
-            raise DataError(f"{who}: class numbers must have shape (samples,), not {tuple(y.shape)}.")
-        return x, y.to(device, torch.int64)
-    return x, y.to(device, dtype).flatten(1) if y.dim() > 1 else y.to(device, dtype)[:, None]
-
-
-def _tensors(samples: Any, who: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of whatever a client's samples are given as."""
-    if isinstance(samples, Mapping):
-        x, y = _of_row(samples, who)
-        return torch.as_tensor(x), torch.as_tensor(y)
-    if isinstance(samples, tuple | list) and len(samples) == 2 and not isinstance(samples[0], tuple | Mapping):
-        x, y = samples
-        return torch.as_tensor(x), torch.as_tensor(y)
-    if isinstance(samples, DataLoader):
-        # One row at a time through its own collate function: its order and batches are not those of the training.
-        rows = samples.dataset
-        whole = isinstance(rows, IterableDataset)
-        batches = list(samples) if whole else [samples.collate_fn([row]) for row in _rows(rows)]
-        return _joined([_of_row(batch, who) for batch in batches], who, torch.cat)
-    return _joined([_of_row(row, who) for row in _rows(samples)], who, torch.stack)
-
-
-def _rows(samples: Any) -> list[Any]:
-    return list(samples) if isinstance(samples, IterableDataset) else [samples[i] for i in range(len(samples))]
-
-
-def _joined(pairs: list[tuple[Any, Any]], who: str, join: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-    if not pairs:
-        raise DataError(f"{who} has no samples. Give it data or leave it out.")
-
-    def tensor(value: Any) -> Tensor:
-        # What a loader makes of lists: one tensor per place in them.
-        listed = isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
-        return torch.stack(value, dim=1) if listed else torch.as_tensor(value)
-
-    x, y = (join([tensor(value) for value in column]) for column in zip(*pairs, strict=True))
-    return x, y
-
-
-def _of_row(row: Any, who: str) -> tuple[Any, Any]:
-    """A sample's input and target; in a dict they go by the names that are usual."""
-    if not isinstance(row, Mapping):
-        x, y, *_ = row
-        return x, y
-    targets = [name for name in _TARGETS if name in row]
-    rest = [name for name in row if name not in targets]
-    inputs = [name for name in _INPUTS if name in row] or (rest if len(rest) == 1 else [])
-    if len(targets) != 1 or len(inputs) != 1:
-        raise DataError(
-            f"{who}: of a sample with {', '.join(map(repr, row))} it is not clear what the input and what the target "
-            "is. Name them x and y, or give (input, target) pairs."
-        )
-    return row[inputs[0]], row[targets[0]]
-
-
-def _task(pairs: Sequence[tuple[Tensor, Tensor]]) -> Task:
-    kinds = {y.is_floating_point() for _, y in pairs}
-    if len(kinds) > 1:
-        raise DataError("Some clients have integer targets (classes) and some floating-point ones (regression).")
-    return "regression" if kinds == {True} else "classification"
-
-
-def _outputs(pairs: Sequence[tuple[Tensor, Tensor]], task: Task, model: nn.Module) -> int:
-    shapes = {tuple(x.shape[1:]) for x, _ in pairs}
-    if len(shapes) > 1:
-        raise DataError(f"Clients' inputs have different shapes: {', '.join(map(str, sorted(shapes)))}.")
-    x = pairs[0][0]
-    with torch.no_grad():
-        twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
-        try:
-            output = twin(torch.cat([x[:1], x[:1]]))
-        except Exception as reason:
-            raise ConfigError(
-                f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "
-                f"{type(reason).__name__}: {reason}"
-            ) from reason
-    if not isinstance(output, Tensor) or output.dim() != 2:
-        given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
-        raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")
-    outputs = int(output.shape[1])
-    if task == "regression":
-        widths = {int(targets.shape[1]) for _, targets in pairs}
-        if widths != {outputs}:
-            raise DataError(f"The model gives {outputs} outputs, the targets have {sorted(widths)} columns.")
-        return outputs
-    for client, (_, labels) in enumerate(pairs):
-        outside = labels[(labels < 0) | (labels >= outputs)]
-        if len(outside):
-            raise DataError(
-                f"Client {client} has class {int(outside[0])}, but the model has {outputs} outputs "
-                f"(classes 0 to {outputs - 1})."
-            )
-    return outputs
+        return {name: str(value).removeprefix("torch.")}
+    if name == "class_weights" and value is not None and not isinstance(value, str):
+        return {name: listed_weights(value)}
+    if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
+        return loss_settings(value)
+    return {name: value}

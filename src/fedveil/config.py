@@ -18,6 +18,9 @@ from fedveil.own_code import OwnCode
 
 ModelOption = int | float | str | bool
 
+OBJECT = "python:"
+"""How a setting begins that was given as an object from Python: no file or command can stand for it."""
+
 _LARGEST_SEED = (1 << 63) - 1
 _LARGEST_WHOLE = 1 << 53
 _MOST_DIGITS = 7
@@ -43,17 +46,20 @@ def _setting(
     choices: tuple[str, ...] = (),
     of_scheme: bool = False,
     shapes_run: bool = True,
+    before: Any = dataclasses.MISSING,
 ) -> Any:
     """One setting: where its flag stands in the help, what is said of it, and what it may be.
 
     `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
-    schemes have; one that does not shape the run does not decide about the trained model.
+    schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
+    before there was this setting: folders without it mean that, and it leaves no mark in their fingerprint.
     """
     if not shown and default is not None:
         shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
     told = f"{words} (default: {shown})" if shown else words
-    kept = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
-    return field(default=default, metadata={**kept, "of_scheme": of_scheme, "shapes_run": shapes_run})
+    kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
+    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before}
+    return field(default=default, metadata=kept)
 
 
 def _form(default: object) -> str:
@@ -82,7 +88,9 @@ class RunConfig:
         default=None,
         metadata={"help": "An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."},
     )
-    clients: int = _setting(_TRAIN, "Number of clients.", 10, check=_POSITIVE)
+    clients: int = _setting(
+        _TRAIN, "Number of clients; 0: one per site or group.", 10, shown="10; sites: one each", check=_NOT_NEGATIVE
+    )
     rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_POSITIVE, shapes_run=False)
     seed: int | None = _setting(
         _MACHINE,
@@ -92,11 +100,40 @@ class RunConfig:
     secrets: str | None = _setting(_MACHINE, "os, or seeded (a simulation).", choices=("os", "seeded"))
 
     target: str | None = _setting(_DATA, "CSV: the column to predict.")
-    task: str | None = _setting(_DATA, "classification or regression.", choices=("classification", "regression"))
+    task: str | None = _setting(
+        _DATA,
+        "classification, regression or multilabel (several labels of 0 and 1).",
+        choices=("classification", "regression", "multilabel"),
+    )
     text: str | None = _setting(_DATA, "CSV: the column of texts.")
-    group: str | None = _setting(_DATA, "CSV: the column of sample owners.")
+    group: str | None = _setting(
+        _DATA, "CSV, npz: the column of patients, writers …: no two parts of the data share one."
+    )
+    site: str | None = _setting(
+        _DATA, "CSV, npz: the column of hospitals, banks …: each holds out samples of its own.", before=None
+    )
+    picture_size: int | None = _setting(
+        _DATA,
+        "Picture folders: resize to this many pixels a side; predictions then do the same.",
+        shown="all have one size",
+        check=_POSITIVE,
+        before=None,
+    )
     test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
-    partition: str = _setting(_DATA, "iid, dirichlet, size, group, replacement.", "iid")
+    validation_fraction: float = _setting(
+        _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=_BELOW_ONE, before=0.0
+    )
+    split: str = _setting(
+        _DATA,
+        "stratified: classes in equal shares; random: not; rows: row by row, whatever belongs together.",
+        "auto",
+        shown="auto: stratified with groups or sites, else random",
+        choices=("auto", "random", "stratified", "rows"),
+        before="rows",
+    )
+    partition: str = _setting(
+        _DATA, "iid, dirichlet, size, group, site, replacement.", "iid", shown="iid; with --site, site"
+    )
     alpha: float = _setting(_DATA, "dirichlet: concentration.", 0.5)
     ratio: float = _setting(_DATA, "size: largest client over smallest.", 2.0)
 
@@ -109,12 +146,43 @@ class RunConfig:
     weight_decay: float = _setting(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
     loss: str | None = _setting(
         _TRAIN,
-        "square or cross-entropy.",
-        shown="square with head noise, which needs it; else cross-entropy for classes",
-        choices=("square", "cross-entropy"),
+        "square, cross-entropy or binary-cross-entropy.",
+        shown="square with head noise, which needs it; else cross-entropy for classes, binary for several labels",
+        choices=("square", "cross-entropy", "binary-cross-entropy"),
     )
     target_scale: float = _setting(_TRAIN, "Square loss: the true class's target M.", 1.0)
     true_weight: float = _setting(_TRAIN, "Square loss: the true class's weight k.", 1.0)
+    class_weights: str | None = _setting(
+        _TRAIN,
+        "How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations "
+        "of schemes that promise nothing about data.",
+        shown="1 each",
+        before=None,
+    )
+    label_smoothing: float = _setting(
+        _TRAIN, "Share of a sample's target that goes to all classes alike.", 0.0, check=_BELOW_ONE, before=0.0
+    )
+    weights: str | None = _setting(
+        _TRAIN,
+        "Begin with the weights in this file: .safetensors, or a state_dict (.pt, .pth).",
+        shown="drawn by the seed",
+        before=None,
+    )
+    early_stopping: int | None = _setting(
+        _TRAIN,
+        "Stop after so many evaluations without a better --monitor.",
+        check=_POSITIVE,
+        shapes_run=False,
+        before=None,
+    )
+    monitor: str | None = _setting(
+        _TRAIN,
+        "The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. "
+        "Its model is kept too (best.safetensors).",
+        shown="validation_loss where there is a validation part",
+        shapes_run=False,
+        before=None,
+    )
 
     local_steps: int | None = _option(
         _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.", shown="1; more make a client the unit"
@@ -219,7 +287,7 @@ class RunConfig:
         _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
     )
 
-    device: str = _setting(_MACHINE, "cpu or cuda.", "cpu")
+    device: str = _setting(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
     dtype: str = _setting(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
     vectorise: bool | None = _setting(_MACHINE, "Many clients at once.", shown="where faster")
     checkpoint_every: int = _setting(
@@ -249,6 +317,8 @@ class RunConfig:
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
+                if setting.name == "loss" and value.startswith(OBJECT):
+                    continue
                 raise unknown_name(setting.name, str(value), setting.metadata["choices"])
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -266,6 +336,8 @@ class RunConfig:
                 numbers_of(given, name)
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
+        if self.clients == 0 and self.partition not in ("site", "group"):
+            raise ConfigError("clients must be positive (got 0), unless every site or group is one: --partition site.")
 
     @property
     def simulated_secrets(self) -> bool:
@@ -290,6 +362,9 @@ class RunConfig:
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]
+        for name, value in BEFORE.items():
+            if name in kept and kept[name] == value:
+                del kept[name]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
             if isinstance(value, OwnCode) or (":" in value and name != "dataset"):
@@ -322,6 +397,10 @@ class RunConfig:
             if name in cleaned:
                 raise ConfigError(f"{where}: {name} is given twice, as {name} and as {name.replace('_', '-')}.")
             cleaned[name] = _checked(name, value, str(known[name].type), where)
+        if "site" in cleaned:
+            cleaned.setdefault("partition", "site")
+        if cleaned.get("partition") == "site":
+            cleaned.setdefault("clients", 0)
         return RunConfig(**cleaned)
 
     @staticmethod
@@ -340,6 +419,12 @@ class RunConfig:
 
 
 _FIELDS = {setting.name: setting for setting in fields(RunConfig)}
+BEFORE: dict[str, Any] = {
+    name: setting.metadata["before"]
+    for name, setting in _FIELDS.items()
+    if setting.metadata.get("before", dataclasses.MISSING) is not dataclasses.MISSING
+}
+"""What settings mean that a run folder or model file does not have, because there was no such setting yet."""
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:

@@ -45,6 +45,8 @@ PURPOSES = {
     "report": "fedveil report and fedveil compare as pages",
     "tensorboard": "fedveil run --tensorboard",
     "mlflow": "fedveil run --mlflow",
+    "parquet": "tables and predictions as .parquet",
+    "onnx": "fedveil export --format onnx",
     "docs": "building the documentation",
     "dev": "tests, linter and type checker",
 }

@@ -123,6 +123,10 @@ class AttackError(FedVeilError):
     exit_code = 9
 
 
+class StopTraining(Exception):  # noqa: N818 (nothing is wrong)
+    """Raised by a callback: the run ends after this round, with what it has. Its text says why."""
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = "") -> ConfigError:
     """A ConfigError for an unknown name that suggests the nearest known one."""
     known = sorted(choices)

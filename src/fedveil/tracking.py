@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, FedVeilError, missing_extra
@@ -55,7 +55,7 @@ def closing_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     final = {
         f"final_{name}": float(value)
         for name, value in summary.items()
-        if name.startswith(("test_", "client_view_")) or name in ("coverage", "train_loss")
+        if name.startswith(("test_", "validation_", "client_view_")) or name in ("coverage", "train_loss")
         if figure(value)
     }
     judged = summary.get("judged", {}).get("figures", {})
@@ -95,7 +95,7 @@ def slug(name: str) -> str:
 _ALWAYS_THERE = "seconds"
 
 
-class EventFiles:
+class EventFiles(Callback):
     """Writes scalars by round, settings and ledger as texts; a resumed run goes on in the same folder.
 
     Rounds that a resume repeats are written again. The new file says from which round on it replaces the old ones,
@@ -116,7 +116,7 @@ class EventFiles:
                 f"{folder} holds another run's events: give another folder after --tensorboard, or remove it."
             )
 
-    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
         """Open a new event file that goes on after `rows`; those that older files lack are written first."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -179,7 +179,7 @@ _MOST_PARAMS = 100
 _LONGEST = 6000  # characters of a parameter
 
 
-class MlflowRun:
+class MlflowRun(Callback):
     """Writes one run of an experiment; a resumed run is found by its lineage and goes on.
 
     MLflow forgets nothing it was told, so it is told of rounds that stand: those of a checkpoint, or of a finished
@@ -207,8 +207,9 @@ class MlflowRun:
         except Exception as reason:
             raise FedVeilError(f"MLflow at {self.uri} does not answer as it should: {reason}") from reason
 
-    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
         """Open the run, or the one that is there already; it then holds all of `rows`."""
+        assert folder is not None
         self._folder = folder
         tag = folder.lineage
         runs = self._client.search_runs([self._experiment], f"tags.`{LINEAGE}` = '{tag}'", max_results=1)
@@ -294,8 +295,7 @@ class MlflowRun:
         return (Metric(name, value, now, step) for name, value in figures.items())
 
 
-class _Tracker(Callback, Protocol):
-    name: str
+_Tracker = EventFiles | MlflowRun
 
 
 @dataclass(frozen=True)
@@ -329,14 +329,14 @@ def trackers(
     return [_Guarded(tracker, say) for tracker in chosen]
 
 
-class _Guarded:
+class _Guarded(Callback):
     """A tracker whose failure costs its figures and nothing else."""
 
     def __init__(self, tracker: _Tracker, say: Say) -> None:
         self._tracker: _Tracker | None = tracker
         self._say = say
 
-    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
         """Pass it on."""
         self._try(lambda tracker: tracker.begin(folder, config, rows))
 

@@ -62,7 +62,8 @@ def test_labels_alone_do_not_tell_members_apart() -> None:
 
 def test_candidates_have_the_same_labels_under_a_skewed_partition() -> None:
     found = _Model(scene(scheme="fedavg", partition="dirichlet", alpha=0.1))
-    known, member = found.candidates
+    known, member, taken_out = found.candidates
+    assert not taken_out
     asked = known["candidates.membership"] == -1
     y = known["candidates.y"]
     told = torch.full((len(y),), -1)

@@ -45,7 +45,8 @@ def test_inputs_may_come_in_any_scale(scale: float, shift: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "stride"), [((5,), 1), ((3, 4, 9), 1), ((2, 3, 3), 1), ((1, 17, 33), 1), ((1, 17, 33), 2), ((1, 7, 8), 2)]
+    ("shape", "stride"),
+    [((5,), 1), ((3, 4, 9), 1), ((2, 3, 3), 1), ((1, 17, 33), 1), ((1, 17, 33), 2), ((1, 7, 8), 2), ((1, 9, 224), 2)],
 )
 def test_vectors_and_pictures_of_any_size_are_judged(shape: tuple[int, ...], stride: int) -> None:
     x = torch.rand(60, *shape, generator=generator())

@@ -99,7 +99,7 @@ def test_the_judge_tells_meaning_apart_from_pixels() -> None:
 
 
 def test_labels_count_as_often_as_they_are() -> None:
-    measure = Labels("labels told", chance=0.1)
+    measure = Labels(torch.full((10,), 0.1), len(LABELS))
 
     def share(*guess: int) -> float:
         return measure.score([{"labels": torch.tensor(guess)}], TRUTH).value
@@ -108,6 +108,64 @@ def test_labels_count_as_often_as_they_are() -> None:
     assert share(1, 1, 1, 1, 1, 1) == pytest.approx(2 / 6)
     assert share(0, 2, 6, 7, 8, 8) == 0.0
     assert share(1, 3, 4, 5, 9, 0) == pytest.approx(5 / 6)
+
+
+def read(measure: Labels, right: int, attempts: int) -> Score:
+    """So many attempts of one label each, of which some are right."""
+    truths = [{"y": torch.tensor([number % 3 == 0]).long()} for number in range(attempts)]
+    guesses = [{"labels": truth["y"] if number < right else 1 - truth["y"]} for number, truth in enumerate(truths)]
+    return measure.score(guesses, truths)
+
+
+def test_all_labels_read_where_two_thirds_are_one_class_is_a_finding() -> None:
+    """Fourteen in a row are luck once in 272 times; ten are once in 55, and then nothing is said either way."""
+    measure = Labels(torch.tensor([0.67, 0.33]), 1)
+    assert measure.chance == pytest.approx(0.67)
+    every = read(measure, 14, 14)
+    assert every.more["by luck"] == pytest.approx(0.67**14, rel=1e-4)
+    assert judged(measure, every, every)[0] == "as if unprotected"
+    ten = read(measure, 10, 10)
+    verdict, reason = judged(measure, ten, ten)
+    assert verdict == "not decided"
+    assert "blind guessing gets 67.0 %" in reason
+    blind = read(measure, 10, 14)
+    assert judged(measure, blind, blind)[0] == "not effective"
+
+
+@pytest.mark.parametrize(("frequent", "wanted"), [(0.12, 7), (0.5, 13), (0.67, 23), (0.8, 38)])
+def test_as_many_labels_are_read_as_tell_a_reader_from_a_blind_guess_either_way(frequent: float, wanted: int) -> None:
+    measure = Labels(torch.tensor([frequent, *[(1 - frequent) / 9] * 9]), 1)
+    assert measure.attempts == wanted
+    every, blind = read(measure, wanted, wanted), read(measure, round(wanted * frequent), wanted)
+    assert judged(measure, every, every)[0] == "as if unprotected"
+    assert judged(measure, blind, every)[0] == "nothing"
+
+
+@pytest.mark.parametrize(
+    ("shares", "batch", "attempts"), [((0.67, 0.33), 1, 14), ((0.9, 0.1), 1, 60), ((0.67, 0.33), 10, 4)]
+)
+def test_who_guesses_blindly_is_rarely_taken_for_a_reader(shares: tuple[float, ...], batch: int, attempts: int) -> None:
+    """The stated rate of false alarms is 0.5 %: 10 in 2,000 blind audits; 25 or more come once in 10,000 times."""
+    generator = torch.Generator().manual_seed(4)
+    measure = Labels(torch.tensor(shares), batch)
+    frequent = round(batch * shares[0])
+    drawn = torch.multinomial(torch.tensor(shares), 2000 * attempts * batch, replacement=True, generator=generator)
+    found = batch - ((drawn.reshape(-1, batch) == 0).sum(1) - frequent).abs()
+    totals = found.reshape(2000, attempts).sum(1)
+    alarms = {total: _alarm(measure, total, batch, attempts) for total in totals.unique().tolist()}
+    assert sum(alarms[total] for total in totals.tolist()) < 25
+    assert _alarm(measure, batch * attempts, batch, attempts)
+
+
+def _alarm(measure: Labels, total: int, batch: int, attempts: int) -> bool:
+    """Whether so many labels of all attempts count as more than chance."""
+    truths = [{"y": torch.zeros(batch).long()}] * attempts
+    left, guesses = total, []
+    for _ in range(attempts):
+        right = min(left, batch)
+        guesses.append({"labels": torch.tensor([0] * right + [1] * (batch - right))})
+        left -= right
+    return measure.score(guesses, truths).above(measure)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

@@ -101,7 +101,7 @@ def test_a_reconstruction_that_is_no_number_is_still_a_picture(tmp_path: Path) -
 
 
 def test_what_makes_no_pictures_has_no_sheet(tmp_path: Path) -> None:
-    labels = trial_of(Labels("labels", 0.1), ORIGINALS, "labels")
+    labels = trial_of(Labels(torch.full((10,), 0.1), 1), ORIGINALS, "labels")
     assert sheet_of(labels, [{"labels": torch.zeros(3)}], [], folder=tmp_path) == ""
     rows = ORIGINALS.flatten(1)
     assert sheet_of(trial_of(LIKENESS, rows), [{"inputs": rows}], [], folder=tmp_path) == ""

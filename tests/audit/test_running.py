@@ -38,8 +38,8 @@ def store(folder: Path) -> AuditStore:
     return AuditStore(folder, identity=identity_of(subject.record, QUICK), about={})
 
 
-def audited(folder: Path, *attacks: str, workers: int = 1, **more: Any) -> dict[str, Finding]:
-    found = audit(subject_of(**SINGLE), store(folder), attacks=attacks, effort=QUICK, workers=workers, **more)
+def audited(folder: Path, *attacks: str, workers: int = 1, effort: Effort = QUICK, **more: Any) -> dict[str, Finding]:
+    found = audit(subject_of(**SINGLE), store(folder), attacks=attacks, effort=effort, workers=workers, **more)
     return {one.name: one for one in found}
 
 
@@ -66,6 +66,18 @@ def test_an_attack_proves_itself_on_its_reference_first_and_then_tells_schemes_a
     assert (tmp_path / "pictures" / alone.pictures).exists()
     every = [f"server+{count}/closed-form" for count in (1, 3)]
     assert set(found) == {"server/closed-form", "server/sum/closed-form", *every, "wire/closed-form"}
+
+
+def test_an_attack_that_would_take_too_long_is_stopped_early_and_says_on_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = without_processes(monkeypatch)
+    found = audited(tmp_path, "closed-form", effort=replace(QUICK, minutes=1e-9))["server/closed-form"]
+    assert calls == [("closed-form", "fedavg")]
+    assert found.verdict == "failed"
+    assert "On inputs of 1×8×8 under mlp the attack 'closed-form' would take about" in found.reason
+    assert "\n" not in found.reason
+    assert audited(tmp_path, "closed-form")["server/closed-form"].verdict == "nothing", "it is tried again"
 
 
 def test_where_nothing_hides_the_gradient_the_twin_is_not_attacked_again(
@@ -242,12 +254,10 @@ def misbehaving(**instead: str) -> Mapping[str, Attack]:
 
 def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(tmp_path: Path) -> None:
     known = misbehaving(received="dies", probe="declines")
-    found = audited(tmp_path, "closed-form", "received", "probe", known=known)
+    found = audited(tmp_path, "received", "probe", known=known)
     assert found["client/received"].verdict == "failed"
     assert "killed by signal 9" in found["client/received"].reason
     assert (found["client/probe"].verdict, found["client/probe"].reason) == ("not applicable", "no head noise")
-    assert found["server/closed-form"].verdict == "nothing"
-    assert found["server/closed-form"].unprotected == 100.0
 
 
 def test_ctrl_c_ends_what_runs_at_once_and_keeps_what_was_found(

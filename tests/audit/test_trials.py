@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +15,11 @@ from torch import Tensor
 from audit.small_runs import QUICK, folder, job_of, scene, subject_of
 from fedveil.audit.attack import attacks
 from fedveil.audit.attacks.membership import UNKNOWN
-from fedveil.audit.findings import Trial
+from fedveil.audit.findings import Trial, judged
+from fedveil.audit.measures import Labels
 from fedveil.audit.trials import References, all_trials
 from fedveil.audit.views import ClientView, OutsiderView, ServerHistory, ServerView, from_bytes, to_bytes
+from fedveil.errors import NotApplicableError
 
 SEARCHES = ("dlg", "idlg", "inverting", "generative")
 ALONE = {f"server/{one}" for one in ("labels", "closed-form", *SEARCHES)}
@@ -209,6 +213,62 @@ def test_candidates_are_half_members_half_not_and_half_of_each_is_told() -> None
         assert abs(int((told == kind).sum()) - int(((told == UNKNOWN) & (truth == kind)).sum())) <= 1
     public = {one.numpy().tobytes() for one in view.known["public.x"]}
     assert not any(row.numpy().tobytes() in public for row in x)
+
+
+def doubled(place: Path, *, rows: int = 300, copies: int = 60) -> Path:
+    """A table of two classes, two thirds of one, in which some rows come twice."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((rows, 5), generator=generator)
+    y = (x[:, 0] > 0.43).long()
+    again = torch.randint(rows, (copies,), generator=generator)
+    numpy.savez(place / "own.npz", x=torch.cat([x, x[again]]).numpy(), y=torch.cat([y, y[again]]).numpy())
+    return place / "own.npz"
+
+
+def test_what_occurs_twice_is_no_candidate_and_is_counted(tmp_path: Path) -> None:
+    found = scene(scheme="fedavg", dataset=str(doubled(tmp_path)))
+    trials = {one.name: one for one in all_trials(found)}
+    trial = trials["client/likelihood"]
+    (attempt,) = trial.attempts
+    assert isinstance(attempt.view, ClientView)
+    candidates = [one.numpy().tobytes() for one in attempt.view.known["candidates.x"]]
+    every = torch.cat([*(found.run.own(one)[0] for one in range(4)), found.run.test.x])
+    often = Counter(one.numpy().tobytes() for one in every)
+    assert max(often.values()) > 1, "this test could not fail"
+    assert all(often[one] == 1 for one in candidates)
+    assert trial.taken_out > 40
+    _, asked = found.run.halves()
+    pool = torch.cat([*(found.run.own(one)[0] for one in (1, 2, 3)), asked.x])
+    assert trial.taken_out == sum(often[one.numpy().tobytes()] > 1 for one in pool)
+    result = attacks()["likelihood"](attempt.view, {"quick": True, "shadows": 2, "epochs": 1})
+    assert len(result["scores"]) == len(attempt.truth["member"])
+
+
+def test_a_table_of_nothing_but_copies_leaves_no_candidates_and_attacks_say_so(tmp_path: Path) -> None:
+    found = scene(scheme="fedavg", dataset=str(doubled(tmp_path, rows=12, copies=300)))
+    for trial in all_trials(found, [attacks()[name] for name in ("membership", "likelihood")]):
+        with pytest.raises(NotApplicableError, match="candidates: an attacker has to know"):
+            attacks()[trial.attack](trial.attempts[0].view, {"quick": True})
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("fedavg", "server/labels"), ("veil-secagg", "server/sum/labels")])
+def test_labels_of_a_frequent_class_are_read_on_as_many_samples_as_it_takes(
+    scheme: str, name: str, tmp_path: Path
+) -> None:
+    found = scene(scheme=scheme, dataset=str(doubled(tmp_path)))
+    (trial,) = all_trials(found, [attacks()["labels"]])
+    assert trial.name == name
+    assert isinstance(trial.measure, Labels)
+    assert 0.55 < trial.measure.chance < 0.9
+    assert len(trial.attempts) == trial.measure.attempts > 4
+    assert len({attempt.truth["x"].numpy().tobytes() for attempt in trial.attempts}) == len(trial.attempts)
+    results = [attacks()["labels"](attempt.view, trial.told(attempt)) for attempt in trial.attempts]
+    score = trial.score(results)
+    if scheme == "fedavg":
+        assert score.value == 1.0
+        assert judged(trial.measure, score, score)[0] == "as if unprotected"
+    lucky = [{"labels": torch.zeros_like(attempt.truth["y"])} for attempt in trial.attempts]
+    assert not trial.score(lucky).above(trial.measure)
 
 
 def test_views_reach_attacks_as_they_are() -> None:

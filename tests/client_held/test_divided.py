@@ -24,6 +24,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.uplink import grid
 from fedveil.uplink.unmasking import Unmask
+from pairs import crossed
 
 pytest.importorskip("tenseal")
 
@@ -109,8 +110,7 @@ def without_noise(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 # ---- the ends of the dial, and the combinations
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("cipher", CIPHERS.values(), ids=CIPHERS)
+@pytest.mark.parametrize(("cipher", "case"), crossed(CIPHERS, CASES))
 def test_everything_hidden_ends_in_the_model_of_plain_averaging(cipher: dict[str, Any], case: dict[str, Any]) -> None:
     theirs = plain(**case)
     one = of("ckks-fedavg", **cipher, **case)
@@ -278,7 +278,7 @@ def can_be(way: str, when: str) -> bool:
     return {"after the ballot": "ballots" in way, "after the upload": "ckks" not in way}.get(when, True)
 
 
-@pytest.mark.parametrize(("way", "when"), [(way, when) for way in WAYS for when in TIMES if can_be(way, when)])
+@pytest.mark.parametrize(("way", "when"), [case for case in crossed(list(WAYS), list(TIMES)) if can_be(*case.values)])
 def test_a_round_is_the_mean_of_those_whose_upload_arrived(without_noise: dict[str, Any], way: str, when: str) -> None:
     away = gone(Train, round=1, clients=LEFT_OUT.get(when, set()))
     theirs = trained(of("fedavg", **EIGHT), absent=away)
@@ -297,8 +297,7 @@ def test_everything_hidden_without_a_vote_loses_who_is_away() -> None:
         check_same(ours, *theirs, within=EXACT if cipher else rounding(one))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", [Begin, Divide])
+@pytest.mark.parametrize(("way", "kind"), crossed(WAYS, {"Begin": Begin, "Divide": Divide}))
 def test_with_nearly_everybody_gone_a_round_fails_untouched_and_the_next_one_succeeds(
     way: dict[str, Any], kind: type[Request]
 ) -> None:

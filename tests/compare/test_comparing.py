@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     out = tmp_path_factory.mktemp("compare") / "c"
-    return compare(["fedavg", "nadp"], out=out, seeds=[1, 2], jobs=2, epsilon=3.0, **SMALL)
+    return compare(["fedavg", "nadp"], out=out, seeds=[1, 2], jobs=1, epsilon=3.0, **SMALL)
 
 
 def test_every_cell_is_the_run_folder_of_an_ordinary_run(done: Comparison, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_process_that_dies_fails_its_cell_only_and_schemes_may_be_added(tmp_pa
         if event is not None and event.kind == "round" and event.standing.cell.scheme == "mine.py:mortal":
             rounds.append(event.standing.round)
 
-    again = compare([mine, "ldp"], out=out, jobs=2, resume=True, watch=watch)
+    again = compare([mine, "ldp"], out=out, jobs=1, resume=True, watch=watch)
     assert [(one.cell.scheme, one.state, one.round) for one in again.standings] == [
         ("mine.py:mortal", "finished", 4),
         ("fedavg", "kept", 4),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
-from shell import fedveil
+from shell import fedveil, script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -45,7 +43,7 @@ def typed(page: str, folder: Path) -> dict[str, str]:
             if named:
                 (folder / named[1]).write_text(text, encoding="utf-8")
                 continue
-            done = subprocess.run([sys.executable, "-c", text], cwd=folder, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{text}\n{done.stderr}"
-            said[text] = done.stdout
+            done = script(text, folder=folder)
+            assert done.code == 0, f"{text}\n{done.error}"
+            said[text] = done.output
     return said

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +47,23 @@ def test_own_data(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "visits" / "ledger.json").exists()
 
 
+def test_own_training(tmp_path: Path) -> None:
+    said = typed("how-to/own-training.md", tmp_path)
+    losses, stopped, frozen = (
+        next(text for block, text in said.items() if word in block) for word in ("quantile", "enough", "backbone")
+    )
+    assert losses.splitlines() == ["quantile True", "HuberLoss True", "own function True"]
+    assert "round 3" in stopped
+    assert "round 4" not in stopped
+    assert stopped.endswith("three rounds are enough here\n")
+    assert frozen == "True\n"
+    for run in ("weighted", "private", "labels", "early"):
+        assert (tmp_path / "runs" / run / "summary.json").exists()
+    early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
+    assert early["rounds"] < 40
+    assert early["best"]["monitor"] == "loss"
+
+
 def test_own_scheme(tmp_path: Path) -> None:
     said = typed("how-to/own-scheme.md", tmp_path)
     listed, ran, resumed, composed, built, written = said.values()
@@ -81,26 +96,22 @@ def test_own_uplink(tmp_path: Path) -> None:
     assert fields == next(text for language, text in blocks("how-to/own-uplink.md") if language == "text")
 
 
-def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_a_shell(tmp_path: Path) -> None:
+def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_the_command_line(tmp_path: Path) -> None:
     (code,) = (text for _, text in blocks("how-to/own-scheme.md") if text.startswith("# my_scheme.py"))
     assert len(code.splitlines()) <= 45
     (tmp_path / "my_scheme.py").write_text(code, encoding="utf-8")
     (tmp_path / "run.toml").write_text("rounds = 2\nclients = 3\nseed = 1\n\n[options]\nkeep = 0.5\n", encoding="utf-8")
     own = ("--scheme", "my_scheme.py:veil_ldp", "-c", "run.toml", "-o", "depth=2", "-o", "width=8")
 
-    def shell(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fedveil", "run", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    done = shell(*own, "--out", "by-file", "-q")
-    assert done.returncode == 0, done.stderr
+    done = fedveil("run", *own, "--out", "by-file", "-q")
+    assert done.code == 0, done.error
     assert "keep = 0.5" in (tmp_path / "by-file" / "config.toml").read_text()
-    done = shell(*own, "--set", "keep=0.2", "--out", "by-flag", "-q")
-    assert done.returncode == 0, done.stderr
+    done = fedveil("run", *own, "--set", "keep=0.2", "--out", "by-flag", "-q")
+    assert done.code == 0, done.error
     assert "keep = 0.2" in (tmp_path / "by-flag" / "config.toml").read_text()
-    done = shell(*own, "--set", "kept=0.2", "--out", "wrong")
-    assert done.returncode == ConfigError.exit_code
-    assert "has no option 'kept'. Did you mean 'keep'?" in done.stderr
+    done = fedveil("run", *own, "--set", "kept=0.2", "--out", "wrong")
+    assert done.code == ConfigError.exit_code
+    assert "has no option 'kept'. Did you mean 'keep'?" in done.error
 
 
 def test_own_attack(tmp_path: Path) -> None:

@@ -5,34 +5,32 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from docs.pages import DOCS, ROOT
+from shell import Done, script
 
 
-def example(name: str, *arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def example(name: str, *arguments: str | Path, folder: Path) -> Done:
+    return script((ROOT / "examples" / name).read_text(encoding="utf-8"), *arguments, folder=folder, name=name)
 
 
 def test_three_hospitals(tmp_path: Path) -> None:
-    done = example("three_hospitals.py", "--rounds", "12", "--out", tmp_path / "run", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = example("three_hospitals.py", "--rounds", "4", "--out", tmp_path / "run", folder=tmp_path)
+    assert done.code == 0, done.error
     page = (DOCS / "examples" / "three-hospitals.md").read_text(encoding="utf-8")
-    sizes = re.findall(r"(\d+) records, +(\d+) of them malignant", done.stdout)
+    sizes = re.findall(r"(\d+) records, +(\d+) of them malignant", done.output)
     assert sizes == re.findall(r"(\d+) records, +(\d+) of them malignant", page)
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert max(line["epsilon"] for line in ledger["lines"]) <= 3.0
     assert not ledger["simulation"]
     for text in ledger["unprotected"]:
-        assert f"– {text}" in done.stdout
-    assert "The server cannot rebuild what a client trained on by these attacks" in done.stdout
-    assert "The server with 2 of 3 clients cannot rebuild" in done.stdout
+        assert f"– {text}" in done.output
+    assert "The server cannot rebuild what a client trained on by these attacks" in done.output
+    assert "The server with 2 of 3 clients cannot rebuild" in done.output
 
 
 def test_three_hospitals_policy_is_the_one_the_page_shows() -> None:
@@ -45,9 +43,19 @@ def test_three_hospitals_policy_is_the_one_the_page_shows() -> None:
 
 def test_three_hospitals_keep_to_their_own_limit(tmp_path: Path) -> None:
     """A server that asks for more than a hospital's file allows gets what the file allows."""
-    done = example("three_hospitals.py", "--epsilon", "8", "--no-audit", "--out", tmp_path / "run", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "its policy allows 3" in done.stdout
+    done = example(
+        "three_hospitals.py",
+        "--epsilon",
+        "8",
+        "--rounds",
+        "12",
+        "--no-audit",
+        "--out",
+        tmp_path / "run",
+        folder=tmp_path,
+    )
+    assert done.code == 0, done.error
+    assert "its policy allows 3" in done.output
     ledger = json.loads((tmp_path / "run" / "ledger.json").read_text())
     assert 2.0 < max(line["epsilon"] for line in ledger["lines"]) <= 3.0
 
@@ -68,10 +76,10 @@ def check_banks(output: str) -> None:
 
 
 def test_a_bank_consortium_on_a_made_up_table_says_so(tmp_path: Path) -> None:
-    done = example("bank_consortium.py", "--rounds", "8", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("NOT REAL DATA")
-    check_banks(done.stdout)
+    done = example("bank_consortium.py", "--rounds", "4", folder=tmp_path)
+    assert done.code == 0, done.error
+    assert done.output.startswith("NOT REAL DATA")
+    check_banks(done.output)
 
 
 @pytest.mark.data
@@ -81,13 +89,13 @@ def test_a_bank_consortium_on_the_real_table(tmp_path: Path) -> None:
     if not os.environ.get("FEDVEIL_DATA") or not found:
         pytest.skip("FEDVEIL_DATA names no folder with bank/bank-additional-full.csv")
     done = example("bank_consortium.py", "--data", found[0], "--rounds", "5", "--out", "run", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "NOT REAL DATA" not in done.stdout
-    check_banks(done.stdout)
+    assert done.code == 0, done.error
+    assert "NOT REAL DATA" not in done.output
+    check_banks(done.output)
 
 
 def test_a_bank_consortium_without_the_file_it_is_told_of(tmp_path: Path) -> None:
     done = example("bank_consortium.py", "--data", "gone.csv", folder=tmp_path)
-    assert done.returncode == 3
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+    assert done.code == 3
+    assert done.error.startswith("error: ")
+    assert "Traceback" not in done.error

@@ -205,7 +205,7 @@ def test_one_bad_client_costs_its_own_contribution_and_no_more(
     homes = make_homes(tmp_path / "homes", 4)
     grid = kind(homes, client=2, what="Train")
     settings = {"scheme": scheme, "clients": 4, "rounds": 2, **({"threshold": 0.5} if scheme == "veil-secagg" else {})}
-    serve(grid, context_of(out=str(tmp_path / "run"), deadline=1.0, **{**COMMON, **settings}))
+    serve(grid, context_of(out=str(tmp_path / "run"), deadline=0.3, **{**COMMON, **settings}))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert grid.done
     assert [row["clients"] for row in rows] == [counted + 1, counted + 1]
@@ -226,7 +226,7 @@ def test_a_late_answer_is_noted_and_not_counted(tmp_path: Path) -> None:
             return [reply, kept[0]]  # with the answer to the next round comes the one to the last
 
     grid = Late(homes, client=1, what="Train")
-    serve(grid, context_of(out=str(tmp_path / "run"), deadline=1.0, **{**COMMON, "scheme": "lossless"}))
+    serve(grid, context_of(out=str(tmp_path / "run"), deadline=0.3, **{**COMMON, "scheme": "lossless"}))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["clients"] for row in rows] == [2, 3]
     assert [one["event"] for one in events(tmp_path / "run")] == ["missing", "late"]
@@ -235,7 +235,7 @@ def test_a_late_answer_is_noted_and_not_counted(tmp_path: Path) -> None:
 def test_two_nodes_of_one_number_are_both_turned_away_and_end_no_run(tmp_path: Path) -> None:
     homes = make_homes(tmp_path / "homes", 4)
     (homes[2] / "client.toml").write_text("client = 1\nsimulation = true\n")
-    serve(InProcessGrid(homes), context_of(out=str(tmp_path / "run"), deadline=1.0, **{**COMMON, "clients": 4}))
+    serve(InProcessGrid(homes), context_of(out=str(tmp_path / "run"), deadline=0.3, **{**COMMON, "clients": 4}))
     noted = events(tmp_path / "run")
     assert [one["node"] for one in noted if one["event"] == "turned away"] == [101, 102]
     assert [one["clients"] for one in noted if one["event"] == "absent"] == [[1, 2]]
@@ -381,7 +381,7 @@ def test_who_misses_the_last_sums_of_an_interrupted_run_is_lent_the_model(tmp_pa
 
     grid = Away(homes)
     grid.away.add(102)
-    serve(grid, context_of(out=str(out), deadline=2.0, resume=True, **settings))
+    serve(grid, context_of(out=str(out), deadline=0.3, resume=True, **settings))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["clients"] for row in rows] == [3, 3, 3, 3]
     model_of(out, homes)
@@ -413,7 +413,7 @@ def test_a_malformed_announcement_keeps_its_sender_out_and_ends_no_run(part: dic
     grid = Announcing(make_homes(tmp_path / "homes", 4), client=2, what="Hello")
     grid.part = part  # type: ignore[misc]
     settings = {**COMMON, "scheme": "veil-secagg", "clients": 4}
-    serve(grid, context_of(out=str(tmp_path / "run"), deadline=2.0, **settings))
+    serve(grid, context_of(out=str(tmp_path / "run"), deadline=0.3, **settings))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["clients"] for row in rows] == [3, 3]
 
@@ -468,4 +468,4 @@ def test_what_cannot_be_is_said(settings: dict[str, Any], error: type[Exception]
 
 def test_nobody_there_ends_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(ProtocolError, match="fedveil-home"):
-        serve(InProcessGrid([]), context_of(out=str(tmp_path / "run"), deadline=1.0, **COMMON))
+        serve(InProcessGrid([]), context_of(out=str(tmp_path / "run"), deadline=0.3, **COMMON))

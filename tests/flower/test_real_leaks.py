@@ -204,7 +204,7 @@ def test_the_text_of_an_error_leaves_no_client_under_any_scheme(
     answers: list[Any] = []
     grid = InProcessGrid(homes, twist=lambda reply: answers.append(reply) or [reply])
     settings = {**COMMON, "scheme": scheme, "clients": 4, "rounds": 1, **_OPTIONS.get(scheme, {})}
-    serve(grid, context_of(out=str(tmp_path / "run"), deadline=2.0, **settings))
+    serve(grid, context_of(out=str(tmp_path / "run"), deadline=0.3, **settings))
     assert [row["clients"] for row in rows(tmp_path / "run")] == [3]
     assert len(events(tmp_path / "run", "turned away")) >= 1
     said = capsys.readouterr()

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import fedveil as fedveil_package
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.runs import session
+from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import device_of
-from fedveil.runs.model_file import predict_dataset
+from fedveil.runs.predicting import predict_dataset
 from shell import fedveil
+
+
+def _own(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that waits for the device, which no captured step may."""
+    return nn.functional.cross_entropy(output, target) * (1.0 if float(output.detach().abs().max()) < 1e9 else 0.0)
+
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -28,6 +38,34 @@ def test_asking_for_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="Unknown device 'tpux'"):
         device_of(RunConfig(device="tpux"))
+
+
+def test_auto_takes_what_is_there_says_it_and_is_stored_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert device_of(RunConfig(device="auto")).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of(RunConfig(device="auto")).type == "cpu"
+    said: list[str] = []
+    config = RunConfig(device="auto", scheme="fedavg", rounds=1, clients=2, seed=1)
+    summary = session.run(config, tmp_path / "a", quiet=True, say=said.append)
+    assert summary["device"] == "cpu"
+    assert said == ["Computing on cpu (--device auto)."]
+    assert RunFolder(tmp_path / "a").config().device == "auto"
+
+
+@needs_cuda
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(torch.tensor([1.0, 3.0])), nn.MultiMarginLoss(), _own])
+def test_losses_as_people_write_them_train_alike_on_both(loss: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(12, 4, dtype=torch.float64)
+    given: dict[str, Any] = {"scheme": "fedavg", "rounds": 3, "seed": 1, "dtype": "float64", "progress": False}
+    for local in ({}, {"local_steps": 2}):
+        ends = [
+            fedveil_package.train(net, [(x, (x[:, 0] > 0).long())] * 3, loss=loss, device=device, **given, **local)
+            for device in ("cpu", "cuda")
+        ]
+        assert ends[0].summary["train_loss"] == pytest.approx(ends[1].summary["train_loss"], rel=1e-8)
 
 
 def trained(folder: Path, **settings: object) -> float:

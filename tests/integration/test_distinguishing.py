@@ -7,8 +7,8 @@ deviation, and the ledger says how large μ is.
 
 μ is estimated by the difference of the means over the pooled deviation d, with the 99 % interval
 d ± 2.576·√(1/n₀ + 1/n₁ + d²/(2·(n₀ + n₁))): an honest ledger fails each test that asks whether μ lies in it with
-probability 0.01, for a new seed; the seeds are fixed. Noise a third too small makes d half as large again, eight
-deviations of d away.
+probability 0.01, for a new seed; the seeds are fixed. Noise a third too small makes d half as large again: six
+deviations of d away with FEW games, so that they miss it with probability 5e-4, and more than seven with GAMES.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from uplink.masking import epoch_of, nonces_of
 
 INPUTS, RECORDS, CLIENTS, CLIP = 4, 6, 4, 1.0
 EPSILON = epsilon_of(1.5, 1e-5)
-GAMES, MANY = 800, 20_000
+FEW, GAMES, MANY = 400, 640, 20_000
 Z99 = 2.5758
 
 
@@ -310,7 +310,7 @@ def check_server(name: str, games: int) -> Estimate:
 @pytest.mark.parametrize("name", ["ldp", "nadp", "veil-dp"])
 def test_a_server_that_knows_all_but_the_noise_gains_what_the_ledger_says(name: str) -> None:
     """False-alarm rate 0.01. Under a veil the server knows its scales, new ones every twenty games."""
-    check_server(name, GAMES)
+    check_server(name, FEW)
 
 
 @pytest.mark.slow
@@ -364,9 +364,9 @@ def test_colluders_gain_what_the_ledger_says(scheme: str) -> None:
     one = job_of(scheme, 1, clients=5, collusion=0.4)
     mu = ledger_mu(one, "server and colluding clients", rounds=1)
     assert 1.0 < mu < 2.0
-    found = played(one, lambda seen: server(seen, colluding=(2, 4)), games=GAMES, rounds=1)
+    found = played(one, lambda seen: server(seen, colluding=(2, 4)), games=FEW, rounds=1)
     check_contains(found, mu)
-    alone = played(one, server, games=400, rounds=1)
+    alone = played(one, server, games=FEW, rounds=1)
     assert alone.high < mu
 
 
@@ -376,7 +376,7 @@ def test_a_server_with_a_late_upload_of_a_repaired_client_gains_what_the_ledger_
     mu = ledger_mu(one, "server", rounds=1, late=True)
     assert 1.0 < mu < 2.5
     assert mu > 1.5 * ledger_mu(one, "server", rounds=1)
-    check_contains(played(one, lambda seen: server(seen, late=True), games=GAMES, rounds=1), mu)
+    check_contains(played(one, lambda seen: server(seen, late=True), games=FEW, rounds=1), mu)
 
 
 def test_another_client_gains_what_the_ledger_says() -> None:
@@ -384,7 +384,7 @@ def test_another_client_gains_what_the_ledger_says() -> None:
     one = job_of("nadp", 1)
     mu = ledger_mu(one, "clients", rounds=1)
     assert 1.48 < mu <= 1.5  # the server with one client on its side is the stricter line
-    check_contains(played(one, lambda seen: another_client(seen, one=one), games=GAMES, rounds=1), mu)
+    check_contains(played(one, lambda seen: another_client(seen, one=one), games=FEW, rounds=1), mu)
 
 
 def test_the_canary_moves_its_clients_upload_by_the_whole_sensitivity_and_no_others() -> None:

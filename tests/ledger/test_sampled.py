@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedveil.errors import ConfigError, MissingExtraError
-from fedveil.ledger.gaussian import epsilon_of, sampled_epsilon
+from fedveil.ledger.gaussian import epsilon_of, sampled_epsilon, sampled_noise
 
 
 def test_the_checked_numbers() -> None:
@@ -28,6 +28,17 @@ def test_sampling_amplifies_and_rounds_add_up() -> None:
 
     assert epsilon(0.05, 4) < epsilon(0.2, 4) < epsilon(1.0, 4)
     assert epsilon(0.2, 4) < epsilon(0.2, 8)
+
+
+def test_the_noise_for_a_target_is_the_smallest_to_a_thousandth_even_where_coarse_losses_mislead() -> None:
+    setting = {"sampling_rate": 0.2, "rounds": 2000, "delta": 1e-6}
+    step = 16 * math.sqrt(2)  # a point of the search: coarse losses say that it is too little for what it reaches
+    fine = sampled_epsilon(noise_multiplier=step, **setting)
+    coarse = sampled_epsilon(noise_multiplier=step, **setting, interval=1e-3)
+    assert fine < coarse
+    noise = sampled_noise(epsilon=(fine + coarse) / 2, **setting)
+    assert noise == step
+    assert sampled_epsilon(noise_multiplier=noise / 1.001, **setting) > (fine + coarse) / 2
 
 
 def test_no_noise_is_no_privacy() -> None:

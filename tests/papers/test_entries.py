@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from fedveil.errors import ConfigError, DataError
 from idx_folders import idx_folder
 from papers import Options, nadp, reproduce
-from shell import fedveil
+from shell import Done, fedveil
 
 
 @pytest.fixture
@@ -22,22 +23,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+@pytest.fixture(scope="module")
+def strengths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """The table of strengths, computed by the command, and what that said."""
+    out = tmp_path_factory.mktemp("strengths") / "out"
+    return out, fedveil("reproduce", "nadp-table3", "--out", out)
+
+
 def kept(out: Path, name: str) -> dict[str, dict[str, float]]:
     cells = json.loads((out / f"{name}.json").read_text())["cells"]
     return {cell: seeds["1"]["result"] for cell, seeds in cells.items()}
 
 
-def test_the_table_of_strengths_is_met_in_all_sixty_values(tmp_path: Path) -> None:
-    report = reproduce("nadp-table3", Options(out=tmp_path))
+def test_the_table_of_strengths_is_met_in_all_sixty_values(strengths: tuple[Path, Done]) -> None:
+    report = reproduce("nadp-table3", Options(out=strengths[0]))
     assert report.verdict == "reproduced"
     assert report.checks[0].seen == "60 of 60 agree"
     assert len(report.rows) == 12
 
 
-def test_one_wrong_value_in_the_table_of_strengths_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_value_in_the_table_of_strengths_is_seen(
+    strengths: tuple[Path, Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = nadp.TABLE3[1.0, 25]
     monkeypatch.setitem(nadp.TABLE3, (1.0, 25), (row[0] + 1e-4, *row[1:]))
-    report = reproduce("nadp-table3", Options(out=tmp_path))
+    report = reproduce("nadp-table3", Options(out=strengths[0]))
     assert report.verdict.startswith("not reproduced")
     assert report.checks[0].seen == "59 of 60 agree"
 
@@ -87,16 +97,18 @@ def test_missing_data_stop_an_entry_before_anything_is_written(tmp_path: Path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_lists_entries_runs_one_and_explains_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_lists_entries_runs_one_and_explains_what_is_wrong(
+    strengths: tuple[Path, Done], tmp_path: Path
+) -> None:
     listed = fedveil("reproduce", "--list", "--json")
     assert {"nadp-table1", "nadp-table3"} <= {row["name"] for row in json.loads(listed.output)}
     assert "nadp-table3" in fedveil("reproduce", "--list").output
-    done = fedveil("reproduce", "nadp-table3", "--out", tmp_path)
+    out, done = strengths
     assert done.code == 0
     assert "verdict: reproduced" in done.output
     assert "1.4446 / 1.4446" in done.output
     assert "[12/12]" in done.error
-    assert "12 of 12 cells are in" in fedveil("reproduce", "nadp-table3", "--out", tmp_path).error
+    assert "12 of 12 cells are in" in fedveil("reproduce", "nadp-table3", "--out", out).error
     nameless = fedveil("reproduce")
     assert (nameless.code, nameless.error.startswith("error: Name what to run again")) == (ConfigError.exit_code, True)
     assert "Did you mean 'nadp-table3'" in fedveil("reproduce", "nadp-tabel3").error
@@ -139,7 +151,10 @@ run_entry("nadp-table1", Options(out=out, data=data, quick=True, only=["fashion-
 """
 
 
-def test_entries_run_and_print_without_terminal_file_and_key_packages(folder: Path, tmp_path: Path) -> None:
+def test_entries_run_and_print_without_terminal_file_and_key_packages(
+    strengths: tuple[Path, Done], folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(strengths[0], tmp_path / "out")
     done = subprocess.run(
         [sys.executable, "-c", BARE, str(tmp_path / "out"), str(folder)], capture_output=True, text=True, check=False
     )

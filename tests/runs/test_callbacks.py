@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fedveil
 from fedveil.config import RunConfig
+from fedveil.errors import ConfigError, StopTraining
 from fedveil.runs import session
+from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
-from interrupting import interrupted_run
+from interrupting import interrupted_run, same_tensors
 
 SMALL = RunConfig(
     scheme="fedavg", rounds=5, clients=3, seed=1, checkpoint_every=2, model_options={"depth": 2, "width": 8}
@@ -67,3 +72,93 @@ def test_a_follower_that_raises_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted_run(SMALL, tmp_path / "run", at=1, follow=[diary], caught=False)
     assert diary.heard == ["begin after 0 of 5", "round 1", "stopped by KeyboardInterrupt"]
+
+
+class Everything(Callback):
+    """Hears of everything; stops the run by the name of what it hears."""
+
+    def __init__(self, stop: tuple[str, int] = ("", 0)) -> None:
+        self.heard: list[str] = []
+        self._stop = stop
+
+    def _hear(self, what: str, round: int) -> None:
+        self.heard.append(f"{what} {round}")
+        if (what, round) == self._stop:
+            raise StopTraining(f"enough at {what} {round}")
+
+    def round_begins(self, round: int) -> None:
+        self._hear("begins", round)
+
+    def evaluated(self, round: int, figures: dict[str, float]) -> None:
+        assert set(figures) >= {"test_loss", "test_accuracy"}
+        figures.clear()
+        self._hear("evaluated", round)
+
+    def round(self, row: dict[str, Any]) -> None:
+        assert "test_loss" in row, "what one callback does with its figures reaches no other"
+        self._hear("round", row["round"])
+
+    def end(self, summary: dict[str, Any]) -> None:
+        self.heard.append(f"end after {summary['rounds']}")
+
+    def stopped(self, reason: BaseException) -> None:
+        self.heard.append("stopped")
+
+
+def test_rounds_are_told_from_their_beginning_to_their_evaluation(tmp_path: Path) -> None:
+    told = Everything()
+    session.run(SMALL.with_changes(rounds=2), tmp_path / "run", quiet=True, follow=[told])
+    each = [[f"begins {k}", f"evaluated {k}", f"round {k}"] for k in (1, 2)]
+    assert told.heard == [*each[0], *each[1], "end after 2"]
+
+
+@pytest.mark.parametrize(("what", "rounds"), [("begins", 2), ("evaluated", 3), ("round", 3)])
+@pytest.mark.parametrize("scheme", ["fedavg", "veil-secagg", "paraaegis"])
+def test_a_callback_may_stop_the_run_with_what_it_has(tmp_path: Path, what: str, rounds: int, scheme: str) -> None:
+    told, diary = Everything((what, 3)), Diary()
+    cipher = {"cipher": "pads"} if scheme == "paraaegis" else {}
+    config = SMALL.with_changes(scheme=scheme, **cipher)
+    summary = session.run(config, tmp_path / "run", quiet=True, follow=[told, diary])
+    assert (summary["rounds"], summary["stopped"]) == (rounds, f"enough at {what} 3")
+    assert diary.heard[-1] == f"end after {rounds}", "whoever comes later in the list is told all the same"
+    assert f"kept {rounds}" in diary.heard, "the last round is in a checkpoint, whenever the next would have been due"
+    assert "stopped" not in told.heard
+    assert session.resume(tmp_path / "run", quiet=True)["rounds"] == SMALL.rounds
+
+
+def test_a_run_that_was_stopped_and_resumed_ends_in_the_model_of_one_that_was_not(tmp_path: Path) -> None:
+    session.run(SMALL, tmp_path / "whole", quiet=True)
+    session.run(SMALL, tmp_path / "parts", quiet=True, follow=[Everything(("round", 3))])
+    session.resume(tmp_path / "parts", quiet=True)
+    assert same_tensors(tmp_path / "whole" / "model.safetensors", tmp_path / "parts" / "model.safetensors")
+
+
+def test_python_takes_objects_and_plain_functions_with_and_without_a_folder(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(12, 4)
+    data, losses = [(x, (x[:, 0] > 0).long())] * 2, []
+
+    def watch(row: dict[str, Any]) -> None:
+        losses.append(row["loss"])
+        if row["round"] == 3:
+            raise fedveil.StopTraining("three are enough")
+
+    for out in (None, tmp_path / "run"):
+        told, losses[:] = Everything(), []
+        given = {"out": out, "callbacks": [watch, told], "scheme": "fedavg", "rounds": 9, "seed": 1, "progress": False}
+        done = fedveil.train(net, data, test=data[0], **given)  # type: ignore[arg-type]
+        assert (done.summary["rounds"], done.summary["stopped"], len(losses)) == (3, "three are enough", 3)
+        assert told.heard[-1] == "end after 3"
+    for wrong in (3, Everything):
+        with pytest.raises(ConfigError, match=r"inherits from fedveil\.Callback"):
+            fedveil.train(net, data, callbacks=[wrong], progress=False, rounds=1)  # type: ignore[list-item]
+
+
+def test_a_callback_that_fails_is_no_wish_to_stop(tmp_path: Path) -> None:
+    def broken(row: dict[str, Any]) -> None:
+        raise ZeroDivisionError
+
+    told = Everything()
+    with pytest.raises(ZeroDivisionError):
+        session.run(SMALL, tmp_path / "run", quiet=True, follow=[broken, told])
+    assert told.heard[-1] == "stopped"

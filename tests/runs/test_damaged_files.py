@@ -24,7 +24,8 @@ from fedveil.report.words import audit_view
 from fedveil.runs import checkpoint, model_file
 from fedveil.runs.folder import RunFolder, digest_of, read_ledger
 from fedveil.runs.job import job_from_config
-from fedveil.runs.model_file import export_run, predict_dataset
+from fedveil.runs.model_file import export_run
+from fedveil.runs.predicting import predict_dataset
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.session import run as train
 from shell import fedveil

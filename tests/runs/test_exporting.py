@@ -17,7 +17,8 @@ from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
 from fedveil.own_code import OwnCode
 from fedveil.runs import session
-from fedveil.runs.model_file import export_run, load_model, predict_dataset, predict_file, write_predictions
+from fedveil.runs.model_file import export_run, load_model
+from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
 
 Small = Callable[..., RunConfig]
 FACTORY = """

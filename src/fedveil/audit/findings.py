@@ -96,7 +96,8 @@ class Score:
     """A figure, the interval that holds it with 95 % confidence where there is one, and others beside it.
 
     `floor` is the lower end with 99 %, by which it is decided: several attacks are tried, and the best is told.
-    `chance` is there where it depends on what was scored. `some`: something was got for sure, whatever the mean is.
+    `chance` is there where it depends on what was scored. `some`: whether something was got for sure, where the measure
+    has a test of its own for that; elsewhere that follows from the floor.
     `capped` is the mean with every sample cut at what is enough, so that a few exact ones do not stand for all.
     """
 
@@ -106,7 +107,7 @@ class Score:
     more: Mapping[str, float] = field(default_factory=dict)
     floor: float | None = None
     chance: float | None = None
-    some: bool = False
+    some: bool | None = None
     capped: float | None = None
 
     @property
@@ -117,7 +118,7 @@ class Score:
 
     def above(self, measure: Measure) -> bool:
         """Whether it says more than chance."""
-        return self.some or self.surely > self.blind(measure) + measure.margin
+        return self.surely > self.blind(measure) + measure.margin if self.some is None else self.some
 
     def blind(self, measure: Measure) -> float:
         """What one gets who saw nothing."""
@@ -187,6 +188,8 @@ class Trial:
     adaptive: bool = False
     unprotected: Score | None = None
     """The figure without protection, where it needs no attack: then twins are not attacked."""
+    taken_out: int = 0
+    """Samples that were left out because they occur more than once in the data."""
 
     def told(self, attempt: Attempt) -> Settings:
         """What the attack is told for one of its attempts."""
@@ -223,11 +226,19 @@ class Finding:
     reference: float | None = None
     threshold: float | None = None
     attempts: int = 0
+    taken_out: int = 0
     seconds: float = 0.0
     more: Mapping[str, float] = field(default_factory=dict)
     more_unprotected: Mapping[str, float] = field(default_factory=dict)
     shown: Mapping[str, str] = field(default_factory=dict)
     pictures: str = ""
+
+    def text(self, figure: str) -> str:
+        """A figure as a person reads it: value (with its interval, where it has one), chance or unprotected."""
+        said = self.shown.get(figure, "–")
+        if figure != "value" or said == "–" or self.low is None or self.high is None:
+            return said
+        return f"{said} [{100 * self.low:.0f}–{100 * self.high:.0f}]"
 
 
 def enough_above(chance: float, measure: Measure) -> float:
@@ -246,6 +257,9 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
     if not twin.above(measure):
         if score.above(measure):
             return "in part", "more than from the unprotected twin: perhaps luck; look again with other seeds"
+        if twin.value >= measure.enough:
+            blind = measure.text(twin.blind(measure))
+            return "not decided", f"too few samples: blind guessing gets {blind}, so that all of them right may be luck"
         return "not effective", (
             f"even without protection it gets {measure.text(twin.value)}, by chance "
             f"{measure.text(twin.blind(measure))}: nothing follows about the scheme"
@@ -265,6 +279,11 @@ def judged(measure: Measure, score: Score, twin: Score) -> tuple[Verdict, str]:
 CAVEAT = (
     "An audit shows what these attacks got, not what no attack can get. Not tried: servers that send crafted or "
     "different models, poisoning, side channels."
+)
+
+TAKEN_OUT = (
+    "samples that occur more than once in the data, as candidates for membership or among public data: of those nobody "
+    "can say who trained on them"
 )
 
 SHORT = {
@@ -289,6 +308,16 @@ def sentences(findings: Iterable[Finding]) -> dict[str, str]:
         by_adversary.setdefault(finding.adversary, []).append(finding)
     order = sorted(by_adversary, key=lambda who: (_WHO.index(who.split()[-1]) if who.split()[-1] in _WHO else 1, who))
     return {who: _sentence(who, by_adversary[who]) for who in order}
+
+
+def by_adversary(findings: Iterable[Finding]) -> dict[str, list[Finding]]:
+    """What was tried, under who is after what, from what."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.attack != NOT_TRIED:
+            who = f"{finding.adversary[0].upper()}{finding.adversary[1:]}"
+            groups.setdefault(f"{who}, after {finding.asset}, from {finding.seen}", []).append(finding)
+    return groups
 
 
 def best_of(findings: Iterable[Finding]) -> list[Finding]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedveil.audit.metrics import reduced
 from fedveil.errors import DataError, NumericError
 
 FEWEST_SAMPLES = 20
@@ -40,6 +41,10 @@ class Study:
 
 SMALL, SMALL_QUICK = Study(steps=1000), Study(steps=400)
 LARGE, LARGE_QUICK = Study(steps=6000, batch=128, width=48), Study(steps=600, stride=2)
+LARGEST = Study(steps=3000, width=32, stride=2)
+LARGEST_SIDE = 64
+"""Pictures with longer sides are looked at in this size."""
+_LARGE_SIDE = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,7 @@ class Judge:
         if tuple(x.shape[1:]) != self.shape:
             raise DataError(f"The judge knows inputs of shape {self.shape}, not of {tuple(x.shape[1:])}.")
         with torch.no_grad():
-            parts = torch.split(x.to(self.mean.device, torch.float32), _AT_ONCE)
+            parts = torch.split(_looked_at(x.to(self.mean.device, torch.float32)), _AT_ONCE)
             return torch.cat([self.body((part - self.mean) / self.spread) for part in parts])
 
     def scores(self, x: Tensor) -> Tensor:
@@ -86,9 +91,10 @@ def train_judge(
         )
     if int(y.min()) < 0 or int(y.max()) >= outputs:
         raise DataError(f"Labels must lie in 0…{outputs - 1}, and go from {int(y.min())} to {int(y.max())}.")
+    full = tuple(x.shape[1:])
+    x, y = _looked_at(x.detach().float()).to(device), y.to(device)
     shape = tuple(x.shape[1:])
     study = study or _study(shape, quick=quick)
-    x, y = x.detach().to(device, torch.float32), y.to(device)
     order = torch.randperm(len(x), generator=generator, device=generator.device).to(device)
     held = min(len(x) // 5, MOST_HELD_OUT)
     kept, shown = order[:held], order[held:]
@@ -97,17 +103,23 @@ def train_judge(
     body, head = _network(shape, outputs, study=study, seed=seed)
     body, head = body.to(device), head.to(device)
     _train(body, head, (x[shown] - mean) / spread, y[shown], study=study, generator=generator)
-    judge = Judge(body, head, mean, spread, shape, math.nan)
-    scores = judge.scores(x[kept])
+    with torch.no_grad():
+        scores = torch.cat([head(body(part)) for part in torch.split((x[kept] - mean) / spread, _AT_ONCE)])
     if not bool(scores.isfinite().all()):
         raise NumericError("The judge's training ended in NaN or infinity: check the data it was given.")
-    return Judge(body, head, mean, spread, shape, float((scores.argmax(1) == y[kept]).float().mean()))
+    return Judge(body, head, mean, spread, full, float((scores.argmax(1) == y[kept]).float().mean()))
+
+
+def _looked_at(x: Tensor) -> Tensor:
+    return reduced(x, side=LARGEST_SIDE) if x.dim() == 4 else x
 
 
 def _study(shape: tuple[int, ...], *, quick: bool) -> Study:
     if math.prod(shape) <= _SMALL_INPUT:
         return SMALL_QUICK if quick else SMALL
-    return LARGE_QUICK if quick else LARGE
+    if quick:
+        return LARGE_QUICK
+    return LARGEST if len(shape) == 3 and max(shape[1:]) > _LARGE_SIDE else LARGE
 
 
 def _standard(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy.stats import binom
 from torch import Tensor
@@ -29,6 +31,10 @@ from fedveil.downlink import Architecture
 
 _CONFIDENCE = 0.95
 _DECIDING = 0.99
+FALSE_ALARMS = (1 - _DECIDING) / 2
+"""How often, at most, an attack that knows nothing is said to do better than chance, whatever chance is."""
+MOST_READ = 64
+"""Attempts at reading labels, however frequent one class is."""
 _MOST_DECIBELS = 100.0
 _FAR = 1e6
 
@@ -90,7 +96,8 @@ class Likeness:
             return Score(float(each.mean()), more=more)
         level, chance = torch.maximum(each, blind), float(blind.mean())
         capped = float(level.clamp_max(enough_above(chance, self)).mean())
-        return Score(float(level.mean()), more=more, chance=chance, some=bool(clear.any()), capped=capped)
+        some = bool(clear.any()) or float(level.mean()) > chance + self.margin
+        return Score(float(level.mean()), more=more, chance=chance, some=some, capped=capped)
 
     def text(self, value: float) -> str:
         """In decibels."""
@@ -131,13 +138,47 @@ class Share(_Percent):
 
 
 @dataclass(frozen=True, eq=False)
-class Labels(Share):
-    """How many of a batch's labels were found, whatever their order."""
+class Labels(_Percent):
+    """How many of a batch's labels were found, whatever their order, beside the best blind guess.
+
+    `shares` are the classes' shares, `samples` how many labels an attempt is after. Whether that is more than chance is
+    tested exactly: one who guesses blindly finds as many with a probability of at most `FALSE_ALARMS`. An interval of
+    the figure alone would need far more samples where one class is frequent.
+    """
+
+    shares: Tensor
+    samples: int
+    name: str = "labels told"
+    margin: float = 0.0
+
+    @cached_property
+    def chance(self) -> float:
+        """What the best blind guess gets."""
+        return blind_labels(self.shares, batch=self.samples)
+
+    @property
+    def attempts(self) -> int:
+        """How many tell one who is always right from one who guesses blindly, either way; at most MOST_READ."""
+        lucky = float(_blindly_matched(self.shares, batch=self.samples)[-1])
+        for count in range(1, MOST_READ):
+            total = count * self.samples
+            guessed = exact_interval(round(self.chance * total), total, confidence=_CONFIDENCE)[1]
+            if lucky**count <= FALSE_ALARMS and guessed < exact_interval(total, total, confidence=_CONFIDENCE)[0]:
+                return count
+        return MOST_READ
 
     def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
-        hits = [_matched(result["labels"], truth["y"]) for result, truth in zip(found, truths, strict=True)]
-        return self.of(torch.cat(hits))
+        hits = [matched(result["labels"], truth["y"]) for result, truth in zip(found, truths, strict=True)]
+        by_luck = np.ones(1)
+        for labels in hits:
+            by_luck = np.convolve(by_luck, _blindly_matched(self.shares, batch=len(labels)))
+        told = torch.cat(hits)
+        count, total = int(told.sum()), len(told)
+        luck = min(1.0, float(by_luck[count:].sum()))
+        blind = float(by_luck @ np.arange(total + 1)) / total
+        interval = exact_interval(count, total, confidence=_CONFIDENCE)
+        return Score(count / total, *interval, {"by luck": luck}, chance=blind, some=luck <= FALSE_ALARMS)
 
 
 def blind_labels(shares: Tensor, *, batch: int) -> float:
@@ -146,11 +187,38 @@ def blind_labels(shares: Tensor, *, batch: int) -> float:
     A guess with g_c times class c gets Σ_c E min(g_c, N_c)/n, N_c binomial, and E min(g, N) = Σ_{j<g} P(N > j): the
     best n of all these chances.
     """
-    chances = binom.sf(np.arange(batch)[:, None], batch, shares.double().numpy()[None])
-    return float(np.sort(chances, axis=None)[-batch:].mean())
+    return float(np.sort(_chances(shares, batch), axis=None)[-batch:].mean())
 
 
-def _matched(guess: Tensor, labels: Tensor) -> Tensor:
+def _chances(shares: Tensor, batch: int) -> npt.NDArray[np.float64]:
+    """P(N_c > j), j × classes: what a further guess at each class is worth."""
+    worth: npt.NDArray[np.float64] = binom.sf(np.arange(batch)[:, None], batch, shares.double().numpy()[None])
+    return worth
+
+
+def _blindly_matched(shares: Tensor, *, batch: int) -> npt.NDArray[np.float64]:
+    """How many of a batch's labels the best blind guess finds: the probability of 0…batch, exactly.
+
+    One class after the other takes its binomial part of the labels that are left; state: labels left × found.
+    """
+    taken = np.argsort(_chances(shares, batch), axis=None, kind="stable")[-batch:] % len(shares)
+    guess = np.bincount(taken, minlength=len(shares))
+    state = np.zeros((batch + 1, batch + 1))
+    state[batch, 0] = 1.0
+    rest = 1.0
+    for share, guessed in zip(shares.double().tolist(), guess.tolist(), strict=True):
+        now = np.zeros_like(state)
+        for left in range(batch + 1):
+            part = binom.pmf(np.arange(left + 1), left, min(1.0, share / rest) if rest > 0 else 0.0)
+            for number, probability in enumerate(part):
+                hit = min(number, guessed)
+                now[left - number, hit:] += probability * state[left, : batch + 1 - hit]
+        state, rest = now, rest - share
+    matched: npt.NDArray[np.float64] = state.sum(0)
+    return matched
+
+
+def matched(guess: Tensor, labels: Tensor) -> Tensor:
     """As many hits as labels that both have, counted with their multiplicity."""
     both = sum((Counter(guess.tolist()) & Counter(labels.tolist())).values())
     return torch.arange(len(labels)) < both
@@ -249,8 +317,9 @@ class Members(_Percent):
             "others": float(judged.others),
         }
         # Few who are told apart for sure are a leak, whatever the rate over all.
-        some = strict.auc.low > CHANCE or strict.true_positives.low > strict.false_positives.high
+        few = strict.auc.low > CHANCE or strict.true_positives.low > strict.false_positives.high
         success = judged.success
+        some = few or strict.success.low > CHANCE
         return Score(success.value, success.low, success.high, more, strict.success.low, some=some)
 
 

@@ -31,6 +31,7 @@ def exact_interval(count: int, total: int, *, confidence: float) -> tuple[float,
 
 Extractor = Callable[[Tensor], Tensor]
 
+_AT_ONCE = 64
 WINDOW = 11
 BLUR = 1.5
 K1, K2 = 0.01, 0.03
@@ -77,6 +78,14 @@ def ssim(found: Tensor, original: Tensor, *, peak: float = 1.0, window: int = WI
     quotient = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
     quotient = quotient / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
     return quotient.flatten(1).mean(1).to(found.dtype)
+
+
+def reduced(pictures: Tensor, *, side: int) -> Tensor:
+    """Pictures (count, channels, height, width) of at most `side` pixels a side, by the mean over areas."""
+    height, breadth = (min(length, side) for length in pictures.shape[-2:])
+    if pictures.shape[-2:] == (height, breadth):
+        return pictures
+    return torch.cat([F.adaptive_avg_pool2d(part, (height, breadth)) for part in torch.split(pictures, _AT_ONCE)])
 
 
 def assignment(found: Tensor, originals: Tensor) -> Tensor:

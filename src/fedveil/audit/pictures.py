@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil.audit.findings import Attempt, Found, Trial
@@ -41,7 +42,7 @@ ROWS = ("original", "this run", "without protection")
 RECORDS = ".records.png"
 """How the names of pictures end that show clients' samples."""
 MOST_PICTURES = 24
-_SIDE = 64
+_SIDE, _LARGEST_SIDE = 64, 128
 _GAP = 4
 _PAPER = 255
 
@@ -69,7 +70,11 @@ def contact_sheet(rows: Sequence[tuple[str, Tensor]], path: Path, *, box: tuple[
 
 
 def _tile(picture: Tensor) -> Tensor:
-    """One picture, enlarged to about 64 pixels; other numbers of channels than 1 and 3 are averaged."""
+    """One picture of about 64 to 128 pixels; other numbers of channels than 1 and 3 are averaged."""
+    shrink = _LARGEST_SIDE / max(picture.shape[1:])
+    if shrink < 1:
+        height, width = (max(1, round(side * shrink)) for side in picture.shape[1:])
+        picture = F.adaptive_avg_pool2d(picture, (height, width))
     if picture.shape[0] not in (1, 3):
         picture = picture.mean(0, keepdim=True)
     factor = max(1, math.ceil(_SIDE / max(picture.shape[1:])))

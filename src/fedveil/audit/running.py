@@ -20,13 +20,14 @@ from fedveil.audit.record import Record
 from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.subject import Effort, Subject, alike, from_folder, scene_of
 from fedveil.audit.trials import References, all_trials, missing_trials
-from fedveil.audit.views import View, to_bytes
+from fedveil.audit.views import ServerHistory, View, to_bytes
 from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, unknown_name
 from fedveil.runs.job import device_of
 from fedveil.version import __version__
 
-TIME_LIMIT = 1800.0
 _MOST_WORKERS = 8
+_FORESEEN_AFTER = 0.1
+"""The part of the time allowed after which an attack that would take twice as long is stopped."""
 _UNUSABLE = (FedVeilError, RuntimeError, ValueError, LookupError)
 """What attacks and their results may raise: the audit notes it and goes on."""
 
@@ -151,8 +152,15 @@ class _Runner:
             def attack(view: View, settings: Settings) -> Found:
                 if self._stopped.is_set():
                     raise AttackError(f"The attack {name!r} was stopped.")
-                watched = lambda part: self._watch(name, part)  # noqa: E731
-                return process.run(to_bytes(view), settings=settings, on_progress=watched, time_limit=TIME_LIMIT)
+                begun, limit = time.monotonic(), self._references.effort.seconds
+
+                def watched(part: float) -> None:
+                    self._watch(name, part)
+                    past = time.monotonic() - begun
+                    if past > _FORESEEN_AFTER * limit and past > 2 * limit * part:
+                        raise AttackError(_too_long(view, name, past / max(part, 1e-3), limit))
+
+                return process.run(to_bytes(view), settings=settings, on_progress=watched, time_limit=limit)
 
             started = time.perf_counter()
             proof = self._proof(name, attack)
@@ -213,6 +221,7 @@ class _Runner:
             reference=proof.value,
             threshold=proof.threshold,
             attempts=len(trial.attempts),
+            taken_out=trial.taken_out,
         )
         if proof.verdict:
             return replace(finding, verdict=proof.verdict, reason=proof.reason)  # type: ignore[arg-type]
@@ -262,6 +271,15 @@ class _Runner:
         return results
 
 
+def _too_long(view: View, name: str, seconds: float, limit: float) -> str:
+    facts = view.rounds[0].facts if isinstance(view, ServerHistory) else view.facts
+    shape = "×".join(map(str, facts.input_shape))
+    return (
+        f"On inputs of {shape} under {facts.model} the attack {name!r} would take about {seconds / 60:.0f} minutes a "
+        f"view, and may take {limit / 60:g}: --minutes allows more, --device cuda is faster"
+    )
+
+
 @dataclass(frozen=True)
 class Audit:
     """What an audit found, where it lies, and a sentence on each adversary."""
@@ -283,6 +301,7 @@ def audit_run(
     device: str = "cpu",
     out: str | Path | None = None,
     workers: int | None = None,
+    minutes: float | None = None,
     own: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda text: None,
     tick: Callable[[Tick], None] = lambda now: None,
@@ -300,6 +319,7 @@ def audit_run(
         device: Where attacks compute.
         out: Another folder for the findings than RUN/audit.
         workers: How many trials run at once (default: one per core, within bounds).
+        minutes: What an attack may take on one view (default: 30, 10 if quick); one that would take longer says so.
         own: The caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names
             is not run.
         say: Gets remarks, a line each.
@@ -314,7 +334,9 @@ def audit_run(
     """
     started = time.perf_counter()
     known = with_own(own_attacks)
-    effort = Effort(quick=quick, seed=seed, device=device)
+    if minutes is not None and not minutes > 0:
+        raise ConfigError(f"minutes must be above 0 (got {minutes}).")
+    effort = Effort(quick=quick, seed=seed, device=device, minutes=minutes)
     subject = from_folder(run, device=device, own=own, say=say)
     facts = subject.record.facts
     about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}

@@ -6,9 +6,11 @@ its uploads, and who judges.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +44,9 @@ from fedveil.work.batches import mixed_seed
 from fedveil.work.messages import ClientData
 
 _HALVES = 0x4A1F
+MOST_BYTES = 128 << 20
+"""What an audit takes of public samples, of queries and of candidates: so much memory of each, and four times that of
+what clients trained on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,25 +91,45 @@ class Subject:
         low, high = self.box or (0.0, 1.0)
         return high - low
 
+    @property
+    def most(self) -> int:
+        """How many samples fit into MOST_BYTES."""
+        sample = self.test.x[0]
+        return max(1, MOST_BYTES // (sample.numel() * sample.element_size()))
+
     def halves(self) -> tuple[Dataset, Dataset]:
         """The held-out data in two: what attackers are granted as public, and what they are asked about."""
         order = torch.randperm(len(self.test), generator=torch.Generator().manual_seed(_HALVES))
         half = len(order) // 2
-        return self.test.subset(order[:half]), self.test.subset(order[half:])
+        return self.test.subset(order[:half][: self.most]), self.test.subset(order[half:][: self.most])
+
+    @cached_property
+    def _occurrences(self) -> Counter[bytes]:
+        every = (self.own(client)[0] for client in range(len(self.job.pool)))
+        return Counter(mark for x in (*every, self.test.x) for mark in _marks(x))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """Which of these inputs occur once in all the data, clients' and held-out.
+
+        Of others nobody can say whether they were trained on. What is left of both sides is exchangeable: no more can
+        be told of it by how common it is.
+        """
+        return torch.tensor([self._occurrences[mark] == 1 for mark in _marks(x)], dtype=torch.bool)
 
     @property
     def held(self) -> bool:
         """Whether the model lives with the clients, and the server has none."""
         return self.job.scheme.holder != "server"
 
-    def own(self, client: int) -> tuple[Tensor, Tensor]:
-        """All samples of a client."""
+    def own(self, client: int, *, most: int | None = None) -> tuple[Tensor, Tensor]:
+        """All samples of a client, or `most` of them."""
         data = self.job.pool.clients[client]
-        return data.take(torch.arange(len(data)))
+        count = len(data) if most is None else min(most, len(data))
+        return data.take(torch.arange(count) * len(data) // max(1, count))
 
-    def samples_of(self, clients: Iterable[int]) -> tuple[Tensor, Tensor]:
-        """All samples of several clients, one after the other."""
-        parts = [self.own(client) for client in clients]
+    def samples_of(self, clients: Collection[int]) -> tuple[Tensor, Tensor]:
+        """Samples of several clients, one after the other: all, or as many of each as memory allows."""
+        parts = [self.own(client, most=max(1, 4 * self.most // len(clients))) for client in clients]
         return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
 
     def batch(self, client: int, *, round: int) -> tuple[Tensor, Tensor]:
@@ -114,6 +139,13 @@ class Subject:
         assert seed is not None
         rows = Batches(self.config.batch_size, seed).indices(client=client, samples=len(data), step=round - 1)
         return data.take(rows)
+
+
+def _marks(x: Tensor) -> Iterator[bytes]:
+    """Equal inputs have equal marks, and others have others."""
+    for row in x.cpu():
+        # Adding zero makes the two zeros of floating point one.
+        yield hashlib.blake2b((row + 0).contiguous().numpy().tobytes(), digest_size=16).digest()
 
 
 def from_folder(
@@ -229,13 +261,13 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     return enacted(job_from_config(plain), folder, rounds=round)
 
 
-def cut(job: Job, *, samples: int) -> Job:
-    """The same job with `samples` samples of every client, drawn once and for all."""
+def cut(job: Job, *, samples: int, draw: int = 0) -> Job:
+    """The same job with `samples` samples of every client, drawn once and for all; no two draws share one."""
 
     def few(data: ClientData) -> ClientData:
         # Parts are often sorted: the first sample of each would be of the same class.
         rows = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(_HALVES, data.client)))
-        x, y = data.take(rows[:samples].sort().values)
+        x, y = data.take(rows[draw * samples : (draw + 1) * samples].sort().values)
         return ClientData(data.client, x, y)
 
     return replace(job, pool=ClientPool(tuple(few(data) for data in job.pool.clients)))
@@ -325,11 +357,20 @@ MOST_CLIENTS = 10
 
 @dataclass(frozen=True)
 class Effort:
-    """How much an audit may take: attempts of a trial, candidates, rounds to average over, pictures of a class."""
+    """How much an audit may take: attempts of a trial, candidates, rounds to average over, pictures of a class.
+
+    `minutes` is what an attack may take on one view.
+    """
 
     quick: bool = False
     seed: int = 0
     device: str = "cpu"
+    minutes: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """What an attack may take on one view."""
+        return 60.0 * ((10.0 if self.quick else 30.0) if self.minutes is None else self.minutes)
 
     @property
     def attempts(self) -> int:
@@ -374,6 +415,7 @@ class Scene:
     scratch: Path | None = None
     say: Callable[[str], None] = lambda text: None
     _plain: dict[int, Subject] = field(default_factory=dict, repr=False)
+    _further: list[Subject] = field(default_factory=list, repr=False)
 
     def judge(self) -> Judge:
         """An independent classifier of everybody's data, held-out ones included."""
@@ -391,6 +433,16 @@ class Scene:
             quick=self.effort.quick,
             device=self.effort.device,
         )
+
+    def further(self) -> Iterator[Subject]:
+        """The first round replayed again and again, each time with other samples, as long as every client has some."""
+        whole = replace(self.close.job, pool=self.run.job.pool)
+        for draw in range(1, min(len(data) for data in whole.pool.clients) if self.replayed else 1):
+            if draw > len(self._further):
+                folder = Path(tempfile.mkdtemp(prefix="further-", dir=self.scratch))
+                again = enacted(cut(whole, samples=1, draw=draw), folder / "record", rounds=1)
+                self._further.append(again)
+            yield self._further[draw - 1]
 
     def noiseless(self, round: int | None = None) -> Subject | None:
         """The same training without its noise up to `round` (all of it), made once; None where the run had none.
@@ -423,7 +475,7 @@ class Scene:
         """How reconstructions of this run are judged."""
         public, _ = self.run.halves()
         mean = public.x.double().mean(0, keepdim=True)
-        others = self.run.own(0)[0][:200].double()
+        others = self.run.own(0)[0][: min(200, self.run.most // 4)].double()
         blind = float(psnr(mean.expand_as(others), others, peak=self.run.peak).mean())
         judged = self.judged and self.run.pictures and self.run.classes
         low, high = self.run.box or (0.0, 1.0)
@@ -434,7 +486,7 @@ class Scene:
             random=random_level(unit, generator=torch.Generator().manual_seed(0), draws=4),
             blind=mean.cpu(),
             judge=self.judge if judged else None,
-            private=self.run.own(0)[0] if judged else None,
+            private=self.run.own(0, most=self.run.most)[0] if judged else None,
         )
 
 

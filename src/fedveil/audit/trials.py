@@ -8,6 +8,8 @@ the run has what it needs.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,7 +24,7 @@ from fedveil.audit.attack import MODEL, Attack, ReferenceRun, attacks
 from fedveil.audit.attacks.extraction import fit_probe
 from fedveil.audit.attacks.membership import UNKNOWN
 from fedveil.audit.findings import ASSETS, NOT_TRIED, Attempt, Finding, Measure, Score, Settings, Trial, Truth
-from fedveil.audit.measures import Accuracy, ClassMeasure, Fit, Labels, Members, Numbers, blind_labels
+from fedveil.audit.measures import FALSE_ALARMS, Accuracy, ClassMeasure, Fit, Labels, Members, Numbers
 from fedveil.audit.record import client_view, outsider_view, server_history, server_view
 from fedveil.audit.subject import (
     Effort,
@@ -38,6 +40,7 @@ from fedveil.audit.subject import (
 )
 from fedveil.audit.views import ClientView, OutsiderView, ServerHistory, ServerView, View, weights_by_name
 from fedveil.config import RunConfig
+from fedveil.data import Dataset
 from fedveil.downlink.architecture import Weights, draw
 from fedveil.errors import ConfigError
 from fedveil.runs.evaluation import predict
@@ -68,9 +71,8 @@ def _fits(attack: Attack, subject: Subject, *, head: bool) -> bool:
     return all(there[need] for need in (*attack.needs, *ASSETS[attack.asset].needs))
 
 
-def _grants(subject: Subject, attack: Attack) -> dict[str, Tensor]:
-    """What the auditor lets an attack know besides: the half of the held-out data that it is not asked about."""
-    public, _ = subject.halves()
+def _grants(public: Dataset, attack: Attack) -> dict[str, Tensor]:
+    """What the auditor lets an attack know besides: of the half of the held-out data that it is not asked about."""
     given = {name: {f"{name}.x": public.x.cpu(), f"{name}.y": public.y.cpu()} for name in attack.granted}
     return {name: tensor for parts in given.values() for name, tensor in parts.items()}
 
@@ -108,7 +110,7 @@ def upload_trials(scene: Scene, tried: Iterable[Attack]) -> Iterator[Trial]:
     for sight, exhibit in shown.exhibits({sight for attack in chosen for sight in attack.sees}):
         for attack in chosen:
             if sight in attack.sees and _fits(attack, subject, head=shown.bare_tensors):
-                yield shown.trial(attack, exhibit)
+                yield shown.trial(attack, sight, exhibit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,28 +148,57 @@ class _Uploads:
             self.subject.record, upload.client, round=upload.round, attempt=upload.attempt, colluders=colluders
         )
 
-    def trial(self, attack: Attack, exhibit: _Exhibit) -> Trial:
+    def trial(self, attack: Attack, sight: str, exhibit: _Exhibit) -> Trial:
         effort, base = self.scene.effort, self.scene.settings
+        measure = self._measure(attack.asset, exhibit.samples)
         attempts = exhibit.attempts[: effort.attempts if attack.slow else effort.easy_attempts]
-        known = _grants(self.scene.run, attack)
+        if isinstance(measure, Labels):
+            attempts = self._readings(sight, exhibit, measure)
+        public, _ = self.scene.run.halves()
+        # Who has the victim's sample among its own has no need to rebuild it.
+        apart = public.subset(self.scene.run.alone(public.x).nonzero().flatten()) if attack.granted else public
+        known = _grants(apart, attack)
         return Trial(
             f"{exhibit.where}/{attack.name}",
             exhibit.adversary,
             attack.asset,
             attack.name,
             exhibit.seen,
-            self._measure(attack.asset, exhibit.samples),
+            measure,
             tuple(_granted(attempt, known) if known else attempt for attempt in attempts),
             settings={**base, **exhibit.settings},
             twin_settings=base,
             adaptive=attack.adaptive or exhibit.adaptive,
+            taken_out=len(public) - len(apart),
         )
+
+    def _readings(self, sight: str, exhibit: _Exhibit, measure: Labels) -> list[Attempt]:
+        """Attempts on different samples: as many as it takes to tell one who reads every label from a lucky guess.
+
+        Where one class is frequent, that is more than there are uploads, and more are replayed.
+        """
+        wanted = max(len(exhibit.attempts), measure.attempts)
+        attempts: list[Attempt] = []
+        seen: set[bytes] = set()
+        further = (attempt for subject in self.scene.further() for attempt in self._again(subject, sight))
+        for attempt in itertools.chain(exhibit.attempts, further):
+            if len(attempts) == wanted:
+                break
+            mark = attempt.truth["x"].numpy().tobytes()
+            if mark not in seen:
+                attempts.append(attempt)
+            seen.add(mark)
+        return attempts
+
+    def _again(self, subject: Subject, sight: str) -> Iterator[Attempt]:
+        shown = _Uploads(replace(self.scene, close=subject), uploads_of(subject))
+        return (attempt for _, exhibit in shown.exhibits({sight}) for attempt in exhibit.attempts)
 
     def _measure(self, asset: str, samples: int) -> Measure:
         if asset == "data":
             return self.scene.likeness
         _, asked = self.scene.run.halves()
-        return Labels("labels told", chance=blind_labels(asked.y.cpu().bincount() / len(asked), batch=samples))
+        return Labels(asked.y.cpu().bincount(minlength=self.facts.outputs) / len(asked), samples)
 
     def exhibits(self, wanted: Collection[str]) -> Iterator[tuple[str, _Exhibit]]:
         """Whatever of the run can be seen, by sight; what nobody wants is not made."""
@@ -299,6 +330,7 @@ class _Case:
     known: dict[str, Tensor] = field(default_factory=dict)
     unprotected: Score | None = None
     settings: Settings = field(default_factory=dict)
+    taken_out: int = 0
 
 
 class _Model:
@@ -320,7 +352,7 @@ class _Model:
 
     def trial(self, attack: Attack, *, adaptive: bool = False) -> Trial:
         case = self._case(attack)
-        known = {**self.view.known, **case.known, **_grants(self.run, attack)}
+        known = {**self.view.known, **case.known, **_grants(self.public, attack)}
         view = replace(self.view, known=known)
         told = {name: value for name, value in case.settings.items() if name in attack.settings}
         settings = {**self.scene.settings, **told}
@@ -336,6 +368,7 @@ class _Model:
             twin_settings=settings,
             adaptive=adaptive or attack.adaptive,
             unprotected=case.unprotected,
+            taken_out=case.taken_out,
         )
 
     def _case(self, attack: Attack) -> _Case:
@@ -385,14 +418,17 @@ class _Model:
 
     def _members(self) -> _Case:
         """Who was among the others' training samples; half of the candidates are known to the attacker."""
-        known, member = self.candidates
-        return _Case(Members(), {"member": member}, known)
+        known, member, taken_out = self.candidates
+        return _Case(Members(), {"member": member}, known, taken_out=taken_out)
 
     def _classes(self) -> _Case:
         """What the classes look like."""
-        private, chance = self.run.own(0)[0].cpu(), 1.0 / self.run.job.facts.outputs
+        classes = self.run.job.facts.outputs
+        private, chance = self.run.own(0, most=self.run.most)[0].cpu(), 1.0 / classes
         measure = ClassMeasure("recognised", chance=chance, judge=self.scene.judge, private=private)
-        return _Case(measure, {}, settings={"per_class": self.scene.effort.per_class})
+        # Of two classes, four recognised pictures may be luck.
+        fewest = math.ceil(math.log(FALSE_ALARMS) / math.log(min(chance, 0.5)))
+        return _Case(measure, {}, settings={"per_class": max(self.scene.effort.per_class, -(-fewest // classes))})
 
     def _server(self) -> ServerView:
         """What the server held when it sent the last recorded model."""
@@ -406,8 +442,11 @@ class _Model:
         return predict(model, x.to(next(model.parameters()).dtype) if x.is_floating_point() else x).cpu()
 
     @cached_property
-    def candidates(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Candidates with half of their memberships, and the truth about the other half."""
+    def candidates(self) -> tuple[dict[str, Tensor], Tensor, int]:
+        """Candidates with half of their memberships, the truth about the other half, and how many could be none.
+
+        Inputs that occur more than once in the data are taken out: a member's may be a stranger's too, or public.
+        """
         generator = torch.Generator().manual_seed(_CHOICE + self.scene.effort.seed)
         cohort = self.run.job.cohort
         took_part = {client for round in range(self.run.config.rounds) for client in cohort.draw(round)}
@@ -415,11 +454,16 @@ class _Model:
             took_part = {client for asked in self.run.record.find(kind="request") if asked.round for client in asked.to}
         others = sorted(took_part - {self.client}) or [self.client]
         x, y = _cpu(self.run.samples_of(others))
-        inside, outside = _paired(y, self.asked.y.cpu(), most=self.scene.effort.candidates, generator=generator)
+        asked_x, asked_y = self.asked.x.cpu(), self.asked.y.cpu()
+        ours, theirs = self.run.alone(x), self.run.alone(asked_x)
+        taken_out = int((~ours).sum() + (~theirs).sum())
+        x, y, asked_x, asked_y = x[ours], y[ours], asked_x[theirs], asked_y[theirs]
+        most = min(self.scene.effort.candidates, self.run.most)
+        inside, outside = _paired(y, asked_y, most=most, generator=generator)
         count = len(inside)
         order = torch.randperm(2 * count, generator=generator)
-        both_x = torch.cat([x[inside], self.asked.x.cpu()[outside]])[order]
-        both_y = torch.cat([y[inside], self.asked.y.cpu()[outside]])[order]
+        both_x = torch.cat([x[inside], asked_x[outside]])[order]
+        both_y = torch.cat([y[inside], asked_y[outside]])[order]
         truth = (torch.arange(2 * count) < count).long()[order]
         told = truth.clone()
         for kind in (0, 1):
@@ -430,13 +474,13 @@ class _Model:
             "candidates.y": both_y,
             "candidates.membership": told,
         }
-        return known, truth[told == UNKNOWN]
+        return known, truth[told == UNKNOWN], taken_out
 
 
 def _paired(members: Tensor, others: Tensor, *, most: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Equally many rows of both with the same labels: whose labels differ could be told apart without any model."""
-    inside, outside = [], []
-    for label in range(int(max(members.max(), others.max())) + 1):
+    inside, outside = [members.new_empty(0)], [members.new_empty(0)]
+    for label in range(int(torch.cat([members, others, members.new_zeros(1)]).max()) + 1):
         ours, theirs = ((indices == label).nonzero().flatten() for indices in (members, others))
         count = min(len(ours), len(theirs))
         inside.append(ours[torch.randperm(len(ours), generator=generator)[:count]])

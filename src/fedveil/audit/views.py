@@ -62,6 +62,8 @@ class Facts:
     local_epochs: int | None
     lr: float
     dtype: str
+    class_weights: tuple[float, ...] = ()
+    label_smoothing: float = 0.0
 
     def batch_of(self, samples: int) -> int:
         """The batch size of a client with `samples` samples."""
@@ -102,7 +104,13 @@ class Facts:
 
     def objective(self) -> Loss:
         """The training loss."""
-        return make_loss(self.loss, target_scale=self.target_scale, true_weight=self.true_weight)
+        return make_loss(
+            self.loss,
+            target_scale=self.target_scale,
+            true_weight=self.true_weight,
+            class_weights=self.class_weights,
+            smoothing=self.label_smoothing,
+        )
 
     def as_data(self) -> dict[str, Any]:
         """Plain data for JSON."""

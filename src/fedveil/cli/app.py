@@ -10,6 +10,7 @@ from fedveil.cli.demo import demo
 from fedveil.cli.doctor import doctor
 from fedveil.cli.flower import flower
 from fedveil.cli.inspect import inspect
+from fedveil.cli.inspect_data import inspect_data
 from fedveil.cli.keys import keys
 from fedveil.cli.ledger import ledger
 from fedveil.cli.options import Command
@@ -46,7 +47,7 @@ def top(
 
 
 for command in (
-    *(run, compare, audit, report, ledger, keys, demo, inspect),
+    *(run, compare, audit, report, ledger, keys, demo, inspect, inspect_data),
     *(schemes, models, export, predict, reproduce, doctor),
 ):
     app.command(cls=Command)(command)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from fedveil.audit.findings import Finding
     from fedveil.audit.running import Audit, Tick
 
-_DASH = "–"
-
 
 def audit(
     run: Path | None = typer.Argument(None, help="The folder of a run made with --record."),
@@ -37,6 +35,9 @@ def audit(
     seed: int = typer.Option(0, help="Seed of the attacks' own randomness."),
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
+    minutes: float | None = typer.Option(
+        None, help="Most minutes of an attack on one view; one that would take longer says so. (default: 30, quick: 10)"
+    ),
     model: flag.OwnModel = None,
     scheme: flag.OwnScheme = None,
     dataset: flag.OwnDataset = None,
@@ -82,6 +83,7 @@ def audit(
             device=device,
             out=out,
             workers=workers,
+            minutes=minutes,
             own=flag.own_code(scheme=scheme, model=model, dataset=dataset),
             say=aside,
             tick=tick,
@@ -104,22 +106,24 @@ def _refuse_nothing_but_failures(audited: Audit) -> None:
 
 
 def _show(audited: Audit) -> None:
-    from fedveil.audit.findings import CAVEAT, SHORT
+    from fedveil.audit.findings import CAVEAT, SHORT, TAKEN_OUT, by_adversary
 
-    columns = ("attack", "gets", "by chance", "unprotected", "verdict")
-    for title, findings in _by_adversary(audited.findings):
+    for title, findings in by_adversary(audited.findings).items():
+        doubled = any(finding.taken_out for finding in findings)
+        columns = ("attack", "gets", "by chance", "unprotected", *("taken out",) * doubled, "verdict")
         rows = [
             (
                 f"{finding.attack}{' *' * finding.adaptive}",
-                _figure(finding),
-                finding.shown.get("chance", _DASH),
-                finding.shown.get("unprotected", _DASH),
+                *(finding.text(figure) for figure in ("value", "chance", "unprotected")),
+                *(str(finding.taken_out),) * doubled,
                 SHORT[finding.verdict],
             )
             for finding in findings
         ]
-        table(title, columns, rows, right=(1, 2, 3), whole=(0, 1))
+        table(title, columns, rows, right=range(1, len(columns) - 1), whole=(0, 1))
     plainly("* made for this kind of protection")
+    if any(finding.taken_out for finding in audited.findings):
+        plainly(f"taken out: {TAKEN_OUT}")
     listed("In one sentence each", list(audited.adversaries.values()))
     listed("Why nothing follows from some", _reasons(audited.findings))
     plainly(CAVEAT)
@@ -129,18 +133,6 @@ def _show(audited: Audit) -> None:
         plainly("those named ….records.png show clients' samples: keep them as you keep the data")
 
 
-def _by_adversary(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Findings under who is after what, from what."""
-    from fedveil.audit.findings import NOT_TRIED
-
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
-        if finding.attack != NOT_TRIED:
-            groups.setdefault((finding.adversary, finding.asset, finding.seen), []).append(finding)
-    for (adversary, asset, seen), group in groups.items():
-        yield f"{adversary[0].upper()}{adversary[1:]}, after {asset}, from {seen}", group
-
-
 def _reasons(findings: Sequence[Finding]) -> list[str]:
     """Why some say nothing; attacks with the same reason together."""
     groups: dict[str, list[str]] = {}
@@ -148,14 +140,6 @@ def _reasons(findings: Sequence[Finding]) -> list[str]:
         if finding.reason:
             groups.setdefault(finding.reason, []).append(finding.name)
     return [f"{', '.join(names)}: {reason}" for reason, names in groups.items()]
-
-
-def _figure(finding: Finding) -> str:
-    if "value" not in finding.shown:
-        return _DASH
-    if finding.low is None or finding.high is None:
-        return finding.shown["value"]
-    return f"{finding.shown['value']} [{100 * finding.low:.0f}–{100 * finding.high:.0f}]"
 
 
 def _show_attacks(own: Sequence[str]) -> None:

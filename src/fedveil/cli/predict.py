@@ -1,4 +1,4 @@
-"""`fedveil predict`: run a server's model or an export on data; `fedveil export`: one that clients can use."""
+"""`fedveil predict`: run a server's model or an export on data; `fedveil export`: write one that others can use."""
 
 from __future__ import annotations
 
@@ -8,70 +8,110 @@ import typer
 
 from fedveil.cli import options as flag
 from fedveil.cli.tables import aside, percent, plainly
+from fedveil.errors import unknown_name
 
 
 def export(
     run: Path = typer.Argument(..., help="A run folder."),
-    out: Path = typer.Option(..., "--out", help="The file to write (.safetensors)."),
-    spread: float = typer.Option(4.0, help="Scales lie in 1/spread … spread."),
+    out: Path = typer.Option(..., "--out", help="The file to write."),
+    form: str = typer.Option(
+        "fedveil", "--format", help="fedveil (for clients), torch (state_dict of your class), or onnx (extra onnx)."
+    ),
+    spread: float = typer.Option(4.0, help="fedveil: scales lie in 1/spread … spread."),
     model: flag.OwnModel = None,
 ) -> None:
-    """Write a client-usable model: rescaled, without head noise, exact predictions, no hidden number the server's.
+    """Write a model for others to use.
 
-    [bold]Example[/bold]  fedveil export runs/a --out usable.safetensors
+    By default one that clients may have: rescaled, without head noise, exact predictions, no hidden number the
+    server's. --format torch and --format onnx write the server's own numbers, for its owner.
+
+    [bold]Examples[/bold]
+
+      fedveil export runs/a --out usable.safetensors
+
+      fedveil export runs/a --format torch --out weights.pt
     """
     from fedveil.runs.callbacks import working
-    from fedveil.runs.model_file import export_run
+    from fedveil.runs.model_file import export_onnx, export_run, export_torch
 
+    named = flag.own_code(model=model).get("model")
+    if form not in _FORMATS:
+        raise unknown_name("format", form, _FORMATS)
     with working("exporting"):
-        exported = export_run(run, out, spread=spread, model=flag.own_code(model=model).get("model"), say=aside)
-    plainly(f"wrote {out}: {percent(exported.fraction)} of the parameters rescaled; predictions equal the model's")
-    if exported.visible:
-        names = ", ".join(parameter.name for parameter in exported.visible)
-        plainly(f"visible, as in any usable model (the output is not rescaled): {names}")
+        if form == "torch":
+            folded = export_torch(run, out, model=named, say=aside)
+        elif form == "onnx":
+            export_onnx(run, out, model=named, say=aside)
+        else:
+            exported = export_run(run, out, spread=spread, model=named, say=aside)
+    if form == "fedveil":
+        plainly(f"wrote {out}: {percent(exported.fraction)} of the parameters rescaled; predictions equal the model's")
+        if exported.visible:
+            names = ", ".join(parameter.name for parameter in exported.visible)
+            plainly(f"visible, as in any usable model (the output is not rescaled): {names}")
+        return
+    plainly(f"wrote {out}: the model's own numbers, not for clients that must not know them")
+    if form == "torch" and folded:
+        plainly(
+            f"the secret ε of {len(folded)} batch normalisations went into their running variances: outputs are the "
+            "model's in evaluation mode (--bn-eps public trains with your own ε)"
+        )
+
+
+_FORMATS = ("fedveil", "torch", "onnx")
 
 
 def predict(
     model: Path = typer.Argument(..., help="A run folder, its model.safetensors, or an export."),
-    dataset: str | None = typer.Option(None, help="Data with targets. (default: the run's own)"),
-    part: str = typer.Option("test", help="test or train."),
-    inputs: Path | None = typer.Option(
-        None, "--inputs", help="Instead: a .npy file of inputs as the model takes them."
+    dataset: str | None = typer.Option(
+        None,
+        help="New data, with or without targets: a table, a folder of pictures or one of them, .npz, .npy. "
+        "(default: the run's own)",
     ),
-    out: Path | None = typer.Option(None, "--out", help="Write predictions as CSV."),
+    part: str = typer.Option("test", help="Of the run's own data: test or train."),
+    keep: list[str] = typer.Option(
+        [], help="A column of a new table that the model does not take, to stand beside the predictions; repeatable."
+    ),
+    inputs: Path | None = typer.Option(
+        None, "--inputs", help="Instead: a .npy file of inputs as the model takes them, prepared already."
+    ),
+    out: Path | None = typer.Option(None, "--out", help="Write predictions as CSV, or .parquet (extra parquet)."),
     own: flag.OwnModel = None,
 ) -> None:
     """Predict with a trained or exported model, and score it where targets are known.
 
-    Model files are plain data, whoever they come from: one that names code as its model is refused, unless you name
-    that code here (--model).
+    New data are prepared as the run prepared its own, by what the model's file says; what does not fit is refused by
+    name. Model files are plain data, whoever they come from: one that names code as its model is refused, unless you
+    name that code here (--model).
 
     [bold]Examples[/bold]
 
       fedveil predict runs/a
 
-      fedveil predict usable.safetensors --dataset digits --out predictions.csv
+      fedveil predict runs/own --dataset new-patients.csv --keep patient --out predictions.csv
 
       fedveil predict runs/own --model nets.py:build
     """
     from fedveil.runs.callbacks import working
-    from fedveil.runs.model_file import predict_dataset, predict_file, write_predictions
+    from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
 
     with working("predicting"):
         named = flag.own_code(model=own).get("model")
         if inputs is None:
-            result = predict_dataset(model, dataset=dataset, part=part, model=named, say=aside)
+            result = predict_dataset(model, dataset=dataset, part=part, keep=keep, model=named, say=aside)
         else:
             result = predict_file(model, inputs, model=named, say=aside)
+    for note in result.notes:
+        plainly(f"note: {note}")
     if out is not None:
         write_predictions(out, result)
-        plainly(f"wrote {len(result.outputs)} predictions to {out}")
+        plainly(f"wrote {len(result)} predictions to {out}")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")
     if result.mse is not None:
         figures.append(f"MSE {result.mse:.6f}")
-    plainly(f"{result.kind} model, {len(result.outputs)} samples" + "".join(f", {figure}" for figure in figures))
+    plainly(f"{result.kind} model, {len(result)} samples" + "".join(f", {figure}" for figure in figures))
     if not result.split_known:
         plainly(
             "note: an export does not tell how the run split its data; if the data has no test part of its own, this "

@@ -25,7 +25,8 @@ def run(
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
-    The folder then holds config.toml, metrics.jsonl, model.safetensors, summary.json and ledger.json.
+    What was understood of the data is said first. The folder then holds config.toml, data.json, metrics.jsonl,
+    model.safetensors, summary.json and ledger.json.
 
     [bold]Examples[/bold]
 
@@ -42,6 +43,8 @@ def run(
       fedveil run --rounds 100 --tensorboard --mlflow sqlite:///mlflow.db --out runs/t
 
       fedveil run --dataset bank.csv --target y --task regression -o depth=5 --scheme pbpfl --out runs/d
+
+      fedveil run --dataset visits.csv --target ill --group patient --site hospital --out runs/v
 
       fedveil run --scheme my_scheme.py:veil_ldp --set keep=0.2 --out runs/e
     """
@@ -81,10 +84,18 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
             rows.append(("what a client sees", f"{percent(summary['client_view_accuracy'])} test accuracy"))
         if "client_view_uncovered_accuracy" in summary:
             rows.append(("… with the noise taken off", percent(summary["client_view_uncovered_accuracy"])))
+    if "validation_accuracy" in summary:
+        rows.append(("validation accuracy", percent(summary["validation_accuracy"])))
+    if "validation_mse" in summary:
+        rows.append(("validation MSE", f"{summary['validation_mse']:.4f}"))
     if "test_mse" in summary:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
         if "client_view_mse" in summary:
             rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+    if "best" in summary:
+        best = summary["best"]
+        figure = f"{best['monitor']} {best['value']:.4f}"
+        rows.append(("best round", f"{best['round']} ({figure}): {out / 'best.safetensors'}"))
     if summary["holder"] == "clients":
         rows.append(("the model", "lives with the clients; one of them wrote it here"))
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))

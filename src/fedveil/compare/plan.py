@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import schemes
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.runs.job import located
 
 # What makes runs comparable: no scheme may have its own.
 _SHARED = frozenset(
-    "scheme seed dataset target task text group test_fraction partition alpha ratio clients simulate_dropout".split()
+    "scheme seed dataset target task text group site test_fraction validation_fraction split partition alpha ratio "
+    "clients simulate_dropout".split()
 )
 
 
@@ -136,8 +137,9 @@ def check_unchanged(cell: Cell, out: Path) -> None:
     file = out / cell.folder / "config.toml"
     if not file.exists():
         return
-    stored = RunConfig.from_mapping(RunConfig.read(file), where=str(file))
-    differ = changed(dataclasses.asdict(stored), dataclasses.asdict(cell.config))
+    stored = RunConfig.from_mapping(BEFORE | RunConfig.read(file), where=str(file))
+    config = cell.config if cell.config.clients else cell.config.with_changes(clients=stored.clients)
+    differ = changed(dataclasses.asdict(stored), dataclasses.asdict(config))
     if differ:
         raise ConfigError(
             f"{file.parent} was started with other settings: {', '.join(differ)}. Give those it was started with, or "

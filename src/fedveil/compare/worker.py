@@ -18,6 +18,7 @@ from fedveil import framing
 from fedveil.config import RunConfig
 from fedveil.errors import FedVeilError
 from fedveil.processes import channel
+from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
 
 Report = dict[str, Any]
@@ -54,28 +55,19 @@ def _work(job: Mapping[str, Any]) -> Callable[[Mapping[str, Any], Tell], dict[st
     return work
 
 
-class _Reporter:
+class _Reporter(Callback):
     """Tells of every round."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
-    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
         """Where the run stands."""
         self._tell({"kind": "begin", "round": rows[-1]["round"] if rows else 0})
 
     def round(self, row: dict[str, Any]) -> None:
         """A round's figures."""
         self._tell({"kind": "round", "row": row})
-
-    def kept(self) -> None:
-        """Nothing."""
-
-    def end(self, summary: dict[str, Any]) -> None:
-        """Nothing: the summary goes out when everybody has been told."""
-
-    def stopped(self, reason: BaseException) -> None:
-        """Nothing: the reason goes out with the failure."""
 
 
 def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
@@ -88,7 +80,8 @@ def train(job: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         tell({"kind": "say", "text": text})
 
     folder = RunFolder(job["folder"])
-    follow = [_Reporter(tell), *trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)]
+    tracked = trackers(Tracked(**job["tracked"]), folder.path, title=job["title"], say=say)
+    follow: list[Callback] = [_Reporter(tell), *tracked]
     config = RunConfig.from_mapping(job["config"], where=job["title"])
     # Named by whoever started the comparison; no file says that.
     own = {name: OwnCode(getattr(config, name)) for name in job["own"]}

@@ -11,7 +11,7 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Options, Split, Task, check_finite
-from fedveil.data.partition import Purpose, generator
-from fedveil.errors import DataError
+from fedveil.data.lazy import LazyTensor, mapped, whole
+from fedveil.data.preparation import Preparation, fit_pixels, from_bytes, laid_out, numbers_like
+from fedveil.data.splitting import Samples, split_rows
+from fedveil.errors import DataError, unknown_name
 
 _COMPRESSED = frozenset({".gz", ".xz"})
 _SMALL, _MOST_TIMES = 1 << 26, 100
@@ -73,7 +75,8 @@ def files_of(folder: Path) -> list[Path]:
 
 Array = npt.NDArray[np.generic]
 
-_CHANNELS = (1, 3, 4)
+MOST_NUMBERS = 200_000_000
+"""Pictures of more numbers than that stay bytes, and become numbers batch by batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,66 +87,74 @@ class Part:
     x: Array
     y: Array
     groups: Array | None = None
+    sites: Array | None = None
+    site_names: tuple[str, ...] = ()  # where sites are numbers that stand for them
 
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """What a reader of array files returns; without ``test`` the training part will be split."""
+    """What a reader of array files returns; what it holds no ``test`` or ``validation`` of, the training part gives."""
 
     train: Part
     test: Part | None = None
     classes: tuple[str, ...] = ()
     outputs: int | None = None
     vocabulary: int | None = None
-
-
-def split_rows(count: int, options: Options, *, where: str) -> tuple[Tensor, Tensor]:
-    """Indices of the training and of the test rows, each in the order of the file."""
-    if count < 2:
-        raise DataError(f"{where}: {count} sample(s) cannot be split into a training and a test part.")
-    held = min(max(round(count * options.test_fraction), 1), count - 1)
-    order = generator(options.seed, purpose=Purpose.SPLIT).permutation(count)
-    return torch.from_numpy(np.sort(order[held:])), torch.from_numpy(np.sort(order[:held]))
+    validation: Part | None = None
+    resized: bool = False
 
 
 def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
     """Turn the arrays of one source into a Split."""
-    parts = [arrays.train] if arrays.test is None else [arrays.train, arrays.test]
+    named = {"train": arrays.train, "test": arrays.test, "validation": arrays.validation}
+    given = {which: part for which, part in named.items() if part is not None}
+    parts = list(given.values())
     for part in parts:
         _check_counts(part)
     task, outputs, labels, targets = _targets(parts, arrays, options.task)
     image = arrays.train.x.dtype == np.uint8 and arrays.vocabulary is None
-    if arrays.vocabulary is None and any((part.x.dtype == np.uint8) != image for part in parts):
-        raise DataError(
-            f"{parts[0].origin} holds {parts[0].x.dtype}, but {parts[1].origin} {parts[1].x.dtype}. "
-            "Bytes are scaled to [0, 1] and other numbers are not: store both parts alike."
-        )
-    inputs = [_inputs(part, tokens=arrays.vocabulary is not None) for part in parts]
-    ready = [
-        Dataset(name, task, x, y, outputs, labels, _groups(part), arrays.vocabulary)
-        for part, x, y in zip(parts, inputs, targets, strict=True)
-    ]
-    if len(ready) == 1:
-        ready = [ready[0].subset(rows) for rows in split_rows(len(ready[0]), options, where=parts[0].origin)]
-    elif ready[0].input_shape != ready[1].input_shape:
-        ours, theirs = (part.input_shape for part in ready)
-        raise DataError(
-            f"{parts[0].origin} has samples of shape {ours}, but {parts[1].origin} of shape {theirs}. "
-            "Bring both parts to the same shape."
-        )
-    if image and options.normalise:
-        ready = _standardised(ready)
-    return Split(*ready)
+    for part in parts[1:]:
+        if arrays.vocabulary is None and (part.x.dtype == np.uint8) != image:
+            raise DataError(
+                f"{parts[0].origin} holds {parts[0].x.dtype}, but {part.origin} {part.x.dtype}. "
+                "Bytes are scaled to [0, 1] and other numbers are not: store both parts alike."
+            )
+    samples = [_inputs(part, tokens=arrays.vocabulary is not None) for part in parts]
+    groups, group_names = _owners(parts, "groups")
+    sites, site_names = _owners(parts, "sites")
+    ready = {
+        which: Dataset(name, task, x, y, outputs, labels, group, arrays.vocabulary, site, site_names, group_names)
+        for which, x, y, group, site in zip(given, samples, targets, groups, sites, strict=True)
+    }
+    for part, dataset in zip(parts[1:], list(ready.values())[1:], strict=True):
+        if ready["train"].input_shape != dataset.input_shape:
+            raise DataError(
+                f"{parts[0].origin} has samples of shape {ready['train'].input_shape}, but {part.origin} of shape "
+                f"{dataset.input_shape}. Bring both parts to the same shape."
+            )
+    ready = _parted(ready, options, where=parts[0].origin)
+    if image:
+        pixels = fit_pixels(ready["train"].x, standardise=options.normalise, resize=arrays.resized)
+        ready = {which: replace(part, x=mapped(part.x, pixels.standardised)) for which, part in ready.items()}
+        if sum(part.x.numel() for part in ready.values()) <= MOST_NUMBERS:
+            ready = {which: replace(part, x=whole(part.x)) for which, part in ready.items()}
+    inputs = pixels if image else numbers_like(ready["train"].x)
+    return Split(ready["train"], ready["test"], ready.get("validation"), preparation=Preparation(inputs, labels))
 
 
-def _standardised(parts: list[Dataset]) -> list[Dataset]:
-    """Every channel shifted and scaled by the mean and deviation it has in the first part."""
-    x = parts[0].x
-    # A flat row of pixels is one channel: per-pixel statistics would blow up the rim that never varies.
-    across = [0, *range(2, x.ndim)] if x.ndim > 2 else [0, 1]
-    deviation, mean = torch.std_mean(x, dim=across, correction=0, keepdim=True)
-    deviation = torch.where(deviation > 0, deviation, 1.0)
-    return [replace(part, x=part.x.sub(mean).div_(deviation)) for part in parts]
+def _parted(ready: dict[str, Dataset], options: Options, *, where: str) -> dict[str, Dataset]:
+    """The parts that are there, and those that are drawn from the training part."""
+    train = ready["train"]
+    if "validation" in ready:
+        options = replace(options, validation_fraction=0.0)
+    if "test" in ready and not options.validation_fraction:
+        return ready
+    rows = np.arange(len(train))
+    fixed = (rows, rows[:0]) if "test" in ready else None
+    drawn = split_rows(Samples(where, train.task, train.y, train.groups, train.sites), options, fixed=fixed)
+    chosen = {"train": drawn.train, "test": drawn.test, "validation": drawn.validation}
+    new = {which: train.subset(rows) for which, rows in chosen.items() if rows is not None and len(rows)}
+    return {**ready, **new}
 
 
 def _check_counts(part: Part) -> None:
@@ -151,7 +162,7 @@ def _check_counts(part: Part) -> None:
         raise DataError(f"{part.origin}: samples have shape {part.x.shape}; one row per sample is needed, (N, ...).")
     if len(part.x) == 0:
         raise DataError(f"{part.origin}: there are no samples.")
-    for what, array in (("labels", part.y), ("groups", part.groups)):
+    for what, array in (("labels", part.y), ("groups", part.groups), ("sites", part.sites)):
         if array is not None and (array.ndim == 0 or len(array) != len(part.x)):
             count = 1 if array.ndim == 0 else len(array)
             raise DataError(f"{part.origin}: {len(part.x)} samples but {count} {what}; they do not belong together.")
@@ -165,27 +176,42 @@ def _inputs(part: Part, *, tokens: bool) -> Tensor:
         if x.dtype.kind not in "iu":
             raise DataError(f"{part.origin}: token ids must be whole numbers, not {x.dtype}.")
         return torch.from_numpy(x.astype(np.int64))
-    if x.dtype == np.uint8 and x.ndim == 3:
-        x = x[:, None]
-    elif x.ndim == 4:
-        last, first = x.shape[3] in _CHANNELS, x.shape[1] in _CHANNELS
-        # Bytes are pictures, mostly channel last; other numbers are only turned when it is beyond doubt.
-        if (x.dtype == np.uint8 and (last or not first)) or (last and not first):
-            x = x.transpose(0, 3, 1, 2)
+    x = laid_out(x, None, where=part.origin)
+    if x.dtype == np.uint8:
+        return LazyTensor(lambda rows: from_bytes(x[rows.numpy()]), x.shape, dtype=torch.float32)
     with np.errstate(over="ignore"):
         ready = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
-    if x.dtype == np.uint8:
-        return ready.div_(255.0)
     check_finite(ready, what="x", where=part.origin)
     return ready
 
 
-def _groups(part: Part) -> Tensor | None:
-    if part.groups is None:
-        return None
-    if part.groups.dtype.kind not in "iu" or part.groups.ndim != 1:
-        raise DataError(f"{part.origin}: groups must be one whole number per sample.")
-    return torch.from_numpy(part.groups.astype(np.int64))
+def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[str, ...]]:
+    """The groups or sites of every part as numbers, and their names: numbers of groups are kept as they are."""
+    given: list[Array | None] = [getattr(part, what) for part in parts]
+    for part, codes in zip(parts, given, strict=True):
+        if codes is not None and (codes.dtype.kind not in "iuUS" or codes.ndim != 1):
+            raise DataError(f"{part.origin}: {what} must be one whole number or one name per sample.")
+    kinds = {codes.dtype.kind in "iu" for codes in given if codes is not None}
+    if len(kinds) > 1:
+        raise DataError(f"{parts[0].origin}: {what} are numbers in one part and names in another. Write them alike.")
+    names = parts[0].site_names if what == "sites" else ()
+    if kinds == {True} and (what == "groups" or names):
+        return [None if codes is None else torch.from_numpy(codes.astype(np.int64)) for codes in given], names
+    if kinds == {True}:
+        numbers = sorted({int(number) for codes in given if codes is not None for number in np.unique(codes)})
+        names = tuple(map(str, numbers))
+    else:
+        seen = {str(name) for codes in given if codes is not None for name in np.unique(codes).astype(np.str_)}
+        names = tuple(sorted(seen))
+        if "" in seen:
+            raise DataError(f"{parts[0].origin}: some {what} have no name. Fill them in or remove those samples.")
+    return [None if codes is None else torch.from_numpy(_positions(codes, names)) for codes in given], names
+
+
+def _positions(codes: Array, names: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    position = {name: code for code, name in enumerate(names)}
+    distinct, which = np.unique(codes, return_inverse=True)
+    return np.array([position[str(name)] for name in distinct.astype(np.str_)], np.int64)[which]
 
 
 def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task, int, tuple[str, ...], list[Tensor]]:
@@ -201,9 +227,9 @@ def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task
         raise DataError(
             f"{parts[0].origin}: {len(classes)} named classes have no order to regress on. Use task='classification'."
         )
-    if task == "regression" or (task is None and kinds[0] == "f"):
+    if task in ("regression", "multilabel") or (task is None and kinds[0] == "f"):
         values = [_values(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
-        return "regression", int(values[0].shape[1]), classes, values
+        return task or "regression", int(values[0].shape[1]), classes, values
     labels = [_labels(y, origin=part.origin) for part, y in zip(parts, raw, strict=True)]
     outputs = arrays.outputs or len(classes) or int(labels[0].max()) + 1
     for part, y in zip(parts, labels, strict=True):
@@ -250,11 +276,13 @@ def _labels(y: Array, *, origin: str) -> Tensor:
 _X = ("x", "data", "images", "features")
 _Y = ("y", "labels", "targets", "target", "label")
 _GROUPS = ("groups", "group")
+_SITES = ("sites", "site")
 _DAMAGES = (
     *(ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, TypeError, MemoryError),
     *(tokenize.TokenError, OverflowError),
 )
-TEST_NAMES = ("test", "val", "valid", "validation")
+VALIDATION_NAMES = ("val", "valid", "validation")
+TEST_NAMES = ("test", *VALIDATION_NAMES)
 
 
 def recognises(path: Path) -> bool:
@@ -262,27 +290,41 @@ def recognises(path: Path) -> bool:
     return any(file.suffix == ".npz" for file in (files_of(path) if path.is_dir() else [path]))
 
 
-def read(path: Path) -> Arrays:
-    """Read one .npz file, or train.npz and test.npz (or val.npz) of a folder."""
+def read(path: Path, options: Options) -> Arrays:
+    """Read one .npz file, or train.npz and test.npz (or val.npz, or all three) of a folder."""
     if not path.is_dir():
-        return _single(path)
+        return _single(path, options)
     files = {file.stem: file for file in files_of(path) if file.suffix == ".npz"}
     if "train" not in files:
         if len(files) == 1:
-            return _single(next(iter(files.values())))
+            return _single(next(iter(files.values())), options)
         raise DataError(
             f"{path}: {len(files)} .npz files ({', '.join(sorted(files))}), but none called train.npz. "
             "Rename them to train.npz and test.npz, or pass the path of one file."
         )
-    second = next((name for name in TEST_NAMES if name in files), None)
+    second, third = held_out_names(files)
     if second is None:
-        return _single(files["train"])
-    train, test = _lowered(read_arrays(files["train"])), _lowered(read_arrays(files[second]))
-    if _classes(train) and _classes(test) and _classes(train) != _classes(test):
-        raise DataError(
-            f"{files[second]}: its classes {_classes(test)} differ from the training part's {_classes(train)}."
-        )
-    return Arrays(_part(train, files["train"]), _part(test, files[second]), _classes(train), None, _vocabulary(train))
+        return _single(files["train"], options)
+    train = _lowered(read_arrays(files["train"]))
+    others = []
+    for name in (second, third):
+        arrays = None if name is None else _lowered(read_arrays(files[name]))
+        if arrays is not None and _classes(train) and _classes(arrays) and _classes(train) != _classes(arrays):
+            raise DataError(
+                f"{files[str(name)]}: its classes {_classes(arrays)} differ from the training part's {_classes(train)}."
+            )
+        others.append(None if arrays is None else _part(arrays, files[str(name)], options))
+    first = _part(train, files["train"], options)
+    return Arrays(first, others[0], _classes(train), None, _vocabulary(train), others[1])
+
+
+def held_out_names(present: Container[str]) -> tuple[str | None, str | None]:
+    """Which of the names that are there mean the test part, and which the validation part.
+
+    Where nothing is called test, a part called validation is what there is to test with.
+    """
+    validation = next((name for name in VALIDATION_NAMES if name in present), None)
+    return ("test", validation) if "test" in present else (validation, None)
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -332,18 +374,19 @@ def _check_header(file: IO[bytes], size: int) -> None:
         raise ValueError(f"its header announces {shape} numbers, more than are there")
 
 
-def _single(path: Path) -> Arrays:
+def _single(path: Path, options: Options) -> Arrays:
     arrays = _lowered(read_arrays(path))
-    test = next((name for name in TEST_NAMES if _find(arrays, _X, name)), None)
-    if _find(arrays, _X, "train") and test:
-        pair = _part(arrays, path, "train"), _part(arrays, path, test)
-        return Arrays(*pair, _classes(arrays), None, _vocabulary(arrays))
-    part = _part(arrays, path, "train" if _find(arrays, _X, "train") else "")
+    second, third = held_out_names({name for name in TEST_NAMES if _find(arrays, _X, name)})
+    if _find(arrays, _X, "train") and second:
+        pair = _part(arrays, path, options, "train"), _part(arrays, path, options, second)
+        validation = None if third is None else _part(arrays, path, options, third)
+        return Arrays(*pair, _classes(arrays), None, _vocabulary(arrays), validation)
+    part = _part(arrays, path, options, "train" if _find(arrays, _X, "train") else "")
     return Arrays(part, None, _classes(arrays), None, _vocabulary(arrays))
 
 
-def _part(arrays: Mapping[str, Array], path: Path, part: str = "") -> Part:
-    x, y, groups = (_find(arrays, names, part) for names in (_X, _Y, _GROUPS))
+def _part(arrays: Mapping[str, Array], path: Path, options: Options, part: str = "") -> Part:
+    x, y = (_find(arrays, names, part) for names in (_X, _Y))
     if x is None or y is None:
         of = f" of the {part} part" if part else ""
         raise DataError(
@@ -351,7 +394,30 @@ def _part(arrays: Mapping[str, Array], path: Path, part: str = "") -> Part:
             f"it holds {', '.join(arrays) or 'nothing'}. "
             "Expected x and y (or data and labels, images and labels, x_train, y_train, x_test, y_test)."
         )
-    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], arrays[groups] if groups else None)
+    groups = _owner(arrays, path, "group", options.group, _GROUPS, part)
+    sites = _owner(arrays, path, "site", options.site, _SITES, part)
+    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], groups, sites)
+
+
+def _owner(
+    arrays: Mapping[str, Array], path: Path, role: str, asked: str | None, usual: tuple[str, ...], part: str
+) -> Array | None:
+    """The array that says whose each sample is: the one that was asked for, or one of the usual name."""
+    name = _find(arrays, usual if asked is None else (asked.lower(),), part)
+    if name is None and asked is not None:
+        raise unknown_name(f"{role} array", asked, arrays, hint=f"These are the arrays of {path}.")
+    return None if name is None else arrays[name]
+
+
+def labelled(arrays: Mapping[str, Array], path: Path) -> tuple[Array, Array | None]:
+    """The samples among the arrays of a file, or its only array, and their targets where it has them."""
+    lowered = _lowered(arrays)
+    x, y = _find(lowered, _X, ""), _find(lowered, _Y, "")
+    if x is None and len(lowered) == 1:
+        x = next(iter(lowered))
+    if x is None:
+        raise DataError(f"{path}: no samples x; it holds {', '.join(arrays) or 'nothing'}.")
+    return lowered[x], None if y is None else lowered[y]
 
 
 def _find(arrays: Mapping[str, Array], names: tuple[str, ...], part: str) -> str | None:

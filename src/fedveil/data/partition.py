@@ -1,10 +1,9 @@
-"""The random draws of this package: no two purposes share a stream, whatever the seed."""
+"""Dealing samples out to clients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
@@ -13,22 +12,8 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset
+from fedveil.data.splitting import Purpose, generator
 from fedveil.errors import ConfigError, unknown_name
-
-
-class Purpose(IntEnum):
-    """What a generator is for."""
-
-    SPLIT = 1
-    PARTITION = 2
-
-
-def generator(seed: int, *, purpose: Purpose) -> np.random.Generator:
-    """The generator of ``purpose`` under ``seed``."""
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; it must be 0 or a positive whole number.")
-    return np.random.default_rng([seed, int(purpose)])
-
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -64,6 +49,7 @@ def partition(
       ``ratio`` times the samples of the first.
     - ``group``: whole groups of ``dataset.groups``, so that sizes are balanced; one each where there are as
       many clients as groups.
+    - ``site``: the same by ``dataset.sites``; one client each is the hospital's, the bank's.
     - ``replacement``: every client draws with replacement, at least 8 samples; the only way that allows
       more clients than samples, and the only one that is not a partition in the strict sense.
 
@@ -93,6 +79,24 @@ def partition(
         )
     deal = _Deal(dataset, clients, alpha, ratio, generator(seed, purpose=Purpose.PARTITION))
     return [torch.from_numpy(np.sort(rows)) for rows in _WAYS[how](deal)]
+
+
+def owners_of(dataset: Dataset, how: str) -> int:
+    """How many clients there are where each has one site, or one group, of its own."""
+    codes = {"group": dataset.groups, "site": dataset.sites}.get(how)
+    if codes is None:
+        raise ConfigError(f"Say how many clients there are: partition {how!r} of {dataset.name!r} does not.")
+    return len(torch.unique(codes))
+
+
+def client_names(dataset: Dataset, parts: Sequence[Tensor], how: str) -> tuple[str, ...]:
+    """What clients are called: as their site or group, where each has one of its own; else nothing."""
+    codes = {"group": dataset.groups, "site": dataset.sites}.get(how)
+    if codes is None or len(torch.unique(codes)) != len(parts):
+        return ()
+    names = {"group": dataset.group_names, "site": dataset.site_names}[how]
+    owners = [int(codes[rows[0]]) for rows in parts]
+    return tuple(names[owner] if names else str(owner) for owner in owners)
 
 
 def _iid(deal: _Deal) -> list[Indices]:
@@ -137,15 +141,28 @@ def _size(deal: _Deal) -> list[Indices]:
 
 
 def _group(deal: _Deal) -> list[Indices]:
-    if deal.dataset.groups is None:
+    return _whole(deal, deal.dataset.groups, "group")
+
+
+def _site(deal: _Deal) -> list[Indices]:
+    return _whole(deal, deal.dataset.sites, "site")
+
+
+def _whole(deal: _Deal, codes: Tensor | None, what: str) -> list[Indices]:
+    """Whole groups or sites, each to one client."""
+    if codes is None:
         raise ConfigError(
-            f"partition 'group' needs to know the group of each sample, and {deal.dataset.name!r} has none. "
-            "Name a column with group=... when loading, or use 'iid', 'dirichlet' or 'size'."
+            f"partition {what!r} needs to know the {what} of each sample, and {deal.dataset.name!r} has none. "
+            f"Name a column with {what}=... when loading, or use 'iid', 'dirichlet' or 'size'."
         )
-    groups = deal.dataset.groups.cpu().numpy()
+    groups = codes.cpu().numpy()
     names, sizes = np.unique(groups, return_counts=True)
     if deal.clients > len(names):
-        raise ConfigError(f"{deal.clients} clients but only {len(names)} groups. Use at most {len(names)} clients.")
+        held = " Whole groups are held out, too: to hold out rows of every client, name the column as the site."
+        raise ConfigError(
+            f"{deal.clients} clients but only {len(names)} {what}s to train on. Use at most {len(names)} clients."
+            f"{held if what == 'group' else ''}"
+        )
     owner = np.arange(len(names))
     if deal.clients < len(names):
         load = np.zeros(deal.clients, np.int64)
@@ -170,5 +187,6 @@ _WAYS: dict[str, Callable[[_Deal], list[Indices]]] = {
     "dirichlet": _dirichlet,
     "size": _size,
     "group": _group,
+    "site": _site,
     "replacement": _replacement,
 }

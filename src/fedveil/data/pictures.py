@@ -9,17 +9,30 @@ numbers), and what is made of the bytes is bounded by the file's own length.
 
 from __future__ import annotations
 
+import errno
 import math
 import pickletools
 import re
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedveil.data.arrays import TEST_NAMES, Array, Arrays, Part, files_of, largest_of, read_arrays, read_bytes
+from fedveil.data.arrays import (
+    TEST_NAMES,
+    Array,
+    Arrays,
+    Part,
+    files_of,
+    held_out_names,
+    largest_of,
+    read_arrays,
+    read_bytes,
+)
 from fedveil.errors import DataError, missing_extra
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
@@ -427,41 +440,56 @@ def _class_names(folder: Path, classes: int, *, binary: bool) -> tuple[str, ...]
 _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow goes by content, not by name, and hands PostScript to another program.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+_BILINEAR = 2  # Pillow's number for it; averages over all pixels where a picture shrinks
+_MOST_IN_MEMORY = 1 << 30
 
 
 def is_pictures(path: Path) -> bool:
     """Whether this folder holds class folders with pictures, directly or under train."""
-    return path.is_dir() and (bool(_class_folders(path)) or bool(_class_folders(path / "train")))
+    return path.is_dir() and (bool(class_folders(path)) or bool(class_folders(path / "train")))
 
 
-def read_pictures(path: Path) -> Arrays:
-    """Read PATH/{train,test|val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too."""
-    decode = _decoder()
-    if not _class_folders(path / "train"):
-        classes = _class_folders(path)
-        return Arrays(_picture_part(path, classes, decode), None, tuple(classes))
-    held = next((path / name for name in TEST_NAMES if _class_folders(path / name)), None)
-    classes = _class_folders(path / "train")
-    train = _picture_part(path / "train", classes, decode)
-    if held is None:
-        return Arrays(train, None, tuple(classes))
-    if set(_class_folders(held)) != set(classes):
-        odd = sorted(set(_class_folders(held)) ^ set(classes))
-        raise DataError(
-            f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
-        )
-    return Arrays(train, _picture_part(held, _class_folders(held), decode), tuple(classes))
+def read_pictures(path: Path, *, size: int | None = None) -> Arrays:
+    """Read PATH/{train,test,val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too.
+
+    With a `size`, every picture is resized to so many pixels a side.
+    """
+    decode = decoder(None if size is None else (size, size))
+    resized = size is not None
+    if not class_folders(path / "train"):
+        classes = class_folders(path)
+        return Arrays(_picture_part(path, classes, decode, resized=resized), None, tuple(classes), resized=resized)
+    second, third = held_out_names({name for name in TEST_NAMES if class_folders(path / name)})
+    classes = class_folders(path / "train")
+    parts = [_picture_part(path / "train", classes, decode, resized=resized)]
+    for held in (path / name for name in (second, third) if name is not None):
+        if set(class_folders(held)) != set(classes):
+            odd = sorted(set(class_folders(held)) ^ set(classes))
+            raise DataError(
+                f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
+            )
+        parts.append(_picture_part(held, class_folders(held), decode, resized=resized))
+    train, test, validation = (*parts, None, None)[:3]
+    assert train is not None
+    return Arrays(train, test, tuple(classes), resized=resized, validation=validation)
 
 
-def _class_folders(path: Path) -> dict[str, list[Path]]:
+def class_folders(path: Path) -> dict[str, list[Path]]:
+    """The pictures of every folder in `path` that holds some, by its name."""
     if not path.is_dir():
         return {}
     folders = sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    pictures = {folder.name: [f for f in files_of(folder) if f.suffix.lower() in _ENDINGS] for folder in folders}
+    pictures = {folder.name: [file for file in files_of(folder) if is_picture(file)] for folder in folders}
     return {name: files for name, files in pictures.items() if files}
 
 
-def _decoder() -> Callable[[Path], Array]:
+def is_picture(file: Path) -> bool:
+    """Whether the name is that of a picture."""
+    return file.suffix.lower() in _ENDINGS
+
+
+def decoder(size: tuple[int, int] | None = None) -> Callable[[Path], Array]:
+    """What reads a picture's bytes, of shape (height, width) or (height, width, 3), resized to a (width, height)."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -473,34 +501,59 @@ def _decoder() -> Callable[[Path], Array]:
                 pixels = picture.width * picture.height * len(picture.getbands())
                 if pixels > largest_of(path.stat().st_size):
                     raise ValueError(f"{picture.width}×{picture.height} pixels, too many for its size")
-                grey = picture.mode in ("1", "L", "LA")
-                return np.asarray(picture.convert("L" if grey else "RGB"))
+                return as_array(picture, size)
         except Exception as error:  # each format has its own ways to fail on a damaged picture
             raise DataError(f"{path}: not a readable picture ({error}).") from error
 
     return decode
 
 
-def _picture_part(path: Path, classes: dict[str, list[Path]], decode: Callable[[Path], Array]) -> Part:
-    pictures: list[Array] = []
-    labels: list[int] = []
-    first: Path | None = None
-    left = largest_of(sum(file.stat().st_size for files in classes.values() for file in files))
-    for code, files in enumerate(classes.values()):
-        for file in files:
-            picture = decode(file)
-            first = first or file
-            if pictures and picture.shape[:2] != pictures[0].shape[:2]:
-                ours, theirs = (f"{shape[1]}×{shape[0]}" for shape in (pictures[0].shape, picture.shape))
-                raise DataError(
-                    f"{file}: {theirs} pixels, but {first} has {ours}. "
-                    "Bring all pictures to one size first (for example with Pillow's Image.resize)."
-                )
-            left -= picture.nbytes
-            if left < 0:
-                raise DataError(f"{path}: its pictures are too large for the size of their files. Do not trust them.")
-            pictures.append(picture)
-            labels.append(code)
-    if any(picture.ndim == 3 for picture in pictures):
-        pictures = [np.stack([p] * 3, axis=-1) if p.ndim == 2 else p for p in pictures]
-    return Part(str(path), np.stack(pictures), np.array(labels, np.int64))
+def as_array(picture: Any, size: tuple[int, int] | None) -> Array:
+    """A Pillow picture as bytes: grey ones in one channel, all others in three; resized to a (width, height)."""
+    plain = picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB")
+    return np.asarray(plain if size in (None, plain.size) else plain.resize(size, _BILINEAR))
+
+
+def _picture_part(
+    path: Path, classes: dict[str, list[Path]], decode: Callable[[Path], Array], *, resized: bool
+) -> Part:
+    """All pictures as bytes, in one array that is made once the first picture tells its size."""
+    named = [(code, file) for code, files in enumerate(classes.values()) for file in files]
+    most = math.inf if resized else largest_of(sum(file.stat().st_size for _, file in named))
+    pixels: Array = np.empty(0, np.uint8)
+    for place, (_, file) in enumerate(named):
+        picture = decode(file)
+        coloured = picture.ndim == 3
+        if place == 0:
+            pixels = _room(path, (len(named), *picture.shape), most)
+        if picture.shape[:2] != pixels.shape[1:3]:
+            ours, theirs = (f"{width}×{height}" for height, width in (pixels.shape[1:3], picture.shape[:2]))
+            raise DataError(
+                f"{file}: {theirs} pixels, but {named[0][1]} has {ours}. "
+                "Have them resized as they are read (--picture-size 64), or bring them to one size first."
+            )
+        if coloured and pixels.ndim == 3:  # the first one in colour
+            grey, pixels = pixels, _room(path, (*pixels.shape, 3), most)
+            pixels[:place] = grey[:place, ..., None]
+        pixels[place] = picture if coloured == (pixels.ndim == 4) else picture[..., None]
+    return Part(str(path), pixels, np.array([code for code, _ in named], np.int64))
+
+
+def _room(path: Path, shape: tuple[int, ...], most: float) -> Array:
+    """An array of bytes; a large one lies in a file that is gone with the process, so that memory need not hold it."""
+    size = math.prod(shape)
+    if size > most:
+        raise DataError(f"{path}: its pictures are too large for the size of their files. Do not trust them.")
+    if size <= _MOST_IN_MEMORY:
+        return np.empty(shape, np.uint8)
+    try:
+        free = shutil.disk_usage(tempfile.gettempdir()).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"{free >> 20} MiB are free")
+        return np.memmap(tempfile.TemporaryFile(), np.uint8, "w+", shape=shape)
+    except OSError as error:
+        raise DataError(
+            f"{path}: its pictures take {size >> 20} MiB in {tempfile.gettempdir()}, where they cannot be kept "
+            f"({error.strerror}). Let the environment variable TMPDIR name a folder with more room, or make the "
+            "pictures smaller."
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -12,23 +13,38 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedveil.data import arrays as npz
-from fedveil.data import pictures, tabular
+from fedveil.data import pictures, sites, tabular
 from fedveil.data.arrays import Arrays, Part, assemble, plain_name
-from fedveil.data.dataset import Options, Split, Task
+from fedveil.data.dataset import How, Options, Split, Task
+from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
 from fedveil.own_code import OwnCode, load_callable, refuse_code
 
 
 def digits(options: Options) -> Split:
     """1,797 handwritten digits of 8×8 pixels in [0, 1]."""
+    rows = _stored_digits()
+    x = (rows[:, :-1].reshape(-1, 1, 8, 8) / 16.0).astype(np.float32)
+    names = tuple(map(str, range(10)))
+    return assemble(Arrays(Part("digits", x, rows[:, -1].astype(np.int64)), classes=names), options, name="digits")
+
+
+def _stored_digits() -> NDArray[np.float64]:
+    """64 pixels and a label for each digit, as scikit-learn stores them.
+
+    Its file is read here where it can be found: importing the package takes longer than training on it.
+    """
+    package = importlib.util.find_spec("sklearn")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz" if package and package.origin else None
+    if file is not None and file.is_file():
+        return np.loadtxt(file, delimiter=",")
     from sklearn.datasets import load_digits
 
     stored = load_digits()
-    x = (stored.images / 16.0).astype(np.float32)[:, None]
-    names = tuple(str(name) for name in stored.target_names)
-    return assemble(Arrays(Part("digits", x, stored.target), classes=names), options, name="digits")
+    return np.column_stack([stored.data, stored.target])
 
 
 def breast_cancer(options: Options) -> Split:
@@ -42,7 +58,10 @@ def breast_cancer(options: Options) -> Split:
     if not options.normalise:
         return split
     deviation, mean = torch.std_mean(split.train.x, dim=0, correction=0)
-    return Split(*(replace(part, x=(part.x - mean) / deviation) for part in (split.train, split.test)))
+    inputs = replace(numbers_like(split.train.x), mean=tuple(mean.tolist()), deviation=tuple(deviation.tolist()))
+    parts = {which: replace(part, x=inputs.standardised(part.x)) for which, part in split.parts.items()}
+    preparation = Preparation(inputs, names)
+    return Split(parts["train"], parts["test"], parts.get("validation"), preparation=preparation)
 
 
 EMBEDDED: dict[str, Callable[[Options], Split]] = {"digits": digits, "breast-cancer": breast_cancer}
@@ -52,8 +71,9 @@ _OURS = frozenset(EMBEDDED)
 def source(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Register a function of your own as a data set, by a name that `dataset` then takes.
 
-    It is called with those of test_fraction, seed, target, task, text and group that its signature has, and gives a
-    `Split`; or x and y, of which a part is held out; or (x, y) to train and (x, y) to test, as arrays or tensors.
+    It is called with those of test_fraction, validation_fraction, split, seed, target, task, text, group, site and
+    picture_size that its signature has, and gives a `Split`; or x and y, of which a part is held out, also x, y and the
+    samples' groups; or (x, y) to train and (x, y) to test, as arrays or tensors.
     """
 
     def register(function: Callable[..., object]) -> Callable[..., object]:
@@ -77,21 +97,32 @@ def _called(function: Callable[..., object], name: str, options: Options) -> Spl
         raise DataError(f"Data {name!r}: the function raised {type(error).__name__}: {error}") from error
     if isinstance(given, Split):
         return given
-    for option in ("target", "text", "group"):
+    for option in ("target", "text", "group", "site"):
         if option not in parameters and getattr(options, option) is not None:
             raise ConfigError(f"{option} names a CSV column, and the function of {name!r} does not ask for it.")
-    pairs = given if _is_pair(given) and all(map(_is_pair, given)) else (given,)
-    if not all(map(_is_pair, pairs)):
+    if "picture_size" not in parameters:
+        options.refuse_picture_size(repr(name))
+    pairs = given if _is_pair(given) and all(map(_is_samples, given)) else (given,)
+    if not all(map(_is_samples, pairs)):
         raise DataError(
-            f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), or (x, y) to "
-            "train and (x, y) to test."
+            f"Data {name!r}: the function gave {type(given).__name__}, not a fedveil.data.Split, (x, y), "
+            "(x, y, groups), or (x, y) to train and (x, y) to test."
         )
-    parts = [Part(name, *(np.asarray(array) for array in pair)) for pair in pairs]
+    parts = [_part_of(name, *(np.asarray(array) for array in samples)) for samples in pairs]
     return assemble(Arrays(parts[0], parts[1] if len(parts) == 2 else None), options, name=name)
+
+
+def _part_of(name: str, x: npz.Array, y: npz.Array, groups: npz.Array | None = None) -> Part:
+    return Part(name, x, y, groups)
 
 
 def _is_pair(given: object) -> bool:
     return isinstance(given, tuple | list) and len(given) == 2
+
+
+def _is_samples(given: object) -> bool:
+    """Inputs and targets, and perhaps the samples' groups."""
+    return isinstance(given, tuple | list) and len(given) in (2, 3)
 
 
 @dataclass(frozen=True)
@@ -100,38 +131,91 @@ class _Layout:
     recognises: Callable[[Path], bool]
     load: Callable[[Path, Options, str], Split]
     by_folder: bool = False  # one of the files stands for all of its folder
+    read: Callable[[Path, Options], Arrays] | None = None  # of arrays; None: of a table
+    resizes: bool = False
 
 
-def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path, Options, str], Split]:
+def _of_arrays(
+    read: Callable[[Path, Options], Arrays], what: str, recognises: Callable[[Path], bool], **more: bool
+) -> _Layout:
     def load_arrays(path: Path, options: Options, name: str) -> Split:
-        options.refuse_columns(name)
-        return assemble(read(path), options, name=name)
+        return assemble(read(path, options), options, name=name)
 
-    return load_arrays
+    return _Layout(what, recognises, load_arrays, read=read, **more)
+
+
+def _read_idx(path: Path, options: Options) -> Arrays:
+    options.refuse_columns(_name(path))
+    return pictures.read_idx_folder(path)
+
+
+def _read_cifar(path: Path, options: Options) -> Arrays:
+    options.refuse_columns(_name(path))
+    return pictures.read_cifar(path)
+
+
+def _read_archive(path: Path, options: Options) -> Arrays:
+    replace(options, group=None, site=None).refuse_columns(_name(path))
+    return npz.read(path, options)
+
+
+def _read_pictures(path: Path, options: Options) -> Arrays:
+    options.refuse_columns(_name(path))
+    return pictures.read_pictures(path, size=options.picture_size)
 
 
 # The first that recognises the path reads it: the more particular a layout, the earlier it is asked.
 _LAYOUTS = (
-    _Layout(
-        "idx files (train-images-idx3-ubyte[.gz], …)",
-        pictures.is_idx,
-        _of_arrays(pictures.read_idx_folder),
-        by_folder=True,
-    ),
-    _Layout(
+    _of_arrays(_read_idx, "idx files (train-images-idx3-ubyte[.gz], …)", pictures.is_idx, by_folder=True),
+    _of_arrays(
+        _read_cifar,
         "CIFAR batches (data_batch_1[.bin], test_batch[.bin]; train[.bin], test[.bin])",
         pictures.is_cifar,
-        _of_arrays(pictures.read_cifar),
         by_folder=True,
     ),
-    _Layout(".npz with x and y, or train.npz and test.npz", npz.recognises, _of_arrays(npz.read)),
-    _Layout(
+    _of_arrays(_read_archive, ".npz with x and y, or train.npz and test.npz", npz.recognises),
+    _of_arrays(
+        _read_pictures,
         "picture folders (train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png)",
         pictures.is_pictures,
-        _of_arrays(pictures.read_pictures),
+        resizes=True,
     ),
-    _Layout("CSV with a header (one .csv[.gz|.xz], or train.csv and test.csv)", tabular.recognises, tabular.load_table),
+    _Layout(
+        "tables with a header (one .csv[.gz|.xz] or .parquet, or train.csv and test.csv)",
+        tabular.recognises,
+        tabular.load_table,
+    ),
 )
+
+
+def _layout_of(path: Path) -> _Layout | None:
+    return next((layout for layout in _LAYOUTS if layout.recognises(path)), None)
+
+
+def _is_sites(path: Path) -> bool:
+    """Whether every folder in this folder is in a layout that is read alone too."""
+    folders = sites.folders_of(path)
+    return len(folders) > 1 and all(_layout_of(folder) is not None for folder in folders.values())
+
+
+def _load_sites(path: Path, options: Options, name: str) -> Split:
+    folders = sites.folders_of(path)
+    layouts = {site: _layout_of(folder) for site, folder in folders.items()}
+    if len(set(layouts.values())) > 1:
+        kinds = "; ".join(f"{site}: {layout.what}" for site, layout in layouts.items() if layout is not None)
+        raise DataError(f"{path}: its sites are stored in different ways ({kinds}). Bring them to one layout.")
+    layout = next(iter(layouts.values()))
+    assert layout is not None
+    read = layout.read
+    if read is not None:
+        given = {site: read(folder, options) for site, folder in folders.items()}
+        return assemble(sites.joined_arrays(given, where=path), options, name=name)
+    tables = {site: tabular.read_tables(folder) for site, folder in folders.items()}
+    table, fixed, options = sites.joined_tables(tables, options, where=path)
+    return tabular.encode(table, fixed, options, name, where=path)
+
+
+_SITES = _Layout("one folder a site, each in one of these layouts", _is_sites, _load_sites)
 
 
 def load(
@@ -146,6 +230,10 @@ def load(
     max_tokens: int = 200,
     vocabulary: int = 10_000,
     normalise: bool = True,
+    picture_size: int | None = None,
+    site: str | None = None,
+    split: How = "auto",
+    validation_fraction: float = 0.0,
 ) -> Split:
     """Load samples to train and to test with.
 
@@ -156,14 +244,21 @@ def load(
         test_fraction: How much is held out where the source has no test part of its own.
         seed: What draws the held-out samples.
         text: The column of a CSV table to learn from, alone.
-        group: The column of a CSV table that says which samples belong together.
+        group: The column of a CSV table, or the array of an .npz file, that says which samples belong together: those
+            of one patient or writer. No two parts share a group.
         max_tokens: How many ids a text has at most.
         vocabulary: How many different ids there are.
         normalise: Whether pictures stored as bytes are standardised per channel and numeric columns each, by
             statistics of the training part; arrays of floating-point numbers are taken as they are.
+        picture_size: The pixels a side to which pictures of a folder are resized. (None: all must have one size.)
+        site: The column or array that says where samples are from: each site holds out samples of its own.
+        split: How samples are held out. stratified: with the classes in equal shares; random: without; rows: row by
+            row, whatever belongs together; auto: stratified where samples have groups or sites, else random.
+        validation_fraction: How much of the samples is held out to validate by, beside the test part.
 
     Returns:
-        The training part and the test part.
+        The training part, the test part, and the validation part where there is one; in `preparation` what was done to
+        the raw samples.
 
     Raises:
         DataError: The source cannot be read, or holds no known layout.
@@ -179,20 +274,27 @@ def load(
         max_tokens=max_tokens,
         vocabulary=vocabulary,
         normalise=normalise,
+        picture_size=picture_size,
+        site=site,
+        split=split,
+        validation_fraction=validation_fraction,
     )
     if isinstance(source, OwnCode):
         return _called(load_callable(source, what="data"), source.rpartition(":")[2], options)
     if isinstance(source, str) and source in EMBEDDED:
         if source in _OURS:
             options.refuse_columns(source)
+            options.refuse_picture_size(source)
         return EMBEDDED[source](options)
     refuse_code(str(source), what="dataset")
     path = Path(source).expanduser()
     if not str(source) or not _is_there(path):
         raise _absent(str(source)[:200])
-    for layout in _LAYOUTS:
+    for layout in (*_LAYOUTS, _SITES):
         if layout.recognises(path):
             place = path.parent if layout.by_folder and path.is_file() else path
+            if not layout.resizes:
+                options.refuse_picture_size(str(place))
             try:
                 return layout.load(place, options, _name(place))
             except FedVeilError:
@@ -200,12 +302,12 @@ def load(
             except Exception as error:  # whatever a stranger's file makes a reader run into
                 said = " ".join(str(error).split())[:200]
                 raise DataError(f"{place}: cannot be read ({type(error).__name__}: {said}).") from error
-    known = "; ".join(layout.what for layout in _LAYOUTS)
+    known = "; ".join(layout.what for layout in (*_LAYOUTS, _SITES))
     raise DataError(f"{path}: holds no layout that can be read. Looked for: {known}.")
 
 
 def _name(path: Path) -> str:
-    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz")
+    return plain_name(path.resolve()).removesuffix(".csv").removesuffix(".npz").removesuffix(".parquet")
 
 
 def _is_there(path: Path) -> bool:

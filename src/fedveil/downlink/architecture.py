@@ -12,6 +12,7 @@ client can send them up.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -268,6 +269,12 @@ class Architecture:
     def size(self) -> int:
         """Number of scalar parameters."""
         return self.parameters.length
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the model's author froze."""
+        masks = self.parameters.split(self.trainable.cpu())
+        return frozenset(name for name, mask in masks.items() if not bool(mask.any()))
 
     @property
     def statistics_sizes(self) -> list[tuple[str, int]]:

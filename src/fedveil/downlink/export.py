@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedveil.downlink.architecture import (
     Architecture,
     VectorBatchNorm,
+    VectorNorm,
     Weights,
     assemble,
     load_epsilon,
@@ -149,6 +150,49 @@ def exported_architecture(model: nn.Module, shape: ExportShape) -> nn.Module:
     for path, (outputs, features) in shape.shifted.items():
         _replace(module, path, ShiftedLinear(features, outputs))
     return module.eval()
+
+
+def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """A copy of `model`, with torch's own layers, that computes what `trained` does in evaluation mode.
+
+    A stock layer has one ε, its owner's. Where training drew others, a batch normalisation takes the difference into
+    its running variance, which stands beside ε under the same root; the other layers have nothing to take it.
+
+    Args:
+        model: The network as its owner built it.
+        trained: The same with vector ε (`with_vector_norms`) and trained values.
+
+    Returns:
+        The copy, and the paths of those batch normalisations.
+
+    Raises:
+        ConfigError: Some other layer has an ε that is not its class's.
+    """
+    module = copy.deepcopy(model).eval()
+    values = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+    folded, lost = [], []
+    with torch.no_grad():
+        for name, target in (*module.named_parameters(), *module.named_buffers()):
+            if name in values:  # all but the batches that stock layers count, and nobody reads
+                target.copy_(values[name])
+        for path, norm in trained.named_modules():
+            if not isinstance(norm, VectorNorm):
+                continue
+            own = module.get_submodule(path)
+            if bool((norm.epsilon == torch.full_like(norm.epsilon, float(own.eps))).all()):  # type: ignore[arg-type]
+                continue
+            if isinstance(norm, VectorBatchNorm) and norm.track:
+                own.running_var.add_(norm.epsilon - float(own.eps))  # type: ignore[operator, arg-type]
+                folded.append(path)
+            else:
+                lost.append(path)
+    if lost:
+        raise ConfigError(
+            f"The ε of {', '.join(lost[:4])} was drawn in secret for each group (--bn-eps secret, the default), and "
+            "torch's own GroupNorm, LayerNorm and InstanceNorm have a single one: no state_dict of the network's own "
+            "class gives the same outputs. Train with --bn-eps public, or write ONNX (`fedveil export --format onnx`)."
+        )
+    return module, tuple(folded)
 
 
 _SAMPLES = 3

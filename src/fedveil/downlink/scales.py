@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ PINNED = 0
 
 def broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Both arrays expanded to their common shape."""
-    shape = torch.broadcast_shapes(left.shape, right.shape)  # type: ignore[no-untyped-call]
+    shape = np.broadcast_shapes(left.shape, right.shape)  # torch's own loads a second's worth of symbolic algebra
     return left.expand(shape), right.expand(shape)
 
 

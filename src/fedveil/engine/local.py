@@ -16,7 +16,7 @@ from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
-from fedveil.work.messages import ClientData
+from fedveil.work.messages import ClientData, Source
 
 _AT_ONCE = 512
 _LOG = logging.getLogger(__name__)
@@ -45,9 +45,12 @@ class ClientPool:
         return ClientPool(tuple(ClientData(k, x, y, rows.to(x.device)) for k, rows in enumerate(parts)))
 
     @staticmethod
-    def separate(pairs: Sequence[tuple[Tensor, Tensor]]) -> ClientPool:
-        """Clients with tensors of their own; refuses NaN and infinity, naming client and sample."""
-        for number, (x, y) in enumerate(pairs):
+    def separate(parties: Sequence[tuple[Tensor, Tensor] | Source]) -> ClientPool:
+        """Clients with samples of their own; of tensors, refuses NaN and infinity, naming client and sample."""
+        for number, party in enumerate(parties):
+            if not isinstance(party, tuple):
+                continue
+            x, y = party
             if len(x) != len(y):
                 raise DataError(f"Client {number} has {len(x)} inputs but {len(y)} targets.")
             for what, tensor in (("input", x), ("target", y)):
@@ -60,7 +63,12 @@ class ClientPool:
                     raise DataError(
                         f"Client {number}, sample {bad}: the {what} holds NaN or infinity. Clean it before training."
                     )
-        return ClientPool(tuple(ClientData(k, x, y) for k, (x, y) in enumerate(pairs)))
+        return ClientPool(
+            tuple(
+                ClientData(k, *party) if isinstance(party, tuple) else ClientData.reading(k, party)
+                for k, party in enumerate(parties)
+            )
+        )
 
     def __len__(self) -> int:
         return len(self.clients) or self.elsewhere

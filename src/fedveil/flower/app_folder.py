@@ -51,7 +51,10 @@ def settings_of(run_config: Mapping[str, Value]) -> tuple[RunConfig, Extras]:
     """The settings and extras of a run from Flower's flattened run configuration; every mistake is named."""
     merged = merged_settings(run_config)
     extras = {name: merged.pop(name) for name in _EXTRAS if name in merged}
-    return RunConfig.from_mapping(merged, where=_WHERE), _extras_of(extras)
+    config = RunConfig.from_mapping(merged, where=_WHERE)
+    if not config.clients:
+        raise ConfigError("On Flower, data stay with the clients: say how many there are (--clients).")
+    return config, _extras_of(extras)
 
 
 def merged_settings(run_config: Mapping[str, Value]) -> dict[str, Any]:

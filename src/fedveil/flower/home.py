@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,13 +21,14 @@ from torch import Tensor
 from fedveil.config import RunConfig, toml_of
 from fedveil.crypto.keys import Roster
 from fedveil.data import Dataset
+from fedveil.data.dataset import Task, check_labels
 from fedveil.data.sources import EMBEDDED
 from fedveil.errors import ConfigError, DataError, unknown_name
 from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.own_code import OwnCode, load_file
-from fedveil.runs.job import ModelFacts, dealt, dtype_of, loaded, read_policy, read_roster
+from fedveil.runs.job import ModelFacts, dealt, device_of, dtype_of, loaded, read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
 from fedveil.work.messages import ClientData
 
@@ -301,13 +302,14 @@ class Described:
 
     facts: ModelFacts
     test: Dataset | None
+    validation: Dataset | None = None
 
 
 def described(config: RunConfig, module: str) -> Described:
     """The server's side: the app's own module (FACTS, test()), or the data set that the settings name."""
     if not module:
         split = loaded(config)
-        return Described(ModelFacts.of(config, split.train), split.test)
+        return Described(ModelFacts.of(config, split.train), split.test, split.validation)
     try:
         code = importlib.import_module(module)
     except Exception as reason:
@@ -315,7 +317,7 @@ def described(config: RunConfig, module: str) -> Described:
             f"The app's module {module!r} cannot be imported: {type(reason).__name__}: {reason}"
         ) from reason
     facts = _given_facts(config, code, module)
-    return Described(facts, _given_test(code, facts, module))
+    return Described(facts, _given_part(code, facts, module, "test"), _given_part(code, facts, module, "validation"))
 
 
 def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path | None) -> ClientData:
@@ -329,7 +331,7 @@ def own_data(config: RunConfig, facts: ModelFacts, *, client: int, loader: Path 
             raise DataError(
                 f"the run names the data set {config.dataset!r}, which is not embedded, and client.toml names no loader"
             )
-        train = loaded(config).train.to(dtype=dtype_of(config), device=torch.device(config.device))
+        train = loaded(config).train.to(dtype=dtype_of(config), device=device_of(config))
         rows = dealt(config, train)[client].to(train.x.device)
         data = ClientData(client, train.x[rows], train.y[rows])
         own = ModelFacts.of(config, train)
@@ -357,6 +359,8 @@ def _check(data: ClientData, facts: ModelFacts) -> None:
             raise DataError(f"the targets are not class numbers from 0 to {facts.outputs - 1}")
     elif not y.is_floating_point() or tuple(y.shape[1:]) != (facts.outputs,):
         raise DataError(f"the targets are not {facts.outputs} numbers per sample")
+    elif facts.task == "multilabel":
+        check_labels(y, where="the targets")
     if facts.vocabulary is not None and (
         x.dtype != torch.int64 or int(x.min()) < 0 or int(x.max()) >= facts.vocabulary
     ):
@@ -368,27 +372,29 @@ def _given_facts(config: RunConfig, code: ModuleType, where: str) -> ModelFacts:
     known = {"input_shape", "outputs", "task", "vocabulary", "labels"}
     if not isinstance(given, dict) or not {"input_shape", "outputs", "task"} <= given.keys() <= known:
         raise ConfigError(
-            f"{where} must say FACTS = dict(input_shape=(…), outputs=…, task='classification' or 'regression'), and "
-            "may add vocabulary and labels."
+            f"{where} must say FACTS = dict(input_shape=(…), outputs=…, task='classification', 'regression' or "
+            "'multilabel'), and may add vocabulary and labels."
         )
     shape, outputs, task = given["input_shape"], given["outputs"], given["task"]
     if not all(type(size) is int and size > 0 for size in (*shape, outputs)):
         raise ConfigError(f"{where}: input_shape and outputs must be positive whole numbers.")
-    if task not in ("classification", "regression"):
-        raise ConfigError(f"{where}: task must be classification or regression (got {task!r}).")
+    if task not in get_args(Task):
+        raise ConfigError(f"{where}: task must be one of {', '.join(get_args(Task))} (got {task!r}).")
     labels = tuple(given.get("labels", ()))
     return ModelFacts(config.model, config.model_options, tuple(shape), outputs, task, given.get("vocabulary"), labels)
 
 
-def _given_test(code: ModuleType, facts: ModelFacts, where: str) -> Dataset | None:
-    load = getattr(code, "test", None)
+def _given_part(code: ModuleType, facts: ModelFacts, where: str, part: str) -> Dataset | None:
+    load = getattr(code, part, None)
     pair = None if load is None else load()
     if pair is None:
         return None
-    x, y = _pair(pair, facts.task, where=f"{where}.test()")
+    x, y = _pair(pair, facts.task, where=f"{where}.{part}()")
     if tuple(x.shape[1:]) != facts.input_shape:
-        raise DataError(f"{where}.test() gives samples of shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}.")
-    return Dataset("test", facts.task, x, y, outputs=facts.outputs, vocabulary=facts.vocabulary)  # type: ignore[arg-type]
+        raise DataError(
+            f"{where}.{part}() gives samples of shape {tuple(x.shape[1:])}, FACTS says {facts.input_shape}."
+        )
+    return Dataset(part, facts.task, x, y, outputs=facts.outputs, vocabulary=facts.vocabulary)  # type: ignore[arg-type]
 
 
 def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, where: Path) -> ClientData:
@@ -400,7 +406,7 @@ def _loaded(config: RunConfig, code: ModuleType, *, client: int, task: str, wher
     except Exception as reason:
         raise DataError(f"{where}: client({client}) raised {type(reason).__name__}: {reason}") from reason
     x, y = _pair(samples, task, where=f"{where}: client({client})")
-    device, dtype = torch.device(config.device), dtype_of(config)
+    device, dtype = device_of(config), dtype_of(config)
     x = x.to(device, dtype) if x.is_floating_point() else x.to(device)
     return ClientData(client, x, y.to(device, dtype) if y.is_floating_point() else y.to(device))
 
@@ -415,7 +421,7 @@ def _pair(pair: Any, task: str, *, where: str) -> tuple[Tensor, Tensor]:
     for what, tensor in (("inputs", x), ("targets", y)):
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise DataError(f"{where}: the {what} hold NaN or infinity.")
-    if y.is_floating_point() or task == "regression":
+    if y.is_floating_point() or task != "classification":
         y = y.to(torch.get_default_dtype()) if not y.is_floating_point() else y
         return x, y[:, None] if y.dim() == 1 else y.flatten(1)
     return x if x.is_floating_point() else x.to(torch.int64), y.to(torch.int64)

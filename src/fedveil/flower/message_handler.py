@@ -6,13 +6,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Finish, Finished
 from fedveil.config import RunConfig
+from fedveil.data.dataset import Task
 from fedveil.downlink import Architecture, assemble
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
@@ -106,7 +107,7 @@ def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
     numbers = [*(shape if isinstance(shape, list) else [0]), outputs, 1 if vocabulary is None else vocabulary]
     if not all(type(number) is int and 0 < number < 1 << 31 for number in numbers):
         raise ProtocolError("a run's setup describes its data wrongly")
-    if given["task"] not in ("classification", "regression"):
+    if given["task"] not in get_args(Task):
         raise ProtocolError("a run's setup names no task")
     return ModelFacts(config.model, config.model_options, tuple(shape), outputs, given["task"], vocabulary)
 

@@ -31,6 +31,7 @@ _SERVERS_OWN = frozenset(
     {
         *("policy", "roster", "identities", "simulate_dropout", "min_coverage", "device", "vectorise"),
         *("checkpoint_every", "evaluate_every", "record", "record_rounds", "record_clients"),
+        *("weights", "early_stopping", "monitor"),
     }
 )
 _FACTS = ("input_shape", "outputs", "task", "vocabulary")

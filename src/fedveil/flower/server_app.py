@@ -41,6 +41,7 @@ from fedveil.runs.job import (
     Surroundings,
     agreed,
     assemble_job,
+    first_model,
     first_seed,
     located,
     read_roster,
@@ -186,12 +187,17 @@ def server_job(config: RunConfig, module: str) -> Job:
     assert seed is not None
     common = agreed(config, clients=config.clients, task=facts.task)
     held_here = common.scheme.holder == "server"
+    if config.weights is not None and not held_here:
+        raise ConfigError(
+            "weights are read by the server, and in this scheme clients begin by themselves: leave them out."
+        )
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
     own = first_seed(config) if held_here else seed
     pool = ClientPool((), elsewhere=config.clients)
     guard = Guard(roster=None if config.roster is None else read_roster(config.roster))
-    test = description.test if held_here else None
-    job = assemble_job(config, facts.build(seed=own), pool, test, facts, common=common, guard=guard)
+    test, validation = (description.test, description.validation) if held_here else (None, None)
+    model = first_model(config, facts, seed=own)
+    job = assemble_job(config, model, pool, test, facts, common=common, guard=guard, validation=validation)
     return dataclasses.replace(job, around=Surroundings("flower", messages.RELEASES, (_TRUST,)))
 
 
@@ -200,6 +206,7 @@ def train_on_flower(
     *,
     state: ServerState,
     on_round: Callable[[Row, ServerState], None],
+    on_begin: Callable[[int], None],
     journal: Path | None,
     record: Path | None,
     say: Say,
@@ -238,10 +245,12 @@ def train_on_flower(
     def boundary(row: Row, now: ServerState) -> None:
         if isinstance(role, RelayRole):
             RelayProgress.of(role, setup, round=now.round, row=row).write(folder.relay_file)
-        on_round(row, now)
-        tell("round", **row)
+        try:
+            on_round(row, now)
+        finally:
+            tell("round", **row)
 
-    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, say=say)
+    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, on_begin=on_begin, say=say)
     for client, why in role.left_out.items():
         say(f"Client {client} took no part: it {why}.")
     privacy_journal.pinned = engine.pinned

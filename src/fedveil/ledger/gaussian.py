@@ -144,10 +144,18 @@ def _check_strength(mu: float) -> None:
         raise ConfigError(f"mu is {mu}: the strength of a mechanism is a number of at least 0.")
 
 
-def sampled_epsilon(*, noise_multiplier: float, sampling_rate: float, rounds: int, delta: float) -> float:
+_INTERVAL = 1e-4
+_COARSE = 1e-3
+
+
+@lru_cache(maxsize=256)
+def sampled_epsilon(
+    *, noise_multiplier: float, sampling_rate: float, rounds: int, delta: float, interval: float = _INTERVAL
+) -> float:
     """ε of `rounds` releases of a sum over Poisson-sampled records, each clipped to norm C, with noise of σ.
 
     `noise_multiplier` is σ/C. A record may become another one (replace-one), which moves the sum by up to 2·C.
+    Privacy losses are rounded up to multiples of `interval`: a larger one is faster and says somewhat more.
     """
     if not 0 <= noise_multiplier < math.inf:
         raise ConfigError(f"noise_multiplier is {noise_multiplier}: it must be a finite number of at least 0.")
@@ -163,7 +171,7 @@ def sampled_epsilon(*, noise_multiplier: float, sampling_rate: float, rounds: in
         raise missing_extra("dp-accounting", "accounting", "Accounting for secretly sampled records") from error
     if noise_multiplier == 0:
         return math.inf
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE)
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_ONE, interval)
     accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise_multiplier)), rounds)
     return float(accountant.get_epsilon(delta))
 
@@ -174,10 +182,21 @@ def sampled_noise(*, epsilon: float, sampling_rate: float, rounds: int, delta: f
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise ConfigError(f"epsilon is {epsilon}: it must be a positive number.")
 
-    def meets(noise: float) -> bool:
-        reached = sampled_epsilon(noise_multiplier=noise, sampling_rate=sampling_rate, rounds=rounds, delta=delta)
+    def meets(noise: float, interval: float = _INTERVAL) -> bool:
+        reached = sampled_epsilon(
+            noise_multiplier=noise, sampling_rate=sampling_rate, rounds=rounds, delta=delta, interval=interval
+        )
         return reached <= epsilon
 
+    # Ten times coarser losses lead to the same neighbours, nearly always; whether they did is asked of the fine ones.
+    low, high = _neighbours(lambda noise: meets(noise, _COARSE))
+    if meets(low) or not meets(high):
+        _, high = _neighbours(meets)
+    return high
+
+
+def _neighbours(meets: Callable[[float], bool]) -> tuple[float, float]:
+    """Two noises 0.1 % apart, of which the larger was seen to be enough and the smaller was not, unless it is 1/2."""
     high = 1.0
     while not meets(high):
         high *= 2.0
@@ -185,7 +204,7 @@ def sampled_noise(*, epsilon: float, sampling_rate: float, rounds: int, delta: f
     while high > 1.001 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if meets(middle) else (middle, high)
-    return high
+    return low, high
 
 
 GRID = 128

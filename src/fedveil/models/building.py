@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.models.catalogue import (
@@ -21,6 +24,8 @@ from fedveil.models.catalogue import (
 from fedveil.models.custom import call_factory
 from fedveil.own_code import OwnCode, refuse_code
 from fedveil.secrets import SecretStream, drawn_from
+
+LIGHT = 1 << 28
 
 
 def build(
@@ -67,6 +72,8 @@ def build(
         else:
             parameters_of(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
+            if _is_light(model, input_shape):
+                check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     return model
 
 
@@ -78,13 +85,14 @@ def parameters_of(
     vocabulary: int | None,
     options: Mapping[str, OptionValue],
 ) -> int:
-    """How many parameters a model of the catalogue has; one that is too large or does not fit the data is refused.
+    """How many parameters a model of the catalogue has; one that is too large is refused.
 
-    Nothing is allocated for that: names and sizes may come from a file.
+    Nothing is allocated for that: names and sizes may come from a file. A model whose outputs would take much memory
+    is tried on the data's shape as well, without any.
     """
     check_sizes(input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
     except (RuntimeError, OverflowError, ValueError) as error:
         raise ConfigError(f"Model {name!r} cannot be built with {dict(options)}: {error}") from error
@@ -93,8 +101,30 @@ def parameters_of(
         raise ConfigError(
             f"Model {name!r} would have {size:,} parameters with {dict(options)}; {MOST_PARAMETERS:,} are the most."
         )
-    check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
+    if not _is_light(model, input_shape):
+        check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
     return size
+
+
+def _is_light(model: nn.Module, input_shape: tuple[int, ...]) -> bool:
+    """Whether running a model of the catalogue takes little memory.
+
+    A layer has as many channels as its parameters have rows, and no more positions than a sample has numbers. Running
+    it without memory is for what may not fit: that loads torch's compiler, which takes a second.
+    """
+    return sum(len(parameter) for parameter in model.parameters()) * math.prod(input_shape) <= LIGHT
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves normal numbers undrawn: without memory there are none, and drawing them loads torch's compiler too."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func is torch.Tensor.normal_:
+            return args[0]
+        return given["tensor"] if func is nn.init.normal_ else func(*args, **given)
 
 
 @contextmanager

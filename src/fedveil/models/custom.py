@@ -25,7 +25,17 @@ def call_factory(
     ``data`` (input_shape, outputs, vocabulary) is passed as far as the factory asks for it; an
     option it does not take is an error, because a setting without effect would mislead.
     """
-    factory = load_callable(reference, what="a model")
+    return call(load_callable(reference, what="a model"), reference, data=data, options=options)
+
+
+def call(
+    factory: Callable[..., object],
+    reference: str,
+    *,
+    data: Mapping[str, object],
+    options: Mapping[str, OptionValue],
+) -> nn.Module:
+    """Call a factory that the user gave, named `reference` in errors, with what its signature accepts."""
     arguments = _accepted(factory, reference, data=data, options=options)
     try:
         model = factory(**arguments)

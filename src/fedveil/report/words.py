@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedveil.audit.findings import CAVEAT, NOT_TRIED, SHORT, Finding
+from fedveil.audit.findings import CAVEAT, SHORT, TAKEN_OUT, Finding, by_adversary
 from fedveil.audit.pictures import RECORDS, ROWS
 from fedveil.errors import CheckpointError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
@@ -179,6 +179,7 @@ class VerdictRow:
     verdict: str
     tone: str = "mute"
     reason: str = ""
+    taken_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ class AuditView:
     left_out: int
     """How many pictures are not shown, since they hold clients' records."""
     holds_records: bool
+    taken_out: str = ""
+    """What was taken out, in words, where something was."""
     caveat: str = CAVEAT
 
 
@@ -211,20 +214,14 @@ def audit_view(audit: Audited, *, with_records: bool) -> AuditView:
     """Everything an audit found; its pictures become part of the page, clients' records only where asked for."""
     pictured = [finding for finding in audit.findings if finding.pictures]
     shown = [finding for finding in pictured if with_records or not _holds_records(finding)]
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in audit.findings:
-        if finding.attack != NOT_TRIED:
-            groups.setdefault((finding.adversary, finding.asset, finding.seen), []).append(finding)
     return AuditView(
         quick=audit.quick,
         sentences=audit.sentences,
-        tables=tuple(
-            (f"{sentence(who)}, after {asset}, from {seen}", tuple(map(_row, findings)))
-            for (who, asset, seen), findings in groups.items()
-        ),
+        tables=tuple((title, tuple(map(_row, each))) for title, each in by_adversary(audit.findings).items()),
         sheets=tuple(_sheet(finding, audit.folder / "pictures") for finding in shown),
         left_out=len(pictured) - len(shown),
         holds_records=any(map(_holds_records, shown)),
+        taken_out=TAKEN_OUT if any(finding.taken_out for finding in audit.findings) else "",
     )
 
 
@@ -237,20 +234,14 @@ def _row(finding: Finding) -> VerdictRow:
     return VerdictRow(
         attack=finding.attack,
         adaptive=finding.adaptive,
-        gets=_figure(finding),
-        chance=finding.shown.get("chance", DASH),
-        unprotected=finding.shown.get("unprotected", DASH),
+        gets=finding.text("value"),
+        chance=finding.text("chance"),
+        unprotected=finding.text("unprotected"),
+        taken_out=finding.taken_out,
         verdict=SHORT[finding.verdict],
         tone=_TRIAL_TONE.get(finding.verdict, "mute"),
         reason=finding.reason,
     )
-
-
-def _figure(finding: Finding) -> str:
-    value = finding.shown.get("value", DASH)
-    if finding.low is None or finding.high is None or value == DASH:
-        return value
-    return f"{value} [{100 * finding.low:.0f}–{100 * finding.high:.0f}]"
 
 
 def _sheet(finding: Finding, folder: Path) -> Sheet:

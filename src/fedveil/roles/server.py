@@ -129,6 +129,10 @@ class Conductor(ABC):
                     step = replace(step, into=DeclaredOnly(step.into, self._declared))
             answer = yield step
 
+    def end(self) -> None:
+        """Let the round that is done be the last."""
+        self._stopped = True
+
     def _steps(self) -> Steps:
         if self._introductions is not None:
             yield from self._introductions.steps(self._position.round)

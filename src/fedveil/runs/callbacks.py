@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from fedveil.config import RunConfig
+from fedveil.errors import ConfigError, StopTraining
 from fedveil.runs.folder import RunFolder
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
 
 
-class Callback(Protocol):
-    """Told what happens to one run; what it raises ends the run."""
+class Callback:
+    """Told what happens to one run: override what you want to hear.
 
-    def begin(self, folder: RunFolder, config: RunConfig, rows: Sequence[Row]) -> None:
-        """The run begins, or goes on after the rounds whose `rows` stand."""
+    It sees figures and the server's folder, no client's data or secrets. Any of it may raise `fedveil.StopTraining`
+    with the reason: the run then ends as if that round had been its last. What else it raises ends it as a failure.
+    """
+
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[Row]) -> None:
+        """The run begins, or goes on after the rounds whose `rows` stand; `folder` is None where it has none."""
+
+    def round_begins(self, round: int) -> None:
+        """Round `round`, counted from 1, is about to be asked for."""
+
+    def evaluated(self, round: int, figures: dict[str, float]) -> None:
+        """The model after this round was judged: test_loss and others, as its row will have them."""
 
     def round(self, row: Row) -> None:
         """A round is done, and its row written."""
@@ -30,7 +42,80 @@ class Callback(Protocol):
         """The run is finished, and all its files written."""
 
     def stopped(self, reason: BaseException) -> None:
-        """The run was stopped or has failed; it may be resumed."""
+        """The run was interrupted or has failed; it may be resumed."""
+
+
+Follower = Callback | Callable[[Row], object]
+"""A callback, or a plain function that is given every row."""
+
+_TOLD = ("begin", "round_begins", "evaluated", "round", "kept", "end", "stopped")
+_JUDGED = ("test_", "validation_")
+
+
+class Callbacks(Callback):
+    """Several callbacks as one: objects with some of the methods, or plain functions, which are given every row.
+
+    Whoever wants to stop the training is heard out of turn: all others are told first.
+    """
+
+    def __init__(self, given: Sequence[Follower]) -> None:
+        self._stop: StopTraining | None = None
+        self._each = list(given)
+        for callback in self._each:
+            some = any(callable(getattr(callback, name, None)) for name in _TOLD)
+            if isinstance(callback, type) or not (some or callable(callback)):
+                raise ConfigError(
+                    f"{callback!r} is no callback: give an object of a class that inherits from fedveil.Callback, or a "
+                    "function that takes a round's row."
+                )
+
+    def _tell(self, name: str, *values: Any) -> None:
+        for callback in self._each:
+            method = getattr(callback, name, None)
+            if method is None and name == "round" and not any(hasattr(callback, other) for other in _TOLD):
+                method = callback
+            if method is None:
+                continue
+            try:
+                method(*(copy.deepcopy(value) if isinstance(value, dict) else value for value in values))
+            except StopTraining as reason:
+                self._stop = self._stop or reason
+
+    def check(self) -> None:
+        """Stop the training (StopTraining) where a callback wants it."""
+        if self._stop is not None:
+            raise self._stop
+
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[Row]) -> None:
+        """Pass it on."""
+        self._tell("begin", folder, config, [dict(row) for row in rows])
+
+    def round_begins(self, round: int) -> None:
+        """Pass it on."""
+        self._tell("round_begins", round)
+
+    def evaluated(self, round: int, figures: dict[str, float]) -> None:
+        """Pass it on."""
+        self._tell("evaluated", round, figures)
+
+    def round(self, row: Row) -> None:
+        """Pass it on, and first what the model's evaluation said."""
+        figures = {name: value for name, value in row.items() if name.startswith(_JUDGED)}
+        if figures:
+            self.evaluated(row["round"], figures)
+        self._tell("round", row)
+
+    def kept(self) -> None:
+        """Pass it on."""
+        self._tell("kept")
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Pass it on."""
+        self._tell("end", summary)
+
+    def stopped(self, reason: BaseException) -> None:
+        """Pass it on."""
+        self._tell("stopped", reason)
 
 
 class Progress:

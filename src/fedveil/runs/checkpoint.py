@@ -39,18 +39,28 @@ class _Facts:
 
 def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
     """Write the state of a round boundary atomically. Of earlier ones the newest is kept, of later ones all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"round-{state.round:08d}.safetensors"
+    write_state(path, state, fingerprint=fingerprint)
+    keep_two(path, "round-*.safetensors")
+    return path
+
+
+def keep_two(path: Path, pattern: str) -> None:
+    """Remove what is older than a file and the one before it."""
+    earlier = sorted(file for file in path.parent.glob(pattern) if file.name < path.name)
+    for old in earlier[: 1 - _KEPT]:
+        old.unlink()
+
+
+def write_state(path: Path, state: ServerState, *, fingerprint: str) -> None:
+    """Write a state atomically, checksummed and bound to its run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(state)
     facts = json.dumps(
         {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}, sort_keys=True
     )
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
-    path = folder / f"round-{state.round:08d}.safetensors"
     write_atomically(path, save_tensors(tensors, metadata))
-    earlier = sorted(file for file in folder.glob("round-*.safetensors") if file.name < path.name)
-    for old in earlier[: 1 - _KEPT]:
-        old.unlink()
-    return path
 
 
 def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerState:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.data import Dataset
+from fedveil.data.lazy import spans
 from fedveil.downlink import Architecture, Broadcast, Weights, assemble
 from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.runs.judgement import quick_figures
@@ -17,12 +18,17 @@ from fedveil.runs.own_metrics import OwnFigure, OwnMetrics
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
 
-_CHUNK = 1024
+CHUNK = 1024
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    return (x[span] for span in spans(x, most=CHUNK))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Test loss, accuracy (classes) or mean squared error (regression), and what else costs next to nothing."""
+    """Test loss, accuracy (classes; of several labels, the share that is right) or mean squared error, and what else
+    costs next to nothing."""
 
     loss: float
     accuracy: float | None
@@ -39,7 +45,7 @@ class Scores:
 def predict(module: nn.Module, x: Tensor) -> Tensor:
     """Outputs for all samples, a chunk at a time."""
     with torch.no_grad():
-        return torch.cat([module(part) for part in torch.split(x, _CHUNK)])
+        return torch.cat([module(part) for part in _parts(x)])
 
 
 def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
@@ -49,10 +55,14 @@ def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
 
 def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | None = None) -> Scores:
     """Scores of a model's outputs, and what metrics of the user's `own` say of them."""
-    value, more = float(loss.mean(output, test.y)), quick_figures(output, test)
+    value, more = float(loss.mean(output, test.y)), quick_figures(output, test, loss.name)
     named = {} if own is None else own.figures(output, test.y)
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
+    if test.task == "multilabel":
+        # The square loss has learned 0 and 1 themselves, every other one their log-odds.
+        held = output > (0.5 if loss.name == "square" else 0.0)
+        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
     return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
 
 
@@ -97,7 +107,7 @@ def _without_head_noise(architecture: Architecture, module: nn.Module, x: Tensor
     """ŷ − α·r̂ with r̂ = Σ α·ŷ / Σ α²: the noise α·r regressed away, from inputs alone, without a label."""
     outputs, alphas = [], []
     with torch.no_grad():
-        for part in torch.split(x, _CHUNK):
+        for part in _parts(x):
             outputs.append(module(part))
             alphas.append(head_alpha(architecture, module))
     output, alpha = torch.cat(outputs).double(), torch.cat(alphas).double()

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.config import RunConfig
+from fedveil.config import BEFORE, RunConfig
+from fedveil.data.description import Description
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
@@ -75,8 +76,10 @@ class RunFolder:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.model_file = self.path / "model.safetensors"
+        self.best_file = self.path / "best.safetensors"
         self.summary_file = self.path / "summary.json"
         self.ledger_file = self.path / "ledger.json"
+        self.data_file = self.path / "data.json"
         self.privacy_journal = self.path / "privacy.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.record = self.path / "record"
@@ -138,7 +141,7 @@ class RunFolder:
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
                 f"there: resume it with `{how} --resume`."
             )
-        return RunConfig.read(self.config_file)
+        return BEFORE | RunConfig.read(self.config_file)
 
     def config(
         self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
@@ -231,7 +234,7 @@ class RunFolder:
         figures = all(
             figure(value) or (value is None and name not in _ALWAYS)
             for name, value in {**dict.fromkeys(_ALWAYS), **summary}.items()
-            if name in _CLOSING or name.startswith(("client_view_", "test_"))
+            if name in _CLOSING or name.startswith(("client_view_", "test_", "validation_"))
         )
         texts = all(isinstance(summary.get(name, ""), str) for name in _TEXTS)
         texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))
@@ -258,6 +261,11 @@ class RunFolder:
     def write_ledger(self, ledger: dict[str, Any]) -> None:
         """Write ledger.json."""
         write_atomically(self.ledger_file, json.dumps(ledger, indent=2, ensure_ascii=False) + "\n")
+
+    def write_data(self, description: Description | None) -> None:
+        """Write data.json: what was understood of the data."""
+        if description is not None:
+            write_atomically(self.data_file, json.dumps(description.as_data(), indent=2, ensure_ascii=False) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write summary.json."""

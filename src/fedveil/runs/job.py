@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets as system_random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fedveil import data, models, own_code, schemes
 from fedveil.config import RunConfig
 from fedveil.data import Dataset, Split
+from fedveil.data.description import Description, describe_split
+from fedveil.data.preparation import Preparation
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
@@ -29,22 +31,62 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.monitor import best_note
+from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
+from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
-from fedveil.work import Batches, Loss, Schedule, make_loss
+from fedveil.work import Batches, Loss, Schedule
 from fedveil.work.clipping import refuse_batch_norm
+from fedveil.work.losses import CrossEntropy, SquareLoss
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
 
+FROZEN = (
+    "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
+    "received by them and has the scales of the layers beside, so that a veil hides nothing there"
+)
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Link:
+    """How outputs become probabilities of classes: by what they tend to under the loss they were trained with."""
+
+    loss: Literal["square", "cross-entropy"]
+    target_scale: float = 1.0
+    true_weight: float = 1.0
+
+    @staticmethod
+    def of(loss: Loss, task: str) -> Link | None:
+        """That of a loss; none where outputs are no classes, or the loss is not one of ours."""
+        if task != "classification" or not isinstance(loss, SquareLoss | CrossEntropy):
+            return None
+        if isinstance(loss, SquareLoss):
+            return Link("square", loss.target_scale, loss.true_weight)
+        return Link("cross-entropy")
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """One row per sample, each summing to 1.
+
+        Under the square loss an output tends to M·k·p/(k·p + 1 − p), which is solved for p; what lies outside [0, 1]
+        counts as the nearer end.
+        """
+        if self.loss == "cross-entropy":
+            return outputs.softmax(1)
+        share = (outputs / self.target_scale).clamp(0.0, 1.0)
+        chance = share / (self.true_weight - (self.true_weight - 1.0) * share)
+        total = chance.sum(1, keepdim=True)
+        return torch.where(total > 0, chance / total, 1.0 / outputs.shape[1])
 
 
 @dataclass(frozen=True, eq=False)
 class ModelFacts:
-    """What it takes to build the same architecture again."""
+    """What it takes to build the same architecture again, and to take raw samples to it and names from it."""
 
     name: str | None
     options: dict[str, int | float | str | bool]
@@ -53,9 +95,11 @@ class ModelFacts:
     task: str
     vocabulary: int | None = None
     labels: tuple[str, ...] = ()
+    preparation: Preparation | None = None
+    link: Link | None = None
 
     @staticmethod
-    def of(config: RunConfig, train: Dataset) -> ModelFacts:
+    def of(config: RunConfig, train: Dataset, preparation: Preparation | None = None) -> ModelFacts:
         """Of the architecture that settings name, for these data."""
         return ModelFacts(
             config.model,
@@ -65,6 +109,7 @@ class ModelFacts:
             train.task,
             train.vocabulary,
             train.labels,
+            preparation,
         )
 
     def check_size(self, *, most: int, unlike: str) -> None:
@@ -131,7 +176,19 @@ class Job:
     optimiser: Optimiser
     guard: Guard = Guard()
     around: Surroundings = Surroundings()
+    validation: Dataset | None = None
+    client_names: tuple[str, ...] = ()
+    description: Description | None = None
     metrics: OwnMetrics | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the ledger says of choices that settings and the model's author made."""
+        said = weights_note(self.config, self.loss)
+        frozen = int((~self.architecture.trainable).sum())
+        if frozen and self.architecture.table is not None:
+            said = (*said, FROZEN.format(frozen))
+        return (*said, *best_note(self))
 
     @property
     def model_here(self) -> bool:
@@ -144,7 +201,7 @@ def located(config: RunConfig) -> RunConfig:
     changes = {}
     if config.dataset not in EMBEDDED and Path(config.dataset).exists():
         changes["dataset"] = str(Path(config.dataset).resolve())
-    for name in ("policy", "roster", "identities"):
+    for name in ("policy", "roster", "identities", "weights"):
         if (given := getattr(config, name)) is not None and Path(given).exists():
             changes[name] = str(Path(given).resolve())
     for name in own_code.SETTINGS:
@@ -161,13 +218,15 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device, if it is there."""
+    """The device, if it is there; auto is a GPU where there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(config.device)
     except RuntimeError as reason:
-        raise ConfigError(f"Unknown device {config.device!r}: use cpu or cuda.") from reason
+        raise ConfigError(f"Unknown device {config.device!r}: use cpu, cuda or auto.") from reason
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda.")
+        raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda, or auto.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device = 'cuda', but PyTorch sees no CUDA device here. Use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -191,6 +250,10 @@ def loaded(config: RunConfig) -> Split:
         seed=config.seed,
         text=config.text,
         group=config.group,
+        picture_size=config.picture_size,
+        site=config.site,
+        split=config.split,  # type: ignore[arg-type]
+        validation_fraction=config.validation_fraction,
     )
 
 
@@ -211,16 +274,36 @@ def first_seed(config: RunConfig) -> int | SecretStream:
     return config.seed if config.simulated_secrets else OsSecrets().stream("first model")
 
 
-def job_from_config(config: RunConfig) -> Job:
-    """Load the data, build the model, deal the data to clients."""
+def counted(config: RunConfig, train: Dataset) -> RunConfig:
+    """The same configuration with its number of clients: one per site or group, where it leaves that to the data."""
+    return config if config.clients else config.with_changes(clients=data.owners_of(train, config.partition))
+
+
+def job_from_config(config: RunConfig, *, describe: bool = False) -> Job:
+    """Load the data, build the model, deal the data to clients; `describe` also says what was understood of them."""
     schemes.find(config.scheme)
     assert config.seed is not None
     split = loaded(config)
-    facts = ModelFacts.of(config, split.train)
-    model = facts.build(seed=first_seed(config))
+    config = counted(config, split.train)
+    facts = ModelFacts.of(config, split.train, split.preparation)
+    model = first_model(config, facts, seed=first_seed(config))
     parts = dealt(config, split.train)
+    names = data.client_names(split.train, parts, config.partition)
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
-    return assemble_job(config, model, ClientPool.shared(placed.x, placed.y, parts), split.test, facts)
+    pool = ClientPool.shared(placed.x, placed.y, parts)
+    counts = class_counts(split.train.y, split.train.outputs) if config.class_weights == BALANCED else None
+    common = agreed(config, clients=len(pool), task=facts.task, counts=counts)
+    job = assemble_job(config, model, pool, split.test, facts, validation=split.validation, common=common)
+    description = describe_split(split, parts, names) if describe else None
+    return replace(job, client_names=names, description=description)
+
+
+def first_model(config: RunConfig, facts: ModelFacts, *, seed: int | SecretStream) -> nn.Module:
+    """The model a run begins with: drawn, or with the weights of the file that settings name."""
+    model = facts.build(seed=seed)
+    if config.weights is not None:
+        fill_from(model, Path(config.weights))
+    return model
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,10 +316,21 @@ class Agreed:
     optimiser: Optimiser
 
 
-def agreed(config: RunConfig, *, clients: int, task: str, own: SchemeInfo | None = None) -> Agreed:
-    """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves."""
+def agreed(
+    config: RunConfig,
+    *,
+    clients: int,
+    task: str,
+    own: SchemeInfo | None = None,
+    loss: Loss | None = None,
+    counts: Sequence[int] | None = None,
+) -> Agreed:
+    """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
+
+    `loss` is one of the caller's own; `counts` are those of the classes (`objective.counted`), where somebody counts.
+    """
     info = schemes.find(config.scheme) if own is None else own
-    loss = _loss(config, task, info.default_loss)
+    loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
     schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
@@ -282,6 +376,8 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
     architecture, weights = draw(model, example, traced=scheme.downlink.traced)
+    if architecture.size and not bool(architecture.trainable.any()):
+        raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(architecture)
     _refuse_moving_buffers(architecture, weights, example)
@@ -297,11 +393,13 @@ def assemble_job(
     *,
     common: Agreed | None = None,
     guard: Guard | None = None,
+    validation: Dataset | None = None,
 ) -> Job:
     """The scheme, its architecture and roles for a model and clients that are already there."""
     device, dtype = device_of(config), dtype_of(config)
     common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
     scheme = common.scheme
+    check_weights(config, common.loss, scheme, outputs=facts.outputs)
     example = _example(pool, facts, dtype)
     architecture, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
     assert config.seed is not None
@@ -325,12 +423,13 @@ def assemble_job(
         weights=weights,
         pool=pool,
         test=None if test is None else test.to(dtype=dtype, device=device),
-        facts=facts,
+        facts=replace(facts, link=Link.of(common.loss, facts.task)),
         coverage=covered,
         secrets=source,
         cohort=common.cohort,
         guard=_guard(config) if guard is None else guard,
         optimiser=common.optimiser,
+        validation=None if validation is None else validation.to(dtype=dtype, device=device),
     )
 
 
@@ -376,17 +475,6 @@ def _read(path: str | Path, what: str) -> str:
         return read_text(Path(path))
     except CheckpointError as reason:
         raise ConfigError(f"Cannot read the {what} {path}: {reason}") from reason
-
-
-def _loss(config: RunConfig, task: str, usual: str) -> Loss:
-    name = config.loss or usual
-    if name == "auto":
-        name = "square" if task == "regression" else "cross-entropy"
-        if (config.target_scale, config.true_weight) != (1.0, 1.0):
-            name = "square"
-    if name == "cross-entropy" and task == "regression":
-        raise ConfigError("Cross-entropy needs classes; use --loss square for regression.")
-    return make_loss(name, target_scale=config.target_scale, true_weight=config.true_weight)
 
 
 def _example(pool: ClientPool, facts: ModelFacts, dtype: torch.dtype) -> Tensor:

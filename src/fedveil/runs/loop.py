@@ -17,9 +17,10 @@ from torch import Tensor
 from fedveil.client_held.client import HolderRole
 from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
+from fedveil.data import Dataset
 from fedveil.downlink import assemble
 from fedveil.engine import LocalEngine
-from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError, StopTraining
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
@@ -89,6 +90,7 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
 
 
 OnRound = Callable[[Row, ServerState], None]
+OnBegin = Callable[[int], None]
 
 _DROPOUT = 0xD0D0
 _MOST_FAILURES = 10
@@ -105,6 +107,7 @@ class Outcome:
     scores: Scores | None = None
     judged: Judgement | None = None
     client_view: ClientScores | None = None
+    validation: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
 
     def stop(self, reason: str, say: Callable[[str], None]) -> None:
@@ -136,6 +139,7 @@ def train_job(
     *,
     state: ServerState,
     on_round: OnRound | None = None,
+    on_begin: OnBegin | None = None,
     journal: Path | None = None,
     record: Path | Recording | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -145,7 +149,8 @@ def train_job(
     Args:
         job: What is trained, with which scheme, on whose data.
         state: Where to begin; it is moved on in place.
-        on_round: Told every boundary's metrics and state.
+        on_round: Told every boundary's metrics and state; may raise StopTraining, as may `on_begin`.
+        on_begin: Told the number of every round before it is asked for.
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
         say: Told what a person should know.
@@ -167,7 +172,8 @@ def train_job(
     )
     written = partial(taken_from_a_client, role, engine, state) if isinstance(role, HolderRole) else None
     try:
-        return conduct(job, engine, server, privacy_journal, state=state, written=written, on_round=on_round, say=say)
+        told: dict[str, Any] = {"on_round": on_round, "on_begin": on_begin, "say": say}
+        return conduct(job, engine, server, privacy_journal, state=state, written=written, **told)
     finally:
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
@@ -196,6 +202,7 @@ def conduct(
     state: ServerState,
     written: Callable[[RoundDone], RoundDone] | None = None,
     on_round: OnRound | None = None,
+    on_begin: OnBegin | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """The loop of a run, whatever the engine: the server's steps one after the other, and the run's record with them.
@@ -212,6 +219,12 @@ def conduct(
             outcome.stop(step.reason, say)
             continue
         if isinstance(step, RoundBegins):
+            if on_begin is not None and step.arrived is None:
+                try:
+                    on_begin(step.round + 1)
+                except StopTraining as reason:  # nothing of this round has been asked for
+                    outcome.stop(str(reason), say)
+                    break
             if privacy_journal.accountant is not None:
                 privacy_journal.begin(step)
             continue
@@ -237,8 +250,12 @@ def conduct(
         last = time.perf_counter()
         outcome.rows.append(row)
         _log(row)
-        if on_round is not None:
-            on_round(row, state)
+        try:
+            if on_round is not None:
+                on_round(row, state)
+        except StopTraining as reason:
+            outcome.stop(str(reason), say)
+            server.end()
     outcome.seconds = time.perf_counter() - started
     _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
     if outcome.rows and all("failed" in row for row in outcome.rows) and not outcome.stopped:
@@ -248,6 +265,7 @@ def conduct(
         square = {"target_scale": job.config.target_scale, "true_weight": job.config.true_weight}
         outcome.judged = judge(outputs, job.test, loss=job.loss.name, **square)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
+    outcome.validation = _validated(job, state)
     return outcome
 
 
@@ -327,17 +345,28 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     if gathered.refused:
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     every = job.config.evaluate_every
-    if job.test is not None and every and (done.round + 1) % every == 0:
-        _, scores = evaluated(job, state)
-        row |= {**scores.as_data(), **scores.own}
+    if every and (done.round + 1) % every == 0:
+        if job.test is not None:
+            _, scores = evaluated(job, state)
+            row |= {**scores.as_data(), **scores.own}
+        row |= _validated(job, state)
     return row
 
 
-def evaluated(job: Job, state: ServerState) -> tuple[Tensor, Scores]:
-    """The outputs of the server's model on the test samples, and their scores."""
-    assert job.test is not None
-    outputs = predict(assemble(job.architecture, state.weights).eval(), job.test.x)
-    return outputs, score_outputs(outputs, job.test, job.loss, job.metrics)
+def _validated(job: Job, state: ServerState) -> dict[str, float]:
+    """validation_loss and the others, of the server's model now; nothing where there is no validation part."""
+    if job.validation is None:
+        return {}
+    _, scores = evaluated(job, state, on=job.validation)
+    return {f"validation_{name.removeprefix('test_')}": value for name, value in scores.as_data().items()}
+
+
+def evaluated(job: Job, state: ServerState, *, on: Dataset | None = None) -> tuple[Tensor, Scores]:
+    """The outputs of the server's model on the test samples (or those it is to be judged `on`), and their scores."""
+    samples = job.test if on is None else on
+    assert samples is not None
+    outputs = predict(assemble(job.architecture, state.weights).eval(), samples.x)
+    return outputs, score_outputs(outputs, samples, job.loss, job.metrics if on is None else None)
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:
@@ -371,16 +400,21 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
         "bytes_down": outcome.bytes_down,
         "bytes_up": outcome.bytes_up,
-        "device": config.device,
+        "device": str(job.weights.parameters.device) if config.device == "auto" else config.device,
         "dtype": config.dtype,
         "fedveil": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if job.client_names:
+        summary["client_names"] = list(job.client_names)
+    if job.description is not None:
+        summary["data"] = job.description.summary()
     if outcome.scores is not None:
         summary |= {**outcome.scores.as_data(), **outcome.scores.own}
     if outcome.judged is not None:
         summary["judged"] = outcome.judged.as_data()
+    summary |= outcome.validation
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
@@ -398,6 +432,8 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary["visible"] = [parameter.name for parameter in job.coverage.visible]
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
+    if weights := getattr(job.loss, "class_weights", ()):
+        summary["class_weights"] = list(weights)
     failed = sum("failed" in row for row in rows)
     if failed:
         summary["failed_rounds"] = failed

@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-import csv
+import copy
 import dataclasses
 import io
 import json
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
-from fedveil import data
 from fedveil.config import RunConfig
-from fedveil.data.arrays import read_array
+from fedveil.data.dataset import Task
+from fedveil.data.preparation import Preparation, Words
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
-from fedveil.downlink.export import ExportShape, export, exported_architecture
+from fedveil.downlink.export import ExportShape, export, exported_architecture, stock
 from fedveil.downlink.scales import Coverage, coverage
-from fedveil.errors import CheckpointError, ConfigError, DataError
+from fedveil.errors import CheckpointError, ConfigError, TraceError, missing_extra
+from fedveil.models.custom import call
 from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
-from fedveil.runs.callbacks import Say
-from fedveil.runs.evaluation import predict as outputs_of
 from fedveil.runs.folder import digest_of, write_atomically
-from fedveil.runs.job import ModelFacts
+from fedveil.runs.job import Link, ModelFacts
 from fedveil.secrets import OsSecrets
 
 _FORMAT = "fedveil-model-1"
 _KINDS = ("server", "client", "export")
+Builder = str | nn.Module | Callable[..., nn.Module]
+"""What builds a model: a name, one's own module, or a function that makes it."""
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model from a file, ready to predict."""
+    """A model from a file, ready to predict; `bare` is its architecture as it was built, without these values."""
 
     module: nn.Module
+    bare: nn.Module
     facts: ModelFacts
     kind: str
     config: dict[str, Any]
@@ -84,25 +88,32 @@ def load_weights(path: Path, architecture: Architecture, like: Weights) -> Weigh
     return weights_of(module, architecture)
 
 
-def load_model(path: Path, *, model: str | None = None, say: Callable[[str], None] = lambda text: None) -> LoadedModel:
-    """Build the architecture a file describes and fill it; `model` is built instead of what the file names.
+def load_model(
+    path: Path, *, model: Builder | None = None, say: Callable[[str], None] = lambda text: None
+) -> LoadedModel:
+    """Build the architecture a file describes and fill it; `model` is taken or built instead of what the file names.
 
     A file that names code is refused: give that name as `model` to have it run.
     """
     metadata, tensors = _read(path)
     facts = made(ModelFacts, parsed(metadata["facts"], where=str(path)), where=str(path))
     config = named(metadata["config"], where=str(path))
-    facts = dataclasses.replace(facts, name=vouched(facts.name, model, where=str(path), say=say))
-    if facts.name is None:
-        raise ConfigError(
-            f"{path} holds a model that was built in Python: name what builds it, --model file.py:factory, or build it "
-            "there too and load the tensors from the file."
-        )
-    if facts.task not in ("classification", "regression"):
+    if facts.task not in get_args(Task):
         raise CheckpointError(f"{path} is damaged: it names no task.")
+    _check_preparation(facts, where=str(path))
     unlike = f"{path} does not fit the architecture {str(facts.name)!r} it names"
-    facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
-    bare = facts.build(seed=0)
+    if model is None or isinstance(model, str):
+        facts = dataclasses.replace(facts, name=vouched(facts.name, model, where=str(path), say=say))
+        if facts.name is None:
+            raise ConfigError(
+                f"{path} holds a model that was built in Python: name what builds it, --model file.py:factory, or give "
+                "it there too: fedveil.load(file, model=net)."
+            )
+        facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
+        bare = facts.build(seed=0)
+    else:
+        unlike = f"{path} does not fit the model that was given"
+        bare = copy.deepcopy(model) if isinstance(model, nn.Module) else _called(model, facts)
     if metadata["shape"]:
         shape = made(ExportShape, parsed(metadata["shape"], where=str(path)), where=str(path))
         module = exported_architecture(bare, shape)
@@ -111,7 +122,23 @@ def load_model(path: Path, *, model: str | None = None, say: Callable[[str], Non
     dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), torch.float32)
     module = module.to(dtype)
     _fill(module, tensors, where=unlike)
-    return LoadedModel(module.eval(), facts, metadata["kind"], config)
+    return LoadedModel(module.eval(), bare.to(dtype), facts, metadata["kind"], config)
+
+
+def _called(factory: Callable[..., nn.Module], facts: ModelFacts) -> nn.Module:
+    given = {"input_shape": facts.input_shape, "outputs": facts.outputs, "vocabulary": facts.vocabulary}
+    return call(factory, getattr(factory, "__qualname__", repr(factory)), data=given, options=facts.options)
+
+
+def _check_preparation(facts: ModelFacts, *, where: str) -> None:
+    """Refuse what would make of new samples something else than the model takes."""
+    prepared = facts.preparation
+    if prepared is None:
+        return
+    vocabulary = prepared.inputs.ids if isinstance(prepared.inputs, Words) else facts.vocabulary
+    said = (prepared.inputs.shape, prepared.classes, vocabulary)
+    if said != (facts.input_shape, facts.labels, facts.vocabulary):
+        raise CheckpointError(f"{where} is damaged: its preparation is for another model than it names.")
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -184,92 +211,82 @@ def export_run(
     return coverage(architecture.table, head_noise=False)
 
 
+def export_torch(
+    run: Path, out: Path, *, model: Builder | None = None, say: Callable[[str], None] = lambda text: None
+) -> tuple[str, ...]:
+    """Write a run's model as a plain `state_dict` of the class that built it, for `torch.load(…, weights_only=True)`.
+
+    The numbers are the server's own. Returns the batch normalisations whose secret ε went into their running variance.
+    """
+    loaded = _whole(run, out, model, say)
+    module, folded = stock(loaded.bare, loaded.module)
+    content = io.BytesIO()
+    torch.save({name: value.detach().cpu() for name, value in module.state_dict().items()}, content)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, content.getvalue())
+    return folded
+
+
+def export_onnx(
+    run: Path, out: Path, *, model: Builder | None = None, say: Callable[[str], None] = lambda text: None
+) -> None:
+    """Write a run's model as ONNX; how raw samples are prepared and what outputs are called stands in its metadata."""
+    loaded = _whole(run, out, model, say)
+    facts = loaded.facts
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as reason:
+        raise missing_extra("onnx", "onnx", "An export to ONNX") from reason
+    whole = facts.vocabulary is not None or getattr(getattr(facts.preparation, "inputs", None), "whole", False)
+    dtype = torch.int64 if whole else next(loaded.module.parameters()).dtype
+    exporter = logging.getLogger("torch.onnx")
+    level = exporter.level
+    try:
+        exporter.setLevel(logging.ERROR)  # it tells of packages that it does without
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                loaded.module,
+                (torch.zeros(2, *facts.input_shape, dtype=dtype),),
+                input_names=["inputs"],
+                output_names=["outputs"],
+                dynamic_shapes=({0: torch.export.Dim("samples")},),
+                dynamo=True,
+                verbose=False,
+            )
+    except Exception as reason:
+        said = " ".join(str(reason).split())[:200]
+        raise TraceError(f"The model cannot be written as ONNX ({type(reason).__name__}: {said}).") from reason
+    finally:
+        exporter.setLevel(level)
+    assert program is not None
+    metadata = {"task": facts.task, "labels": facts.labels, "preparation": facts.preparation, "link": facts.link}
+    for name, value in metadata.items():
+        plain = dataclasses.asdict(value) if isinstance(value, Preparation | Link) else value
+        program.model.metadata_props[f"fedveil.{name}"] = json.dumps(plain)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, program.model_proto.SerializeToString())
+
+
+def _whole(run: Path, out: Path, model: Builder | None, say: Callable[[str], None]) -> LoadedModel:
+    loaded = load_model(run, model=model, say=say)
+    if loaded.kind == "export":
+        raise ConfigError(f"{run} is an export for clients, whose layers are not those of its class: give the run.")
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: give another --out.")
+    return loaded
+
+
+_OF_DATA = "dataset target task text group site test_fraction validation_fraction split picture_size".split()
+
+
 def _public(config: Mapping[str, Any]) -> dict[str, Any]:
     """What a client may know of a run: where its data came from, and the seed of a simulation only.
 
     In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
-    kept = {name: config.get(name) for name in ("dataset", "target", "task", "text", "group", "test_fraction")}
+    kept = {name: config[name] for name in _OF_DATA if config.get(name) is not None}
     if RunConfig.from_mapping(config).simulated_secrets:
         kept["seed"] = config.get("seed")
     return kept
-
-
-@dataclass(frozen=True, eq=False)
-class Predictions:
-    """A model's outputs, and how good they are where targets are known."""
-
-    kind: str
-    task: str
-    outputs: Tensor
-    labels: tuple[str, ...]
-    accuracy: float | None = None
-    mse: float | None = None
-    split_known: bool = True
-
-
-def predict_dataset(
-    path: Path, *, dataset: str | None, part: str, model: str | None = None, say: Say = lambda text: None
-) -> Predictions:
-    """Predict a data set's train or test part, split as the run split it; `model` is the caller's own code."""
-    if part not in ("test", "train"):
-        raise ConfigError(f"part must be test or train (got {part!r}).")
-    loaded = load_model(path, model=model, say=say)
-    config = loaded.config
-    RunConfig.from_mapping({name: value for name, value in config.items() if value is not None}, where=str(path))
-    if not isinstance(config.get("dataset"), str):
-        raise CheckpointError(f"{path} does not say what data it was trained on: give inputs with --inputs FILE.npy.")
-    trained = config["dataset"]
-    if dataset is not None and dataset != trained and Path(dataset).resolve() != Path(trained).resolve():
-        raise ConfigError(
-            f"{dataset} is not the data this model was trained on ({config['dataset']}). Standardisation and "
-            "categories come from a run's own training data and are not stored with the model, so other data would be "
-            "read on another scale. Give inputs as the model takes them with --inputs FILE.npy."
-        )
-    split = data.load(
-        config["dataset"],
-        target=config.get("target"),
-        task=config.get("task"),
-        test_fraction=config.get("test_fraction", 0.2),
-        seed=config.get("seed") or 0,
-        text=config.get("text"),
-        group=config.get("group"),
-    )
-    chosen = split.test if part == "test" else split.train
-    outputs, accuracy, mse = _outputs(loaded, chosen.x), None, None
-    if chosen.task == "classification":
-        accuracy = float((outputs.argmax(1) == chosen.y).double().mean())
-    else:
-        mse = float((outputs - chosen.y).double().square().mean())
-    return Predictions(loaded.kind, chosen.task, outputs, loaded.facts.labels, accuracy, mse, "seed" in config)
-
-
-def predict_file(path: Path, inputs: Path, *, model: str | None = None, say: Say = lambda text: None) -> Predictions:
-    """Predict inputs from a .npy file, taken as they are; `model` is the caller's own code."""
-    loaded = load_model(path, model=model, say=say)
-    try:
-        x = torch.from_numpy(read_array(inputs))
-    except TypeError as reason:
-        raise DataError(f"Cannot read {inputs} as a .npy array of numbers: {reason}") from reason
-    return Predictions(loaded.kind, loaded.facts.task, _outputs(loaded, x), loaded.facts.labels)
-
-
-def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
-    if tuple(x.shape[1:]) != loaded.facts.input_shape:
-        raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model takes {loaded.facts.input_shape}.")
-    dtype = next(loaded.module.parameters()).dtype
-    return outputs_of(loaded.module, x if loaded.facts.vocabulary is not None else x.to(dtype))
-
-
-def write_predictions(path: Path, predictions: Predictions) -> None:
-    """One line a sample: its number, the predicted class or value, and the outputs."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    count = predictions.outputs.shape[1]
-    classes = predictions.task == "classification"
-    writer.writerow(["sample", *(["class"] if classes else []), *(f"output_{i}" for i in range(count))])
-    for number, row in enumerate(predictions.outputs.tolist()):
-        best = max(range(count), key=row.__getitem__)
-        named = [predictions.labels[best] if predictions.labels else str(best)] if classes else []
-        writer.writerow([number, *named, *(repr(value) for value in row)])
-    write_atomically(path, text.getvalue())

@@ -9,6 +9,7 @@ from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
 from fedveil.runs.loop import client_role
+from fedveil.runs.monitor import monitor_of
 from fedveil.uplink.graph import n_out
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _GRAPHS = 16
 def preflight(job: Job) -> None:
     """Refuse settings under which the first round could not be, or some round probably not: nothing is sent."""
     scheme, policy = job.scheme, job.guard.policy
+    monitor_of(job)
     client_role(job)
     scheme.uplink.prepare()
     uplink, first = scheme.uplink, job.cohort.draw(0)

@@ -350,7 +350,7 @@ class PrivacyJournal:
             self.first,
             simulation=job.secrets.simulation,
             rounds=rounds,
-            notes=(*notes, *job.around.notes),
+            notes=(*notes, *job.around.notes, *job.notes),
             plan=self._first_plan,
         )
         return _with_roster(ledger) if self.pinned else ledger

@@ -64,4 +64,6 @@ def facts_of(job: Job) -> Facts:
         local_epochs=config.local_epochs,
         lr=config.lr,
         dtype=config.dtype,
+        class_weights=getattr(job.loss, "class_weights", ()),
+        label_smoothing=config.label_smoothing,
     )

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from fedveil.config import RunConfig
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, FedVeilError
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import Callback, Progress, Row, Say, working
+from fedveil.runs.best import BestRound
+from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
 from fedveil.runs.checkpoint import newest_good, save_checkpoint
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job, job_from_config, located, settled
@@ -20,6 +21,7 @@ from fedveil.runs.loop import Outcome, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
 from fedveil.runs.preflight import preflight
 from fedveil.runs.recorded import chosen
+from fedveil.runs.watching import Watch
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ def run(
     *,
     quiet: bool = False,
     say: Say = lambda text: None,
-    follow: Sequence[Callback] = (),
+    follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
     """Train a new run into the folder `out`.
 
@@ -56,11 +58,14 @@ def run(
     folder = RunFolder(out)
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
-        job = job_from_config(config)
+        job = job_from_config(config, describe=True)
+    _tell_of_data(job, quiet=quiet, say=say)
+    with working("checking that the model can be trained", quiet=quiet):
         preflight(job)
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
-    folder.start(config)
+    folder.start(job.config)
+    folder.write_data(job.description)
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
@@ -70,7 +75,7 @@ def resume(
     changes: dict[str, Any] | None = None,
     quiet: bool = False,
     say: Say = lambda text: None,
-    follow: Sequence[Callback] = (),
+    follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
     """Continue the run in `out` from its newest good checkpoint.
 
@@ -92,8 +97,15 @@ def resume(
     folder = RunFolder(out)
     config = folder.config(changes or {}, say=say)
     with working("loading the data and tracing the model", quiet=quiet):
-        job = job_from_config(config)
+        job = job_from_config(config, describe=True)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
+
+
+def _tell_of_data(job: Job, *, quiet: bool, say: Say) -> None:
+    """Say what was understood of the data; where it should be quiet, what looks wrong alone."""
+    assert job.description is not None
+    for line in [f"warning: {text}" for text in job.description.warnings] if quiet else job.description.lines():
+        say(line)
 
 
 def continue_in(
@@ -103,7 +115,7 @@ def continue_in(
     quiet: bool = False,
     say: Say = lambda text: None,
     train: Trainer = train_job,
-    follow: Sequence[Callback] = (),
+    follow: Sequence[Follower] = (),
 ) -> tuple[dict[str, Any], ServerState]:
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
@@ -111,10 +123,9 @@ def continue_in(
     done = folder.finished(config)
     if done is not None:
         try:
-            for callback in follow:
-                callback.begin(folder, config, folder.metrics())
-            for callback in follow:
-                callback.end(done)
+            callbacks = Callbacks(follow)
+            callbacks.begin(folder, config, folder.metrics())
+            callbacks.end(done)
         finally:
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
@@ -152,6 +163,7 @@ class Trainer(Protocol):
         *,
         state: ServerState,
         on_round: Callable[[Row, ServerState], None],
+        on_begin: Callable[[int], None],
         journal: Path | None,
         record: Path | None,
         say: Say,
@@ -168,46 +180,67 @@ def train_into(
     quiet: bool,
     say: Say = lambda text: None,
     train: Trainer = train_job,
-    follow: Sequence[Callback] = (),
+    follow: Sequence[Follower] = (),
 ) -> dict[str, Any]:
     """Train a job from `state`, writing metrics and checkpoints as they come; `follow` is told of them.
 
     `earlier` are the rows of the rounds before.
     """
-    config = job.config
+    config, fingerprint = job.config, job.config.fingerprint()
+    try:
+        watch = Watch(job, follow)
+    except FedVeilError:
+        folder.release()
+        raise
+
+    def keep(now: ServerState, last: bool) -> None:
+        every = config.checkpoint_every
+        if job.model_here and every and (last or now.round % every == 0 or now.round == config.rounds):
+            if watch.best is not None:
+                watch.best.save(folder.checkpoints, fingerprint=fingerprint)
+            save_checkpoint(folder.checkpoints, now, fingerprint=fingerprint)
+            _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
+            watch.callbacks.kept()
 
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
-        for callback in follow:
-            callback.round(row)
-        every = config.checkpoint_every
-        if job.model_here and every and (now.round % every == 0 or now.round == config.rounds):
-            save_checkpoint(folder.checkpoints, now, fingerprint=config.fingerprint())
-            _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
-            for callback in follow:
-                callback.kept()
-        bar.update(row)
+        try:
+            watch.round(row, now)
+        finally:
+            bar.update(row)
 
+    watch.keep = keep
+    if config.device == "auto":
+        say(f"Computing on {job.weights.parameters.device} (--device auto).")
+    if watch.best is not None and watch.best.monitor.startswith("test_"):
+        say(f"{watch.best.monitor} chooses the round to keep: the test figures of that round then say too much for it.")
     try:
-        for callback in follow:
-            callback.begin(folder, config, earlier)
+        if watch.best is not None:
+            watch.best.resume(earlier, folder.checkpoints, job.weights, fingerprint=fingerprint, say=say)
+        watch.callbacks.begin(folder, config, earlier)
         with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
-            outcome = train(job, state=state, on_round=boundary, journal=folder.privacy_journal, record=record, say=say)
+            outcome = train(
+                job,
+                state=state,
+                on_round=boundary,
+                on_begin=watch.round_begins,
+                journal=folder.privacy_journal,
+                record=record,
+                say=say,
+            )
         outcome.rows = [*earlier, *outcome.rows]
-        summary = _leave(job, folder, outcome, say)
-        for callback in follow:
-            callback.end(summary)
+        summary = _leave(job, folder, outcome, say, watch.best)
+        watch.callbacks.end(summary)
     except BaseException as reason:
-        for callback in follow:
-            callback.stopped(reason)
+        watch.callbacks.stopped(reason)
         raise
     finally:
         folder.release()
     return summary
 
 
-def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say) -> dict[str, Any]:
+def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say, best: BestRound | None = None) -> dict[str, Any]:
     """Write the model, the ledger and the summary of a run that is over; what has come further stays."""
     reached, stands = folder.reached(), folder.summary()
     if stands is not None and reached > outcome.state.round:
@@ -220,11 +253,15 @@ def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say) -> dict[str,
         folder.write_summary(summary)
         return summary
     folder.settle()
-    if job.model_here:
-        module = assemble(job.architecture, outcome.state.weights).eval()
-        kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
-        save_model(folder.model_file, module, job.facts, kind=kind, config=settings, shape=None)
     summary = summarise(job, outcome)
+    files = {folder.model_file: outcome.state.weights} if job.model_here else {}
+    if best is not None and best.weights is not None:
+        files[folder.best_file] = best.weights
+        summary["best"] = best.as_data()
+    for file, weights in files.items():
+        module = assemble(job.architecture, weights).eval()
+        kind, settings = _KINDS[job.scheme.holder], dataclasses.asdict(job.config)
+        save_model(file, module, job.facts, kind=kind, config=settings, shape=None)
     folder.write_ledger(summary["ledger"])
     folder.write_summary(summary)
     return summary

@@ -103,6 +103,13 @@ class ClippedSamples:
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        if not self.loss.separable:
+            raise ConfigError(
+                f"The loss {self.loss.name} of a batch is not the mean of its samples' losses, and clipping sample by "
+                "sample would train on another one: a sample alone has no share of what the batch divides by or "
+                "compares. Return one number per sample that depends on this sample alone (as reduction='none' does), "
+                "or clip whole updates, with more than one --local-steps."
+            )
         if self.sampling is not None and not 0 < self.sampling <= 1:
             raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")
 
@@ -203,7 +210,7 @@ class ClippedSamples:
     def _together(
         self, workspace: Workspace, engine: PerSample, part: Sequence[ClientData], chosen: Sequence[Tensor], round: int
     ) -> Sums | None:
-        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
         try:
             with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
@@ -213,7 +220,7 @@ class ClippedSamples:
             return None
 
     def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
-        x, y = data.take(chosen)
+        x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
             bound = self._bound(workspace, data)
             return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,22 +90,29 @@ def step(
 ) -> Tensor:
     """gradients, values and statistics of one batch, in one flat vector (without the weight).
 
-    The forward pass is shared; each objective costs one backward pass.
+    The forward pass is shared; each objective costs one backward pass. Frozen parameters have a gradient of zero,
+    whatever the data.
     """
     with torch.enable_grad():
         phi = objectives(architecture, module, loss, module(x), y, head)
-        parameters = list(module.parameters())
+        parameters = dict(module.named_parameters())
+        moving = [name for name in parameters if name not in architecture.frozen]
         rows = []
         for number in range(len(phi)):
             grads = torch.autograd.grad(
                 phi[number],
-                parameters,
+                [parameters[name] for name in moving],
                 retain_graph=number + 1 < len(phi),
                 allow_unused=True,
                 materialize_grads=True,
             )
-            rows.append(flatten(grads))
+            rows.append(_flat(parameters, dict(zip(moving, grads, strict=True))))
     return torch.cat([*rows, phi.detach(), collect_statistics(module, phi)])
+
+
+def _flat(parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> Tensor:
+    """All parameters' gradients side by side, zero where nothing is trained."""
+    return flatten([grads[name] if name in grads else torch.zeros_like(value) for name, value in parameters.items()])
 
 
 def weighted(vector: Tensor, samples: int, *, share: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -191,19 +198,20 @@ def steps(
 ) -> Tensor:
     """`step` for every client: x and y have a leading client dimension, and so has the result."""
     parameters = {name: value.detach() for name, value in module.named_parameters()}
+    moving = {name: value for name, value in parameters.items() if name not in architecture.frozen}
 
     def one_client(inputs: Tensor, targets: Tensor) -> Tensor:
         def forward(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            output = torch.func.functional_call(module, values, (inputs,))
+            output = torch.func.functional_call(module, {**parameters, **values}, (inputs,))
             phi = objectives(architecture, module, loss, output, targets, head)
             return phi, collect_statistics(module, phi)
 
-        phi, pull, statistics = torch.func.vjp(forward, parameters, has_aux=True)  # type: ignore[misc]
+        phi, pull, statistics = torch.func.vjp(forward, moving, has_aux=True)  # type: ignore[misc]
         rows = []
         for number in range(len(phi)):
             seed = torch.zeros_like(phi)
             seed[number] = 1.0
-            rows.append(flatten(list(pull(seed)[0].values())))
+            rows.append(_flat(parameters, pull(seed)[0]))
         return torch.cat([*rows, phi, statistics])
 
     return torch.vmap(one_client)(x, y)
@@ -265,13 +273,13 @@ class Gradients:
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
-        x, y = data.take(chosen)
+        x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
             vector = weighted(self._step(workspace, x, y, broadcast.head), len(data))
         return self._checked(workspace, vector, data, round, chosen)
 
     def _step(self, workspace: Workspace, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
-        if x.device.type != "cuda" or has_random_layers(workspace.module):
+        if x.device.type != "cuda" or has_random_layers(workspace.module) or not self.loss.capturable:
             return step(workspace.architecture, workspace.module, self.loss, x, y, head)
         noise = None if head is None else (head.count, head.per_group)
         key = (self.loss, tuple(x.shape), tuple(y.shape), noise, has_multipliers(workspace.module))
@@ -307,7 +315,7 @@ class Gradients:
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         part = [clients[position] for position in positions]
         chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
-        pairs = [data.take(which) for data, which in zip(part, chosen, strict=True)]
+        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
         vectors = steps(workspace.architecture, workspace.functional, self.loss, x, y, broadcast.head)
         for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):

@@ -76,8 +76,8 @@ class LocalSteps(OneByOne):
         there = torch.stack(drawn).to(data.x.device)
         descend = self._descent(workspace, broadcast, moving, data, there[0])
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for chosen in there:
-                x, y = data.take(chosen)
+            for step, chosen in enumerate(there):
+                x, y = data.take(chosen, step=round * count + step)
                 loss = descend(x, y, rate)
                 losses.append(loss)
                 if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
@@ -97,6 +97,7 @@ class LocalSteps(OneByOne):
         """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
         module = workspace.module
         fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
+        fixed = fixed and self.loss.capturable
         if data.x.device.type != "cuda" or not fixed:
             return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
         x, y = data.take(first)

@@ -17,23 +17,48 @@ from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.tensors import LARGEST, Layout
 
 
+class Source(Protocol):
+    """Samples that are read when they are asked for, and perhaps drawn anew every time."""
+
+    @property
+    def inputs(self) -> Tensor:
+        """All inputs, which reads all samples."""
+
+    @property
+    def targets(self) -> Tensor:
+        """All targets."""
+
+    def read(self, chosen: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The chosen samples as they are in a step."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One client's samples; `client` is its public number.
 
-    `rows` selects them from a larger tensor (None: all), so that simulated clients share one copy.
+    `rows` selects them from a larger tensor (None: all), so that simulated clients share one copy. Where there is a
+    `source`, they are read from it.
     """
 
     client: int
     x: Tensor
     y: Tensor
     rows: Tensor | None = None
+    source: Source | None = None
+
+    @staticmethod
+    def reading(client: int, source: Source) -> ClientData:
+        """A client whose samples are read when they are asked for."""
+        return ClientData(client, source.inputs, source.targets, source=source)
 
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
 
-    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen samples; copies, because a model may change its input in place."""
+    def take(self, chosen: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The chosen samples as they are in a local step; copies, because a model may change its input in place."""
+        if self.source is not None:
+            return self.source.read(chosen, step=step)
         if self.rows is not None:
             chosen = self.rows if len(chosen) == len(self) else self.rows[chosen.to(self.rows.device)]
         elif len(chosen) == len(self):

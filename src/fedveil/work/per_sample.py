@@ -474,8 +474,7 @@ def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tens
 
 def trained_names(architecture: Architecture) -> list[str]:
     """The parameters the model's author did not freeze."""
-    masks = architecture.parameters.split(architecture.trainable.cpu())
-    return [name for name, mask in masks.items() if bool(mask.any())]
+    return [name for name in architecture.parameters.names if name not in architecture.frozen]
 
 
 def _placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: int) -> Tensor:

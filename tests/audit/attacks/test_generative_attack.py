@@ -88,6 +88,7 @@ def test_classes_and_their_number_can_be_chosen() -> None:
             tried(class_inversion, view, classes=wrong)
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_process_that_gets_the_view_alone() -> None:
     view = trained("fedavg").view(public__x=DIGITS.train.x[PUBLIC][:16])
     with AttackProcess("class-inversion") as process:

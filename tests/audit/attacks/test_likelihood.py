@@ -19,7 +19,7 @@ from fedveil.audit.attacks.likelihood import (
 )
 from fedveil.audit.attacks.membership import UNKNOWN, Candidates, Criterion, Guess
 from fedveil.audit.metrics import CHANCE, Estimate, area_under_curve, success_rate
-from fedveil.errors import ConfigError, DataError, NumericError
+from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError
 
 SAMPLES = 40
 TARGETS = 4
@@ -137,10 +137,11 @@ def test_what_cannot_be_attacked_is_refused() -> None:
     def attack(public: tuple[Tensor, Tensor], shadows: Shadows = FEW) -> None:
         shadowed(candidates, public, shadows, torch.Generator())
 
-    with pytest.raises(DataError, match="1 of the candidates are among the public data"):
-        attack((x[3:], y[3:]))
-    with pytest.raises(DataError, match="at least four samples"):
-        attack((x[4:7], y[4:7]))
+    with pytest.raises(DataError, match="shaped like the candidates"):
+        attack((x[4:, :, :4], y[4:]))
+    for few in (slice(4, 7), slice(0, 7)):  # candidates among the public data do not count
+        with pytest.raises(NotApplicableError, match="fewer than 4 public samples"):
+            attack((x[few], y[few]))
     with pytest.raises(NumericError, match="lower the shadow models' rate"):
         attack((x[4:], y[4:]), Shadows(count=2, epochs=9, rate=1e30))
     with pytest.raises(ConfigError, match="count ≥ 2"):

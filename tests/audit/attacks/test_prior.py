@@ -50,8 +50,10 @@ def test_codes_are_spread_as_those_of_pictures() -> None:
     assert float((drawn - DIGITS.train.x.mean(0)).abs().mean()) < 0.05
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 9, 14), (3, 32, 32), (2, 17, 64), (1, 28, 28)])
-def test_any_picture_of_eight_to_sixty_four_pixels_a_side_will_do(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 8), (3, 9, 14), (3, 32, 32), (2, 17, 64), (1, 28, 28), (3, 8, 90), (1, 224, 120)]
+)
+def test_any_picture_of_eight_pixels_a_side_or_more_will_do(shape: tuple[int, int, int]) -> None:
     x = 4.0 * torch.rand(20, *shape, generator=generator(), dtype=torch.float64) - 2.0
     prior = train_prior(x, generator=generator(), lessons=BRIEF)
     code = prior.sample(3, generator=generator())
@@ -87,8 +89,7 @@ def test_progress_rises_to_one_and_the_box_is_the_one_given() -> None:
     [
         (torch.rand(5, 1, 8, 8), "16 pictures"),
         (torch.rand(50, 64), "16 pictures"),
-        (torch.rand(50, 1, 7, 8), "sides of 8 to 64"),
-        (torch.rand(50, 1, 8, 65), "sides of 8 to 64"),
+        (torch.rand(50, 1, 7, 8), "sides of at least 8"),
         (torch.zeros(50, 1, 8, 8, dtype=torch.int64), "int64"),
         (torch.full((50, 1, 8, 8), torch.nan), "finite"),
         (torch.full((50, 1, 8, 8), 0.5), "nothing to learn"),

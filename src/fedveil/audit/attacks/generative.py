@@ -40,7 +40,7 @@ from fedveil.audit.attacks.gradients import (
     restarted,
 )
 from fedveil.audit.attacks.membership import Criterion, criterion_of
-from fedveil.audit.attacks.prior import FEWEST_PICTURES, LARGEST_SIDE, SMALLEST_SIDE, Prior, train_prior
+from fedveil.audit.attacks.prior import FEWEST_PICTURES, SMALLEST_SIDE, Prior, train_prior
 from fedveil.audit.views import ClientView, Facts, ServerHistory, View
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 
@@ -67,7 +67,7 @@ def generative_attack(view: View, context: AttackContext, *, thorough_prior: boo
     """
     if isinstance(view, ServerHistory | ClientView):
         raise NotApplicableError("this attack reads one upload: it is made on what the server or an outsider sees")
-    _require_small_pictures(view.facts)
+    _require_pictures(view.facts)
     prior = _prior(view.known, context, quick=context.quick and not thorough_prior)
     with applicable():
         problem = with_label(problem_of(view, context), context.generator())
@@ -105,7 +105,7 @@ def class_inversion_attack(
     """
     seen = seen_by(view, ClientView)
     require_classes(seen.facts)
-    _require_small_pictures(seen.facts)
+    _require_pictures(seen.facts)
     wanted = _classes(classes, seen.facts.outputs)
     module = calibrated(seen, device=context.device) if adaptive else held_model(seen, device=context.device)[1]
     module.requires_grad_(False)
@@ -125,14 +125,12 @@ def class_inversion_attack(
     return {"inputs": inputs.cpu(), "labels": labels.cpu()}
 
 
-def _require_small_pictures(facts: Facts) -> None:
+def _require_pictures(facts: Facts) -> None:
     if facts.input_dtype.startswith("int") or len(facts.input_shape) != 3:
         raise NotApplicableError("inputs that are no pictures: this attack makes pictures")
-    if not all(SMALLEST_SIDE <= side <= LARGEST_SIDE for side in facts.input_shape[1:]):
+    if min(facts.input_shape[1:]) < SMALLEST_SIDE:
         shown = "×".join(map(str, facts.input_shape[1:]))
-        raise NotApplicableError(
-            f"pictures of {shown}: the prior learns sides of {SMALLEST_SIDE} to {LARGEST_SIDE} pixels"
-        )
+        raise NotApplicableError(f"pictures of {shown}: the prior learns sides of at least {SMALLEST_SIDE} pixels")
 
 
 _LEARNED: list[tuple[Tensor, Prior]] = []

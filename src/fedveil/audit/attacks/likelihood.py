@@ -30,11 +30,12 @@ from fedveil.audit.attacks.membership import (
     held_by,
 )
 from fedveil.audit.views import Facts, View
-from fedveil.errors import ConfigError, DataError, NumericError
+from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError
 
 OWN_SPREAD_FROM = 64
 """From this many shadow models on, each candidate's σ is estimated by itself; below, one σ serves all."""
 
+FEWEST_PUBLIC = 4
 _LARGEST_SEED = 2**31
 
 
@@ -156,7 +157,7 @@ def strangers_to(
     ``public`` are samples and labels of the attacker's own, ``fresh`` makes an untrained network of the audited
     architecture from a seed.
     """
-    _check_public(public, candidates)
+    public = _apart(public, candidates)
     closeness = []
     for done in range(shadows.count):
         shadow = train_shadow(public, fresh=fresh, shadows=shadows, criterion=criterion, generator=generator)
@@ -224,17 +225,16 @@ def best_threshold(scores: Tensor, *, inside: Tensor, outside: Tensor) -> float:
     return float(cuts[best[len(best) // 2]])
 
 
-def _check_public(public: tuple[Tensor, Tensor], candidates: Candidates) -> None:
+def _apart(public: tuple[Tensor, Tensor], candidates: Candidates) -> tuple[Tensor, Tensor]:
+    """The public data less the candidates: a shadow model that has seen one is no stranger to it."""
     x, y = public
-    if len(x) != len(y) or len(x) < 4 or x.shape[1:] != candidates.x.shape[1:]:
+    if len(x) != len(y) or x.shape[1:] != candidates.x.shape[1:]:
         raise DataError(
-            f"Public data must be at least four samples shaped like the candidates with a label each, not "
-            f"{tuple(x.shape)} with {len(y)} labels for candidates of {tuple(candidates.x.shape)}."
+            f"Public data must be samples shaped like the candidates with a label each, not {tuple(x.shape)} with "
+            f"{len(y)} labels for candidates of {tuple(candidates.x.shape)}."
         )
-    own = {row.tobytes() for row in x.cpu().numpy()}
-    shared = sum(row.tobytes() in own for row in candidates.x.cpu().numpy())
-    if shared:
-        raise DataError(
-            f"{shared} of the candidates are among the public data: shadow models would have seen them, and their "
-            "scores would mean nothing. Take them out of the one or the other."
-        )
+    asked = {row.tobytes() for row in candidates.x.cpu().numpy()}
+    rest = torch.tensor([row.tobytes() not in asked for row in x.cpu().numpy()], dtype=torch.bool, device=x.device)
+    if int(rest.sum()) < FEWEST_PUBLIC:
+        raise NotApplicableError(f"fewer than {FEWEST_PUBLIC} public samples: no shadow model can learn from them")
+    return x[rest], y[rest]

@@ -35,6 +35,7 @@ LAYERS: dict[str, Features] = {"last": "outputs", "second": "second", "third": "
 """What the setting `layer` stands for."""
 
 UNKNOWN = -1
+FEWEST_KNOWN = 4
 LAST_LAYERS = 3
 _PLACES: dict[Features, tuple[int, ...]] = {"second": (2,), "third": (3,), "layers": (3, 2, 1)}
 _WIDEST = 5.0
@@ -97,6 +98,10 @@ def held_by(view: View, context: AttackContext, *, adaptive: bool) -> tuple[Clie
 def candidates_in(view: ClientView, *, like: Tensor) -> Candidates:
     """The candidates that an auditor grants, where and as `like` is; tokens keep their type."""
     x, y, shown = (granted_in(view, f"candidates.{name}") for name in ("x", "y", "membership"))
+    if min(int((shown == kind).sum()) for kind in (0, 1)) < FEWEST_KNOWN:
+        raise NotApplicableError(
+            f"{len(shown)} candidates: an attacker has to know of {FEWEST_KNOWN} members and of {FEWEST_KNOWN} others"
+        )
     return Candidates(alike(x, like), y.to(like.device), shown.to(like.device))
 
 
@@ -208,7 +213,7 @@ class AttackNetwork:
     rate: float = 1e-3
     weight_decay: float = 1e-2
     batch: int = 64
-    folds: int = 4
+    folds: int = FEWEST_KNOWN
 
     def __post_init__(self) -> None:
         if min(self.hidden, self.epochs) < 1 or min(self.batch, self.folds) < 2:

@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.audit.attack import OnProgress, silent
+from fedveil.audit.metrics import reduced
 from fedveil.errors import DataError, NumericError
 
-SMALLEST_SIDE, LARGEST_SIDE = 8, 64
+SMALLEST_SIDE = 8
+LARGEST_SIDE = 64
+"""Pictures with longer sides are made in this size and enlarged: finer detail is no part of the prior."""
 FEWEST_PICTURES = 16
 _SMALL_PICTURE = 256
 _LARGEST_SEED = 2**31
@@ -114,13 +117,15 @@ def train_prior(
     low, high = box if box is not None else (float(x.min()), float(x.max()))
     if not low < high:
         raise DataError(f"All public pictures are the number {low}: there is nothing to learn from them.")
-    lessons = lessons or _lessons(shape, quick=quick)
-    scaled = ((x.detach().to(device, torch.float32) - low) / (high - low)).clamp(0.0, 1.0)
+    small = reduced(x.detach().float(), side=LARGEST_SIDE).to(device)
+    made = (shape[0], int(small.shape[2]), int(small.shape[3]))
+    lessons = lessons or _lessons(made, quick=quick)
+    scaled = ((small - low) / (high - low)).clamp(0.0, 1.0)
     order = torch.randperm(len(x), generator=generator, device=generator.device).to(device)
     kept = scaled[order[: max(2, min(len(x) // 10, 500))]]
     shown = scaled[order[len(kept) :]]
     seed = int(torch.randint(_LARGEST_SEED, (), generator=generator, device=generator.device))
-    encoder, stages = _networks(shape, lessons, seed=seed)
+    encoder, stages = _networks(made, lessons, seed=seed)
     encoder, stages = encoder.to(device), stages.to(device)
     _train(encoder, stages, shown, lessons=lessons, generator=generator, progress=progress)
     stages.requires_grad_(False).eval()
@@ -129,15 +134,16 @@ def train_prior(
     if not math.isfinite(error):
         raise NumericError("The generative prior's training ended in NaN or infinity: lower its rate.")
     first = nn.Sequential(_spread_as(_codes(encoder, shown)).to(device), stages[0])
-    return Prior((first, *stages[1:]), lessons.latent, shape, (low, high), error)
+    last = stages[-1] if made == shape else nn.Sequential(stages[-1], nn.Upsample(size=shape[1:], mode="bilinear"))
+    return Prior((first, *stages[1:-1], last), lessons.latent, shape, (low, high), error)
 
 
 def _checked(x: Tensor) -> tuple[int, int, int]:
-    sides_fit = x.dim() == 4 and all(SMALLEST_SIDE <= side <= LARGEST_SIDE for side in x.shape[2:])
+    sides_fit = x.dim() == 4 and min(x.shape[2:]) >= SMALLEST_SIDE
     if not sides_fit or not x.is_floating_point() or len(x) < FEWEST_PICTURES or not bool(x.isfinite().all()):
         raise DataError(
             f"A generative prior learns from {FEWEST_PICTURES} pictures or more (count, channels, height, width) of "
-            f"finite numbers with sides of {SMALLEST_SIDE} to {LARGEST_SIDE}, not from {x.dtype} of {tuple(x.shape)}."
+            f"finite numbers with sides of at least {SMALLEST_SIDE}, not from {x.dtype} of {tuple(x.shape)}."
         )
     return int(x.shape[1]), int(x.shape[2]), int(x.shape[3])
 

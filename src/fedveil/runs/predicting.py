@@ -1,0 +1,262 @@
+"""Predictions: a model from a file, for raw samples, prepared arrays, or the data of its own run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedveil.config import BEFORE, RunConfig
+from fedveil.data.arrays import read_array
+from fedveil.data.new_samples import Expected, NewSamples, read_samples
+from fedveil.data.preparation import Features, Pixels
+from fedveil.data.sources import EMBEDDED
+from fedveil.downlink.export import stock
+from fedveil.errors import CheckpointError, ConfigError, DataError, missing_extra
+from fedveil.own_code import names_code
+from fedveil.runs.callbacks import Say
+from fedveil.runs.evaluation import CHUNK
+from fedveil.runs.evaluation import predict as outputs_of
+from fedveil.runs.folder import write_atomically
+from fedveil.runs.job import loaded as loaded_data
+from fedveil.runs.model_file import Builder, LoadedModel, load_model
+
+_MOST_AT_ONCE = 1 << 26
+_BEYOND = 2.0
+_OWN = ("sample", "class")
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """A model's answers, one row a sample, and how good they are where targets are known.
+
+    `probabilities` have a column a class; they are None for regression, and where the file does not say with which loss
+    the model was trained. `beside` are columns of the samples that are written along, and `notes` what a person should
+    know.
+    """
+
+    kind: str
+    task: str
+    outputs: Tensor
+    labels: tuple[str, ...]
+    probabilities: Tensor | None = None
+    accuracy: float | None = None
+    mse: float | None = None
+    split_known: bool = True
+    beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def classes(self) -> list[str]:
+        """The predicted class of every sample, by name."""
+        if self.task != "classification":
+            raise ConfigError("A regression predicts numbers, not classes: see outputs.")
+        return [self.labels[best] if self.labels else str(best) for best in self.outputs.argmax(1).tolist()]
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """What is written: the sample's number, what stands beside, its class, probabilities and outputs."""
+        columns: dict[str, list[Any]] = {"sample": list(range(len(self)))}
+        columns |= {f"{name} (given)" if name in _OWN else name: list(cells) for name, cells in self.beside.items()}
+        count = self.outputs.shape[1]
+        if self.task == "classification":
+            columns["class"] = self.classes
+            if self.probabilities is not None:
+                names = self.labels or tuple(map(str, range(count)))
+                columns |= {f"p_{name}": self.probabilities[:, at].tolist() for at, name in enumerate(names)}
+        return columns | {f"output_{at}": self.outputs[:, at].tolist() for at in range(count)}
+
+
+class Model(nn.Module):
+    """A trained model that takes raw samples: `predict` prepares them as the run prepared its training samples.
+
+    Called as a module it takes what the network takes, prepared already, and gives the network's outputs.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__()
+        self.network = loaded.module
+        self.loaded = loaded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The network's outputs for prepared samples."""
+        outputs: Tensor = self.network(x)
+        return outputs
+
+    def predict(self, raw: object, *, keep: Sequence[str] = ()) -> Predictions:
+        """Class names and probabilities (or values) for raw samples.
+
+        Args:
+            raw: A path to a table, pictures or arrays; rows as dicts, or a dict of columns; texts; an array or tensor;
+                Pillow pictures. One sample or many.
+            keep: Columns of a table that the model does not take, to stand beside the predictions.
+
+        Raises:
+            DataError: Something does not fit the model; the message names it.
+        """
+        return predict_samples(self.loaded, raw, keep=keep)
+
+    def stock(self) -> nn.Module:
+        """The network as its own class, with torch's own layers: its `state_dict` has that class's keys.
+
+        Raises:
+            ConfigError: The ε of a layer other than a batch normalisation was drawn in secret.
+        """
+        if self.loaded.kind == "export":
+            raise ConfigError("An export for clients has other layers than its class: load the run.")
+        return stock(self.loaded.bare, self.network)[0]
+
+
+def predict_samples(loaded: LoadedModel, source: object, *, keep: Sequence[str] = ()) -> Predictions:
+    """Predict raw samples, prepared as the model's file tells."""
+    facts = loaded.facts
+    if facts.preparation is None:
+        raise ConfigError(
+            "This model's file does not say how raw samples become inputs: it was written before files did, or its "
+            "clients prepared their own data. Give inputs as the model takes them: --inputs FILE.npy (in Python: call "
+            "the model)."
+        )
+    expected = Expected(facts.preparation, facts.task, facts.outputs, facts.vocabulary)  # type: ignore[arg-type]
+    samples = read_samples(source, expected, keep=keep)
+    outputs = torch.cat([_outputs(loaded, piece) for piece in _pieces(samples, math.prod(facts.input_shape))])
+    predictions = _judged(loaded, outputs, samples.y)
+    return replace(predictions, beside=samples.beside, notes=samples.notes)
+
+
+def _pieces(samples: NewSamples, size: int) -> Iterator[Tensor]:
+    # As many as an evaluation takes at once, so that a file gives the same bits here as there; fewer of large ones.
+    step = min(CHUNK, max(_MOST_AT_ONCE // size, 1))
+    return (samples.prepared(start, start + step) for start in range(0, samples.count, step))
+
+
+def _judged(loaded: LoadedModel, outputs: Tensor, y: Tensor | None) -> Predictions:
+    facts, accuracy, mse = loaded.facts, None, None
+    probabilities = None if facts.link is None else facts.link.probabilities(outputs)
+    if y is not None and facts.task == "classification":
+        known = y >= 0
+        accuracy = float((outputs.argmax(1) == y)[known].double().mean())
+    elif y is not None:
+        known = ~y.isnan().any(1)
+        mse = float((outputs - y)[known].double().square().mean())
+    return Predictions(loaded.kind, facts.task, outputs, facts.labels, probabilities, accuracy, mse)
+
+
+def predict_dataset(
+    path: Path,
+    *,
+    dataset: str | None,
+    part: str = "test",
+    keep: Sequence[str] = (),
+    model: Builder | None = None,
+    say: Say = lambda text: None,
+) -> Predictions:
+    """Predict new data; or, without a data set, the train or test part of the run's own, split as the run split it.
+
+    `model` is the caller's own code or network.
+    """
+    if part not in ("test", "train", "validation"):
+        raise ConfigError(f"part must be test, train or validation (got {part!r}).")
+    loaded = load_model(path, model=model, say=say)
+    config = loaded.config
+    settings = RunConfig.from_mapping(
+        BEFORE | {name: value for name, value in config.items() if value is not None}, where=str(path)
+    )
+    trained = config.get("dataset")
+    if dataset is not None and not (isinstance(trained, str) and _same(dataset, trained)):
+        if dataset in EMBEDDED or names_code(dataset):
+            raise ConfigError(
+                f"{dataset} is not the data this model was trained on ({trained}), and no file of new samples: give a "
+                "table, a folder of pictures or an array's file."
+            )
+        return predict_samples(loaded, dataset, keep=keep)
+    if not isinstance(trained, str) or trained == "python":
+        raise CheckpointError(f"{path} does not say what data it was trained on: give new data with --dataset.")
+    if keep:
+        raise ConfigError("keep takes columns of new data along: name their file with --dataset.")
+    split = loaded_data(settings.with_changes(seed=settings.seed or 0))
+    if part not in split.parts:
+        raise ConfigError(f"The data of this model have no {part} part; there are: {', '.join(split.parts)}.")
+    chosen = split.parts[part]
+    predictions = _judged(loaded, _outputs(loaded, chosen.x), chosen.y)
+    return replace(predictions, split_known="seed" in config)
+
+
+def _same(given: str, trained: str) -> bool:
+    return given == trained or Path(given).resolve() == Path(trained).resolve()
+
+
+def predict_file(
+    path: Path, inputs: Path, *, model: Builder | None = None, say: Say = lambda text: None
+) -> Predictions:
+    """Predict inputs from a .npy file as the model takes them: prepared already. Bytes are prepared, or refused."""
+    loaded = load_model(path, model=model, say=say)
+    x = read_array(inputs)
+    prepared = None if loaded.facts.preparation is None else loaded.facts.preparation.inputs
+    if x.dtype == np.uint8 and loaded.facts.vocabulary is None:
+        if prepared is None:
+            raise DataError(
+                f"{inputs}: bytes, and the model's file does not say how they become inputs. Give floating-point "
+                "numbers, prepared as the training samples were."
+            )
+        say(f"{inputs} holds bytes: they are prepared as the training samples were.")
+        return predict_samples(loaded, inputs)
+    if prepared is None:
+        say("The model's file does not say how raw samples become inputs: the numbers are taken as they are.")
+    try:
+        numbers = torch.from_numpy(x)
+    except TypeError as reason:
+        raise DataError(f"Cannot read {inputs} as a .npy array of numbers: {reason}") from reason
+    if isinstance(prepared, Pixels) and numbers.numel():
+        least, most = prepared.bounds
+        low, high = float(numbers.min()), float(numbers.max())
+        if low < _BEYOND * least - 1 or high > _BEYOND * most + 1:
+            raise DataError(
+                f"{inputs}: numbers from {low:g} to {high:g}, and pictures prepared for this model lie between "
+                f"{least:.2f} and {most:.2f}. Give raw pixels as bytes (uint8): they are prepared as in training."
+            )
+    return _judged(loaded, _outputs(loaded, numbers), None)
+
+
+def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
+    facts = loaded.facts
+    if tuple(x.shape[1:]) != facts.input_shape:
+        raise DataError(f"Inputs have shape {tuple(x.shape[1:])}, the model takes {facts.input_shape}.")
+    inputs = None if facts.preparation is None else facts.preparation.inputs
+    ids = facts.vocabulary is not None or (isinstance(inputs, Features) and inputs.whole)
+    return outputs_of(loaded.module, x if ids else x.to(next(loaded.module.parameters()).dtype))
+
+
+def write_predictions(path: Path, predictions: Predictions) -> None:
+    """One line a sample, as CSV, or as parquet where the name ends so."""
+    columns = predictions.columns
+    if path.suffix == ".parquet":
+        write_atomically(path, _as_parquet(columns))
+        return
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(columns)
+    for row in zip(*columns.values(), strict=True):
+        writer.writerow([repr(value) if isinstance(value, float) else value for value in row])
+    write_atomically(path, text.getvalue())
+
+
+def _as_parquet(columns: Mapping[str, Sequence[Any]]) -> bytes:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as reason:
+        raise missing_extra("pyarrow", "parquet", "Writing parquet") from reason
+    content = io.BytesIO()
+    parquet.write_table(pyarrow.table(dict(columns)), content)
+    return content.getvalue()

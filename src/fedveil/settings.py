@@ -1,0 +1,150 @@
+"""Every setting of `fedveil.train` by name and type, so that editors complete and check them.
+
+Written from `RunConfig` by `python -m tools.typed_settings`: change that, not this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+Objective = Callable[[Tensor, Tensor], Tensor]
+
+
+class Settings(TypedDict, total=False):
+    """The settings of a run; those that are left out have the defaults that are named."""
+
+    options: dict[str, int | float | str | bool] | None
+    """An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."""
+    rounds: int
+    """Number of rounds. (default: 50)"""
+    seed: int | None
+    """Reproducible run; its secrets are simulated."""
+    secrets: Literal["os", "seeded"] | None
+    """os, or seeded (a simulation)."""
+    task: Literal["classification", "regression", "multilabel"] | None
+    """classification, regression or multilabel (several labels of 0 and 1)."""
+    cohort: float | int | None
+    """Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)"""
+    batch_size: int
+    """Samples per step; 0 takes all. (default: 0)"""
+    lr: float
+    """Learning rate. (default: 0.1)"""
+    lr_decay: float
+    """Factor on the rate per round. (default: 1)"""
+    lr_schedule: Literal["constant", "cosine"]
+    """constant or cosine. (default: constant)"""
+    momentum: float
+    """Server momentum. (default: 0)"""
+    weight_decay: float
+    """Server weight decay. (default: 0)"""
+    loss: Literal["square", "cross-entropy", "binary-cross-entropy"] | nn.Module | Objective | None
+    """square, cross-entropy or binary-cross-entropy. (default: square with head noise, which needs it; else
+    cross-entropy for classes, binary for several labels)"""
+    target_scale: float
+    """Square loss: the true class's target M. (default: 1)"""
+    true_weight: float
+    """Square loss: the true class's weight k. (default: 1)"""
+    class_weights: str | Sequence[float] | Tensor | None
+    """How much a sample of each class counts: 1,4.5,2; or balanced: by the training part's counts, in simulations of
+    schemes that promise nothing about data. (default: 1 each)"""
+    label_smoothing: float
+    """Share of a sample's target that goes to all classes alike. (default: 0)"""
+    early_stopping: int | None
+    """Stop after so many evaluations without a better --monitor."""
+    monitor: str | None
+    """The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. Its
+    model is kept too (best.safetensors). (default: validation_loss where there is a validation part)"""
+    local_steps: int | None
+    """fedavg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
+    local_epochs: int | None
+    """fedavg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"""
+    head_noise: bool | None
+    """Noise on the last layer. (default: on)"""
+    head_groups: int | None
+    """Head noise: number m of secret γ. (default: one per output; pbpfl: 1)"""
+    head_strength: float | None
+    """Head noise relative to the outputs. (default: 1)"""
+    spread: float | None
+    """Scales lie in 1/spread … spread. (default: 4; veil-dp: 1.5)"""
+    epsilon: float | None
+    """ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round. (default: 3)"""
+    delta: float | None
+    """δ. (default: 1e-5)"""
+    clip: float | None
+    """Largest L2 norm of a sample's gradient; of an update, with local training. (default: 1)"""
+    accounting: str | None
+    """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
+    collusion: float | None
+    """nadp, veil-dp, veil-secagg: share of clients that may side with the server. (default: noise: 0; masks: 0.1)"""
+    pair_strength: float | None
+    """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10; on a sparse graph √1000; the paper's
+    with --accounting paper or --dropouts tolerate)"""
+    dropouts: str | None
+    """nadp, veil-dp: what becomes of noise shared with missing clients. repair or tolerate. (default: repair)"""
+    repair_limit: float | None
+    """nadp, veil-dp: largest share of a cohort that clients repair for. (default: 1/3)"""
+    honest_arrivals: bool | None
+    """nadp, veil-dp: take the server's word for who did not arrive. (default: no)"""
+    neighbours: int | None
+    """With how many others each client shares noise or masks; even for masks. (default: noise: all; mpdp: 5; masks: as
+    many as collusion calls for, all up to 32 clients)"""
+    skip_cancelling: bool | None
+    """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
+    cover: str | None
+    """veil-dp: noise, or masks with integer noise. (default: noise)"""
+    unmask: str | None
+    """always: two phases a round; on-dropout: one, if the server is honest about arrivals. (default: always)"""
+    threshold: float | None
+    """More than this share of a neighbourhood must answer. (default: 2/3)"""
+    value_range: float | None
+    """Numbers beyond it are cut off, 1 to 2^40. (default: 2^24; for a hidden share 256)"""
+    secret_sampling: float | None
+    """ldp: each record is in a round's batch with this chance, drawn in secret. (default: no sampling)"""
+    share: float | None
+    """paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg. (default: 0.1)"""
+    share_decay: float | None
+    """paraaegis: factor λ on the share per round. (default: 1)"""
+    strategy: str | None
+    """paraaegis: hide the max (largest), min or random coordinates. (default: max)"""
+    vote: str | None
+    """paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).
+    (default: tags)"""
+    cipher: str | None
+    """paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).
+    (default: ckks)"""
+    policy: str | None
+    """TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. No message can widen
+    it."""
+    max_size_ratio: float
+    """Who claims more samples than this many times the median of all clients takes no part. (default: 100)"""
+    roster: str | None
+    """TOML file of everybody's public signing key (see `fedveil keys`)."""
+    identities: str | None
+    """Folder of the clients' private signing keys. (default: the roster's)"""
+    simulate_dropout: float
+    """Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"""
+    bn_eps: Literal["secret", "public"]
+    """ε of normalisation layers: secret or public. (default: secret)"""
+    min_coverage: float
+    """Stop if less is hidden. (default: 0.9)"""
+    device: str | torch.device
+    """cpu, cuda, or auto: cuda where it is there. (default: cpu)"""
+    dtype: Literal["float32", "float64"] | torch.dtype
+    """float32 or float64. (default: float32)"""
+    vectorise: bool | None
+    """Many clients at once. (default: where faster)"""
+    checkpoint_every: int
+    """Rounds between checkpoints; 0: never. (default: 10)"""
+    evaluate_every: int
+    """Rounds between evaluations; 0: at the end. (default: 1)"""
+    record: bool
+    """Keep what passes in some rounds for an audit, in OUT/record: messages, and the server's secrets beside them.
+    (default: no)"""
+    record_rounds: str | None
+    """Which rounds: 1,2,10. (default: the first three and the last)"""
+    record_clients: str | None
+    """Which clients: 0,1. (default: 0 and 1)"""

@@ -1,0 +1,206 @@
+"""Weights that a run begins with, and parts of a model that stay as they are."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fedveil
+from fedveil import models
+from fedveil.config import RunConfig
+from fedveil.errors import ConfigError
+from fedveil.runs import session
+from fedveil.runs.job import job_from_config
+from fedveil.runs.pretrained import fill_from
+
+SIZES: dict[str, Any] = {"input_shape": (64,), "outputs": 10, "depth": 2, "width": 8}
+CONFIG = RunConfig(scheme="fedavg", rounds=1, clients=3, seed=1, lr=0.1, model_options={"depth": 2, "width": 8})
+
+
+def pretrained() -> nn.Module:
+    return models.build("mlp", seed=77, **SIZES)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.pth"])
+def test_a_run_begins_with_the_weights_of_a_file(tmp_path: Path, name: str) -> None:
+    state = pretrained().state_dict()
+    if name.endswith("safetensors"):
+        save_file(state, tmp_path / name)
+    else:
+        torch.save(state, tmp_path / name)
+    job = job_from_config(CONFIG.with_changes(weights=str(tmp_path / name)))
+    assert torch.equal(job.weights.parameters, torch.cat([value.flatten() for value in state.values()]))
+
+
+def test_a_runs_own_model_file_is_such_a_file_and_a_run_with_one_resumes(tmp_path: Path) -> None:
+    session.run(CONFIG, tmp_path / "a", quiet=True)
+    more = CONFIG.with_changes(weights=str(tmp_path / "a" / "model.safetensors"), seed=2)
+    session.run(more, tmp_path / "b", quiet=True)
+    assert session.resume(tmp_path / "b", changes={"rounds": 2}, quiet=True)["rounds"] == 2
+
+
+class Trap:
+    """What a pickle of it would run."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.write_text, (Path("sprung"), "!"))
+
+
+def broken(folder: Path, how: str) -> Path:
+    """A file of weights that cannot be taken."""
+    state, path = pretrained().state_dict(), folder / "w.pt"
+    if how == "code":
+        torch.save({**state, "trap": Trap()}, path)
+    elif how == "model":
+        torch.save(pretrained(), path)
+    elif how == "nested":
+        torch.save({"state_dict": state}, path)
+    elif how == "rubbish":
+        path.write_bytes(b"PK\x03\x04 no archive")
+    elif how == "compressed":
+        torch.save(state, folder / "plain.pt")
+        with zipfile.ZipFile(folder / "plain.pt") as given, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for member in given.infolist():
+                packed.writestr(member.filename, given.read(member))
+    elif how == "not safetensors":
+        path = folder / "w.safetensors"
+        path.write_bytes(b"\xff" * 64)
+    elif how == "missing":
+        path = folder / "nowhere.pt"
+    elif how == "other kind":
+        path = folder / "w.json"
+        path.write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("how", "complaint"),
+    [
+        ("code", "weights alone"),
+        ("model", "weights alone"),
+        ("nested", "tensors by name"),
+        ("rubbish", "weights alone"),
+        ("compressed", "compressed"),
+        ("not safetensors", "not a safetensors file"),
+        ("missing", "no weights at"),
+        ("other kind", "no file of weights"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(
+    tmp_path: Path, how: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=complaint):
+        fill_from(pretrained(), broken(tmp_path, how))
+    assert not Path("sprung").exists()
+
+
+def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    wider = models.build("mlp", seed=1, **{**SIZES, "width": 9})
+    save_file(wider.state_dict(), tmp_path / "w.safetensors")
+    name = next(iter(wider.state_dict()))
+    with pytest.raises(ConfigError, match=rf"{name} has shape \(9, 64\) there and \(8, 64\) in the model"):
+        job_from_config(CONFIG.with_changes(weights=str(tmp_path / "w.safetensors")))
+    less = pretrained().state_dict()
+    value = less.pop(name)
+    save_file({**less, "strange": value}, tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=f"{name} is missing there; strange is not in the model"):
+        fill_from(pretrained(), tmp_path / "w.safetensors")
+
+
+def frozen_net() -> nn.Sequential:
+    """A backbone with a batch normalisation, frozen as PyTorch's users do it, and a head."""
+    backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
+    with torch.no_grad():
+        backbone[1].running_mean.normal_()  # type: ignore[union-attr, operator]
+        backbone[1].running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr, operator]
+    backbone.requires_grad_(False).eval()
+    return nn.Sequential(backbone, nn.Linear(8, 3))
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedavg, local": {"local_epochs": 2, "batch_size": 4},
+    "fedavg, together": {"vectorise": True},
+    "lossless": {},
+    "pbpfl": {},
+    "veil-secagg": {},
+    "veil-dp": {},
+    "nadp": {},
+    "ldp": {},
+    "cdp": {},
+    "mpdp": {"neighbours": 2},
+    "paraaegis": {"cipher": "pads"},
+    "dp-fedavg": {},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_frozen_parts_stay_as_they_are_to_the_bit_and_the_rest_is_trained(name: str) -> None:
+    net = frozen_net()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    clients = [(x, x[:, :3].argmax(1))] * 4
+    given = {"rounds": 2, "seed": 1, "lr": 0.05, "momentum": 0.9, "weight_decay": 0.1, "progress": False}
+    done = fedveil.train(net, clients, scheme=name.split(",")[0], **given, **FAMILIES[name])
+    after = done.model.state_dict()
+    for key, value in before.items():
+        if not key.endswith("num_batches_tracked"):
+            assert torch.equal(after[key], value) is key.startswith("0."), key
+
+
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_nothing_about_frozen_parts_is_sent(tmp_path: Path, vectorise: bool) -> None:
+    """Their gradient tells of data all the same: what is uploaded of them is zero."""
+    from fedveil.downlink.messages import Broadcast
+    from fedveil.engine import ClientPool
+    from fedveil.runs.job import ModelFacts, assemble_job
+
+    x = torch.randn(9, 6)
+    facts = ModelFacts(None, {}, (6,), 3, "classification")
+    config = RunConfig(scheme="fedavg", clients=2, seed=1, vectorise=vectorise)
+    job = assemble_job(config, frozen_net(), ClientPool.separate([(x, x[:, :3].argmax(1))] * 2), None, facts)
+    from fedveil.work.messages import Workspace
+
+    work, layout = job.scheme.work, job.scheme.layout(job.architecture)
+    weights = job.weights
+    sent = Broadcast(weights.parameters, weights.epsilon, weights.statistics, torch.empty(0), None)
+    for _, vector in work.run_many(Workspace(job.architecture, layout), sent, job.pool.clients, round=0):
+        assert isinstance(vector, torch.Tensor)
+        gradient = layout.split(vector)["gradients"][0]
+        assert not gradient[~job.architecture.trainable].any()
+        assert gradient[job.architecture.trainable].any()
+
+
+def test_the_ledger_of_a_veil_says_what_known_frozen_weights_cost() -> None:
+    x = torch.randn(12, 6)
+    clients = [(x, x[:, :3].argmax(1))] * 3
+    given: dict[str, Any] = {"rounds": 1, "seed": 1, "lr": 0.05, "progress": False}
+    veiled, plain = (fedveil.train(frozen_net(), clients, scheme=name, **given) for name in ("lossless", "fedavg"))
+    assert any("parameters are frozen" in note for note in veiled.ledger["notes"])
+    assert not any("parameters are frozen" in note for note in plain.ledger["notes"])
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    x = torch.randn(12, 6)
+    with pytest.raises(ConfigError, match="frozen"):
+        fedveil.train(frozen_net().requires_grad_(False), [(x, x[:, :3].argmax(1))] * 3, rounds=1, progress=False)
+
+
+def test_training_starts_from_the_models_own_weights_and_leaves_it_alone() -> None:
+    net = frozen_net().requires_grad_(True)
+    x = torch.randn(12, 6)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    done = fedveil.train(
+        net, [(x, x[:, :3].argmax(1))] * 2, scheme="fedavg", rounds=1, lr=1e-12, seed=1, progress=False
+    )
+    for key, value in before.items():
+        if not key.endswith(("num_batches_tracked", "running_mean", "running_var")):
+            assert torch.equal(net.state_dict()[key], value)
+            assert torch.allclose(done.model.state_dict()[key], value, atol=1e-6)
