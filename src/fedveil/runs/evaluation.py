@@ -55,7 +55,7 @@ def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
 
 def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | None = None) -> Scores:
     """Scores of a model's outputs, and what metrics of the user's `own` say of them."""
-    value, more = float(loss.mean(output, test.y)), quick_figures(output, test)
+    value, more = float(loss.mean(output, test.y)), quick_figures(output, test, loss.name)
     named = {} if own is None else own.figures(output, test.y)
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
