@@ -46,6 +46,7 @@ _WORDS = {
     "runs": "folders, checkpoints",
     "schemes": "parts put together",
     "secrets": "secret randomness",
+    "settings": "train(…), typed",
     "shapes": "what fields may be",
     "tensors": "models as one vector",
     "tracking": "TensorBoard, MLflow",

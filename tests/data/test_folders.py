@@ -11,7 +11,7 @@ import torch
 from fedveil.config import RunConfig
 from fedveil.data import arrays, load, pictures
 from fedveil.data.lazy import LazyTensor
-from fedveil.errors import DataError, MissingExtraError
+from fedveil.errors import ConfigError, DataError, MissingExtraError
 from fedveil.runs.job import job_from_config
 from fedveil.runs.loop import fresh_state, train_job
 
@@ -44,6 +44,31 @@ def test_one_part_is_split(tmp_path: Path, inside: str) -> None:
             write(tmp_path / inside / name / f"{i}.jpg")
     split = load(tmp_path)
     assert (len(split.train), len(split.test), split.train.outputs) == (8, 2, 2)
+
+
+def test_a_table_beside_the_pictures_says_whose_they_are(tmp_path: Path) -> None:
+    lines = ["file_name,patient,hospital"]
+    for name in ("cat", "dog"):
+        for i in range(30):
+            write(tmp_path / name / f"{i}.png", colour=i // 3)
+            lines.append(f"{name}/{i}.png,p{i // 3},{'NS'[i // 3 % 2]}")
+    (tmp_path / "metadata.csv").write_text("\n".join(lines) + "\n")
+    split = load(tmp_path, group="patient", site="hospital", normalise=False)
+    shades = [{round(float(shade) * 255) for shade in part.x[:, 0, 0, 0]} for part in (split.train, split.test)]
+    assert not shades[0] & shades[1]
+    assert split.train.sites is not None
+    assert split.train.groups is not None
+    assert split.train.site_names == ("N", "S")
+    names = [split.train.group_names[group] for group in split.train.groups]
+    assert names == [f"p{round(float(shade) * 255)}" for shade in split.train.x[:, 0, 0, 0]]
+    with pytest.raises(ConfigError, match="Did you mean 'patient'"):
+        load(tmp_path, group="patients")
+    (tmp_path / "metadata.csv").write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(DataError, match=r"dog/29\.png: .*does not say whose"):
+        load(tmp_path, group="patient")
+    (tmp_path / "metadata.csv").unlink()
+    with pytest.raises(DataError, match=r"Put a table metadata\.csv there"):
+        load(tmp_path, group="patient")
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:

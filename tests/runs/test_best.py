@@ -102,6 +102,19 @@ def test_what_tells_no_best_round_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_validation_part_chooses_the_round_unless_told_otherwise(tmp_path: Path) -> None:
+    config = SWINGING.with_changes(monitor=None, validation_fraction=0.2)
+    summary = session.run(config, tmp_path / "run", quiet=True)
+    rows = RunFolder(tmp_path / "run").metrics()
+    lowest = min(rows, key=lambda row: (row["validation_loss"], row["round"]))
+    assert summary["best"] == {
+        "round": lowest["round"],
+        "monitor": "validation_loss",
+        "value": lowest["validation_loss"],
+    }
+    assert any("by validation_loss, on samples that the server holds" in note for note in summary["ledger"]["notes"])
+
+
 def test_in_memory_too() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -113,6 +126,8 @@ def test_in_memory_too() -> None:
     assert loss == pytest.approx(done.summary["best"]["value"], rel=1e-5)
     assert done.summary["rounds"] == done.summary["best"]["round"] + 3
     assert fedveil.train(net, data, rounds=1, **given).best is None
+    validated = fedveil.train(net, data, validation=data[0], rounds=2, **given)
+    assert validated.summary["best"]["monitor"] == "validation_loss"
 
 
 def test_what_is_better_and_how_long_is_waited() -> None:

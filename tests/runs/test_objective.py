@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from fedveil.errors import ConfigError, DataError
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import job_from_config
-from fedveil.runs.objective import counted, loss_of
+from fedveil.runs.objective import class_counts, loss_of
+from fedveil.runs.predicting import predict_dataset
 from fedveil.work import BinaryCrossEntropy, CrossEntropy, SquareLoss
 
 SMALL: dict[str, Any] = {
@@ -95,7 +97,7 @@ def test_nobody_counts_where_data_are_elsewhere_or_a_class_is_missing() -> None:
     with pytest.raises(ConfigError, match="here nobody may"):
         loss_of(balanced, "classification", "auto")
     with pytest.raises(DataError, match="class 1 has no sample"):
-        loss_of(balanced, "classification", "auto", counted=counted(torch.tensor([0, 0, 2]), 3))
+        loss_of(balanced, "classification", "auto", counted=class_counts(torch.tensor([0, 0, 2]), 3))
 
 
 def test_weights_of_another_number_are_refused() -> None:
@@ -113,6 +115,10 @@ def test_checkpoints_from_before_these_settings_stay_valid() -> None:
         assert base.with_changes(**changes).fingerprint() == base.fingerprint()
 
 
+def _copied(folder: Path) -> Path:
+    return Path(shutil.copy(folder / "t.csv", folder / "new.csv"))
+
+
 def test_several_target_columns_of_a_table_are_several_labels(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(80, 3, generator=generator)
@@ -127,6 +133,12 @@ def test_several_target_columns_of_a_table_are_several_labels(tmp_path: Path) ->
     summary = session.run(config(**given, rounds=30, lr=1.0), tmp_path / "run", quiet=True)
     assert summary["loss"] == "binary-cross-entropy"
     assert summary["test_accuracy"] > 0.8
+    known, new = (predict_dataset(tmp_path / "run", dataset=path) for path in (None, str(_copied(tmp_path))))
+    assert known.accuracy == summary["test_accuracy"]
+    assert new.accuracy is None, "which of two words is 1 is not kept with a model"
+    for made in (known, new):
+        assert set(made.columns["labels"]) <= {"", "ill", "smokes", "ill;smokes"}
+        assert all(0 <= chance <= 1 for chance in made.columns["p_smokes"])
     for wrong, error in (("ill,nobody", ConfigError), ("ill,ill", ConfigError), ("ill,a", DataError)):
         with pytest.raises(error):
             data.load(given["dataset"], target=wrong, task="multilabel")

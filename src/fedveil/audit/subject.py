@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attack import STANDSTILL
+from fedveil.audit.attacks.extraction import fitting
 from fedveil.audit.attacks.gradients import MOST_SAMPLES, client_gradient
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.measures import Likeness
@@ -235,11 +236,6 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     return enacted(cut(job, samples=samples), folder, rounds=last)
 
 
-def noisy(subject: Subject) -> bool:
-    """Whether noise went into the training."""
-    return subject.job.scheme.noisy
-
-
 def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
     config = subject.config
@@ -291,8 +287,7 @@ def plain_gradient(subject: Subject, view: ServerView) -> Tensor:
     """The victim's gradient of the mean loss on its batch, at the server's model: what plain averaging sends."""
     x, y = subject.batch(view.victim, round=view.round)
     module = view.model()
-    x = x.to(_like(module)) if x.is_floating_point() else x
-    return client_gradient(module, view.facts.objective(), x.cpu(), y.cpu()).double()
+    return client_gradient(module, view.facts.objective(), fitting(module, x), y.cpu()).double()
 
 
 def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:
@@ -338,10 +333,6 @@ def less_colluders(subject: Subject, view: ServerView, *, cohort: tuple[int, ...
     honest = [weights[client] for client in cohort if client not in view.colluders]
     samples = sum(view.facts.batch_of(count) for count in honest)
     return replace(view, summed=Opened(left / sum(honest), None, torch.empty(0))), samples
-
-
-def _like(module: torch.nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def alike(view: View, twin: View) -> bool:
@@ -451,7 +442,7 @@ class Scene:
 
         Noise is what keeps a model from learning samples by heart, so that the run's own model is no yardstick.
         """
-        if self.scratch is None or not noisy(self.run):
+        if self.scratch is None or not self.run.job.scheme.noisy:
             return None
         last = round or self.run.config.rounds
         if last not in self._plain:

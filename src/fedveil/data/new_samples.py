@@ -143,7 +143,8 @@ def _of_table(table: Table, expected: Expected, keep: Sequence[str]) -> NewSampl
             raise unknown_name("column to keep", name, table.columns)
     if missing := [name for name in wanted if name not in table.columns]:
         raise DataError(f"{where}: it lacks {_columns(missing)}, which the model takes. {_has(table)}")
-    known = {*wanted, *preparation.aside, *keep, preparation.target}
+    targets = _target_names(expected)
+    known = {*wanted, *preparation.aside, *keep, *targets}
     if strange := [name for name in table.columns if name not in known]:
         raise DataError(
             f"{where}: the model was trained without {_columns(strange)}. Remove it, or have it stand beside the "
@@ -151,7 +152,7 @@ def _of_table(table: Table, expected: Expected, keep: Sequence[str]) -> NewSampl
         )
     notes: list[str] = []
     beside = {name: table.columns[name] for name in keep}
-    y = _targets(table, expected) if preparation.target in table.columns else None
+    y = _targets(table, expected) if targets and all(name in table.columns for name in targets) else None
     if isinstance(inputs, Words):
         texts, tokens = table.columns[inputs.column], inputs
         return NewSamples(len(table), lambda start, stop: tokens.apply(texts[start:stop]), y, beside)
@@ -198,8 +199,19 @@ def _read(table: Table, column: Any, notes: list[str]) -> Cells:
     return values
 
 
+def _target_names(expected: Expected) -> list[str]:
+    target = expected.preparation.target
+    return [] if target is None else target.split(",") if expected.task == "multilabel" else [target]
+
+
 def _targets(table: Table, expected: Expected) -> Tensor | None:
     """Targets as far as they are known: −1 and NaN where they are not; None where none is."""
+    if expected.task == "multilabel":
+        # Which of two words held is not kept with a model: only labels of 0 and 1 can be compared.
+        columns = [tabular.numbers_in(table, name) for name in _target_names(expected)]
+        fit = all(word is None and set(values[~np.isnan(values)]) <= {0.0, 1.0} for values, word in columns)
+        labels = np.stack([values for values, _ in columns], axis=1)
+        return torch.from_numpy(labels) if fit and not np.isnan(labels).all() else None
     target, classes = expected.preparation.target, expected.preparation.classes
     assert target is not None
     cells = [value.strip() for value in table.columns[target]]

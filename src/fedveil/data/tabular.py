@@ -381,8 +381,8 @@ def encode(table: Table, fixed: Fixed | None, options: Options, name: str, *, wh
             kept.remove(_SPLIT)
         features, cells = fit_features(table, kept, train=train, normalise=options.normalise)
         inputs, x, vocabulary, used = features, features.apply(cells), None, set(kept)
-    aside = tuple(column for column in table.columns if column not in {*used, named.get("target")})
-    preparation = Preparation(inputs, goal.labels, named.get("target"), aside)
+    aside = tuple(column for column in table.columns if column not in {*used, *goals})
+    preparation = Preparation(inputs, goal.labels, ",".join(goals), aside)
     whole = Dataset(
         *(name, goal.task, x, y, goal.outputs, goal.labels, groups, vocabulary, sites, site_names, group_names)
     )

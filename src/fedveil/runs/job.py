@@ -38,7 +38,7 @@ from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
-from fedveil.work import Batches, Loss, Schedule
+from fedveil.work import Batches, BinaryCrossEntropy, Loss, Schedule
 from fedveil.work.clipping import refuse_batch_norm
 from fedveil.work.losses import CrossEntropy, SquareLoss
 
@@ -55,15 +55,17 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclass(frozen=True)
 class Link:
-    """How outputs become probabilities of classes: by what they tend to under the loss they were trained with."""
+    """How outputs become probabilities of classes or labels: by what they tend to under the loss of the training."""
 
-    loss: Literal["square", "cross-entropy"]
+    loss: Literal["square", "cross-entropy", "binary-square", "binary-cross-entropy"]
     target_scale: float = 1.0
     true_weight: float = 1.0
 
     @staticmethod
     def of(loss: Loss, task: str) -> Link | None:
         """That of a loss; none where outputs are no classes, or the loss is not one of ours."""
+        if task == "multilabel" and isinstance(loss, SquareLoss | BinaryCrossEntropy):
+            return Link("binary-square" if isinstance(loss, SquareLoss) else "binary-cross-entropy")
         if task != "classification" or not isinstance(loss, SquareLoss | CrossEntropy):
             return None
         if isinstance(loss, SquareLoss):
@@ -71,13 +73,15 @@ class Link:
         return Link("cross-entropy")
 
     def probabilities(self, outputs: Tensor) -> Tensor:
-        """One row per sample, each summing to 1.
+        """One row per sample, each summing to 1, unless a sample may have several labels.
 
         Under the square loss an output tends to M·k·p/(k·p + 1 − p), which is solved for p; what lies outside [0, 1]
         counts as the nearer end.
         """
         if self.loss == "cross-entropy":
             return outputs.softmax(1)
+        if self.loss.startswith("binary"):
+            return outputs.sigmoid() if self.loss == "binary-cross-entropy" else outputs.clamp(0.0, 1.0)
         share = (outputs / self.target_scale).clamp(0.0, 1.0)
         chance = share / (self.true_weight - (self.true_weight - 1.0) * share)
         total = chance.sum(1, keepdim=True)

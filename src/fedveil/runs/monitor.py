@@ -16,7 +16,7 @@ VALIDATION_LOSS = "validation_loss"
 def monitor_of(job: Job) -> str | None:
     """The figure that tells the best round, if there is one."""
     config = job.config
-    validated = getattr(job, "validation", None) is not None
+    validated = job.validation is not None
     asked = config.monitor is not None or config.early_stopping is not None
     if not asked:
         return VALIDATION_LOSS if validated and config.evaluate_every else None
@@ -24,9 +24,9 @@ def monitor_of(job: Job) -> str | None:
     part = monitor.partition("_")[0]
     if part == "validation" and not validated:
         raise ConfigError(
-            "The best round and early stopping go by a validation part, and there is none: hold one out, or name "
-            "another figure: --monitor loss (the training loss), or --monitor test_loss, whose figures then say too "
-            "much, since the test part has chosen the round."
+            "The best round and early stopping go by a validation part, and there is none: hold one out "
+            "(--validation-fraction 0.2), or name another figure: --monitor loss (the training loss), or --monitor "
+            "test_loss, whose figures then say too much, since the test part has chosen the round."
         )
     if part == "test" and job.test is None:
         raise ConfigError(f"monitor = {monitor!r}, but there are no test samples.")

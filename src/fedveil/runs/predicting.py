@@ -7,6 +7,7 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,17 @@ from fedveil.runs.model_file import Builder, LoadedModel, load_model
 
 _MOST_AT_ONCE = 1 << 26
 _BEYOND = 2.0
-_OWN = ("sample", "class")
+_OWN = ("sample", "class", "labels")
+_HOLDS = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
     """A model's answers, one row a sample, and how good they are where targets are known.
 
-    `probabilities` have a column a class; they are None for regression, and where the file does not say with which loss
-    the model was trained. `beside` are columns of the samples that are written along, and `notes` what a person should
-    know.
+    `probabilities` have a column a class, or a label; they are None for regression, and where the file does not say
+    with which loss the model was trained. `beside` are columns of the samples that are written along, and `notes` what
+    a person should know.
     """
 
     kind: str
@@ -61,20 +63,23 @@ class Predictions:
     def classes(self) -> list[str]:
         """The predicted class of every sample, by name."""
         if self.task != "classification":
-            raise ConfigError("A regression predicts numbers, not classes: see outputs.")
+            raise ConfigError(f"A {self.task} model predicts no class a sample: see outputs and probabilities.")
         return [self.labels[best] if self.labels else str(best) for best in self.outputs.argmax(1).tolist()]
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """What is written: the sample's number, what stands beside, its class, probabilities and outputs."""
+        """What is written: the sample's number, what stands beside, its class or labels, probabilities and outputs."""
         columns: dict[str, list[Any]] = {"sample": list(range(len(self)))}
         columns |= {f"{name} (given)" if name in _OWN else name: list(cells) for name, cells in self.beside.items()}
         count = self.outputs.shape[1]
+        names = self.labels or tuple(map(str, range(count)))
         if self.task == "classification":
             columns["class"] = self.classes
-            if self.probabilities is not None:
-                names = self.labels or tuple(map(str, range(count)))
-                columns |= {f"p_{name}": self.probabilities[:, at].tolist() for at, name in enumerate(names)}
+        if self.task == "multilabel" and self.probabilities is not None:
+            held = (self.probabilities > _HOLDS).tolist()
+            columns["labels"] = [";".join(compress(names, row)) for row in held]
+        if self.probabilities is not None:
+            columns |= {f"p_{name}": self.probabilities[:, at].tolist() for at, name in enumerate(names)}
         return columns | {f"output_{at}": self.outputs[:, at].tolist() for at in range(count)}
 
 
@@ -146,6 +151,10 @@ def _judged(loaded: LoadedModel, outputs: Tensor, y: Tensor | None) -> Predictio
     if y is not None and facts.task == "classification":
         known = y >= 0
         accuracy = float((outputs.argmax(1) == y)[known].double().mean())
+    elif y is not None and facts.task == "multilabel":
+        if probabilities is not None:
+            known = ~y.isnan()
+            accuracy = float(((probabilities > _HOLDS) == (y > _HOLDS))[known].double().mean())
     elif y is not None:
         known = ~y.isnan().any(1)
         mse = float((outputs - y)[known].double().square().mean())
