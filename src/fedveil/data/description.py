@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Split
+from fedveil.data.lazy import spans
 
 Kind = Literal["numbers", "words", "text", "nothing"]
 Shared = dict[str, dict[str, int]]
@@ -316,14 +317,18 @@ def _constant(pieces: Sequence[Dataset]) -> int:
     """How many of the inputs never vary in the training part."""
     if pieces[0].is_text:
         return 0
-    lows = torch.stack([piece.x.amin(0) for piece in pieces]).amin(0)
-    highs = torch.stack([piece.x.amax(0) for piece in pieces]).amax(0)
-    return int((lows == highs).sum())
+    first = pieces[0].x[0]
+    varies = torch.zeros_like(first, dtype=torch.bool)
+    for piece in pieces:
+        for span in spans(piece.x):
+            varies |= (piece.x[span] != first).any(0)
+    return int((~varies).sum())
 
 
 def _digests(pieces: Sequence[Dataset]) -> Iterator[bytes]:
     for piece in pieces:
-        for chunk in torch.split(piece.x, _CHUNK):
+        for span in spans(piece.x, most=_CHUNK):
+            chunk = piece.x[span]
             rows = np.ascontiguousarray(chunk.cpu().numpy()).reshape(len(chunk), -1)
             for row in rows:
                 yield hashlib.blake2b(row.data, digest_size=16).digest()
