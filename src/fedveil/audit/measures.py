@@ -170,9 +170,10 @@ class Labels(_Percent):
     def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
         hits = [matched(result["labels"], truth["y"]) for result, truth in zip(results, truths, strict=True)]
+        each = {batch: _blindly_matched(self.shares, batch=batch) for batch in set(map(len, hits))}
         by_luck = np.ones(1)
         for labels in hits:
-            by_luck = np.convolve(by_luck, _blindly_matched(self.shares, batch=len(labels)))
+            by_luck = np.convolve(by_luck, each[len(labels)])
         told = torch.cat(hits)
         count, total = int(told.sum()), len(told)
         luck = min(1.0, float(by_luck[count:].sum()))
