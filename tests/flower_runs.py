@@ -126,7 +126,9 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 def events(out: Path, *kinds: str) -> list[dict[str, Any]]:
     """What the run folder says happened; of some kinds, or all."""
-    return [one for one in _lines(out / "events.jsonl") if not kinds or one["event"] in kinds]
+    noted = [one for one in _lines(out / "events.jsonl") if not kinds or one["event"] in kinds]
+    # A run's own course, and what was said before it, befell nobody.
+    return [one for one in noted if one["event"] not in ("began", "ended") and not one["text"].startswith("warning: ")]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

@@ -154,6 +154,8 @@ def _names(file: Path) -> Any:
         return sorted(json.loads(file.read_text(encoding="utf-8")))
     if file.suffix == ".jsonl":
         rows = [sorted(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+        if file.name == "events.jsonl":  # each kind of event has facts of its own beside these
+            return sorted({"event", "text", "time"}.intersection(*rows))
         return rows[0] if all(row == rows[0] for row in rows) else rows
     if file.suffix == ".safetensors":
         with safe_open(file, framework="pt") as opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,18 @@ def test_an_unknown_setting_suggests_the_nearest() -> None:
         RunConfig.from_mapping({"momentun": 0.9}, where="my.toml")
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("learning_rate", "lr"), ("batchsize", "batch_size"), ("epochs", "local_epochs"), ("zzz", None)],
+)
+def test_an_unknown_setting_names_the_nearest_three_by_name_or_meaning(given: str, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_mapping({given: 1}, where="my.toml")
+    nearest = re.findall(r"The nearest are (.*?)\.", str(caught.value))[0].split(", ")
+    assert len(nearest) == 3
+    assert meant in (None, nearest[0])
+
+
 def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
     assert RunConfig.from_mapping({"batch-size": 8}).batch_size == 8
     (tmp_path / "a.toml").write_text("batch-size = 8\nlr_decay = 0.5\n")
@@ -85,7 +98,7 @@ def test_hyphens_and_underscores_are_the_same(tmp_path: Path) -> None:
         ({"rounds": "many"}, "rounds must be int"),
         ({"rounds": 2.5}, "rounds must be int"),
         ({"rounds": True}, "rounds must be int"),
-        ({"lr": "fast"}, "lr must be float"),
+        ({"lr": "fast"}, "lr must be a positive number, or auto"),
         ({"head_noise": 1}, "head_noise must be bool"),
         ({"scheme": 3}, "scheme must be str"),
         ({"model_options": "depth=3"}, "model_options must be dict"),
@@ -114,7 +127,7 @@ def test_none_means_the_default() -> None:
     [
         ({"clients": 0}, "clients must be positive"),
         ({"rounds": -1}, "rounds must be positive"),
-        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": 0.0}, "lr must be a positive number"),
         ({"lr_decay": -0.5}, "lr_decay must be positive"),
         ({"batch_size": -1}, "batch_size must not be negative"),
         ({"weight_decay": -0.1}, "weight_decay must not be negative"),
@@ -130,6 +143,10 @@ def test_none_means_the_default() -> None:
         ({"lr_schedule": "cosin"}, "Did you mean 'cosine'"),
         ({"bn_eps": "hidden"}, "Unknown bn_eps"),
         ({"secrets": "so"}, "Unknown secrets"),
+        ({"rounds": 10**12}, "rounds must be positive, and at most 10,000,000"),
+        ({"clients": 10**7}, "clients must be positive, and at most 1,048,576"),
+        ({"local_steps": 10**12}, "local_steps must be positive"),
+        ({"lr": "fast"}, "lr must be a positive number, or auto"),
         ({"task": "regresion"}, "Did you mean 'regression'"),
         ({"loss": "crossentropy"}, "Did you mean 'cross-entropy'"),
     ],

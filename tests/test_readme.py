@@ -11,6 +11,18 @@ import pytest
 
 from shell import fedveil, script
 
+LEARNED = {
+    "a": 0.7,
+    "secagg": 0.65,
+    "nadp": 0.7,
+    "veil-dp": 0.6,
+    "ldp": 0.4,
+    "cdp": 0.7,
+    "mpdp": 0.35,
+    "paraaegis": 0.9,
+    "ckks": 0.7,
+    "own": 0.7,
+}
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
@@ -51,8 +63,11 @@ def test_the_fedveil_commands_run_one_after_the_other_and_say_what_is_shown(
         assert point in said["fedveil ledger runs/nadp"]
     (asked,) = (text for command, text in said.items() if "--clients 100 --rounds 200" in command)
     assert "44.5% less noise than the paper's formula" in asked
-    summary = json.loads((tmp_path / "runs" / "paraaegis" / "summary.json").read_text())
-    assert summary["test_accuracy"] > 0.9
+    accuracies = {
+        name: json.loads((tmp_path / "runs" / name / "summary.json").read_text())["test_accuracy"] for name in LEARNED
+    }
+    # Most runs draw their secrets anew: these are 10 points and more below the worst of several runs each.
+    assert {name: figure for name, figure in accuracies.items() if figure < LEARNED[name]} == {}
     assert "any case ε = 11.72" in said[next(one for one in said if "--out runs/paraaegis" in one)]
     (asked,) = (text for command, text in said.items() if "--samples 947" in command)
     assert "(ε = 20,315, δ = 1e-05)" in asked

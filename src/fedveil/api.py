@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedveil import schemes
-from fedveil.config import BEFORE, OBJECT, RunConfig
+from fedveil.config import BEFORE, OBJECT, RunConfig, unknown_setting
 from fedveil.data import Dataset
 from fedveil.data.description import describe_parts
 from fedveil.data.intake import ClientSamples, Intake, clients_of, columns, outputs_of, task_of
@@ -24,16 +24,17 @@ from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.downlink import Weights, assemble
 from fedveil.engine import ClientPool
-from fedveil.errors import ConfigError, DataError, FedVeilError, unknown_name
+from fedveil.errors import ConfigError, DataError, FedVeilError
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import Follower, Progress, Row, working
+from fedveil.runs.callbacks import WARNING, Follower, Progress, Row, working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
 from fedveil.runs.judgement import Judgement, judgement_from
 from fedveil.runs.loop import evaluated, fresh_state, summarise, train_job
 from fedveil.runs.objective import BALANCED, class_counts, listed_weights, loss_settings, own_objective
 from fedveil.runs.own_metrics import Metric, OwnMetrics
 from fedveil.runs.preflight import preflight
+from fedveil.runs.rates import with_found_rate
 from fedveil.runs.watching import Watch
 from fedveil.schemes import SchemeInfo
 from fedveil.work.batches import mixed_seed
@@ -41,6 +42,8 @@ from fedveil.work.batches import mixed_seed
 if TYPE_CHECKING:
     from fedveil.runs.predicting import Model
 from fedveil.settings import Settings
+
+_LOG = logging.getLogger(__name__)
 
 # Settings about data and model that a command line needs and arguments replace.
 GIVEN_OTHERWISE = tuple(
@@ -244,7 +247,11 @@ def train(
         owned = [Dataset("python", task, *columns(party), outputs=outputs) for party in parties]
         job = replace(job, description=describe_parts(owned, test=judged, validation=validated))
         _log_data(job)
-    preflight(job)
+    for text in preflight(job):
+        _warn(text)
+    if config.lr == "auto":
+        job, told = with_found_rate(job, own=info)
+        _warn(told)
     if out is not None:
         # The folder needs packages that in-memory training does not.
         from fedveil.runs.folder import RunFolder
@@ -253,12 +260,12 @@ def train(
 
         folder = RunFolder(out)
         if resume and folder.config_file.exists():
-            summary, state = continue_in(job, folder, quiet=not progress, follow=callbacks)
+            summary, state = continue_in(job, folder, quiet=not progress, say=_warn, follow=callbacks)
         else:
-            folder.start(config)
+            folder.start(job.config)
             folder.write_data(job.description)
             state = fresh_state(job)
-            summary = train_into(job, folder, state, quiet=not progress, follow=callbacks)
+            summary = train_into(job, folder, state, quiet=not progress, say=_warn, follow=callbacks)
         best = load_weights(folder.best_file, job.architecture, job.weights) if "best" in summary else None
         kept = None if best is None else _module(job, best)
         return Trained(_module(job, state.weights), folder.metrics(), summary, kept)
@@ -280,7 +287,7 @@ def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Tr
         watch.callbacks.begin(None, job.config, ())
         try:
             told, begun = (boundary, watch.round_begins) if progress or watch.listens else (None, None)
-            outcome = train_job(job, state=state, on_round=told, on_begin=begun)
+            outcome = train_job(job, state=state, on_round=told, on_begin=begun, say=_warn)
             summary, best = summarise(job, outcome), watch.best
             if best is not None and best.weights is not None:
                 summary["best"] = best.as_data()
@@ -329,6 +336,13 @@ def _log_data(job: Job) -> None:
         _LOG.info("%s", line)
 
 
+def _warn(text: str) -> None:
+    if text.startswith(WARNING):
+        _LOG.warning("%s", text.removeprefix(WARNING))
+    else:
+        _LOG.info("%s", text)
+
+
 def _stored_seed(out: str | Path) -> dict[str, Any]:
     """The seed (and where secrets come from) of the run to resume, which may have drawn its own."""
     file = Path(out) / "config.toml"
@@ -349,7 +363,7 @@ def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
         elif name in info.declared:
             options[name] = value
         else:
-            raise unknown_name("setting in train():", name, {*known, *info.declared} - {*GIVEN_OTHERWISE})
+            raise unknown_setting(name, where="train()", further=info.declared, without=GIVEN_OTHERWISE)
     return settings | ({"options": options} if options else {})
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,14 @@ Check = tuple[Callable[[Any], bool], str]
 _POSITIVE: Check = (lambda value: value > 0, "must be positive")
 _NOT_NEGATIVE: Check = (lambda value: value >= 0, "must not be negative")
 _BELOW_ONE: Check = (lambda value: 0 <= value < 1, "must lie in [0, 1)")
+
+
+def _up_to(most: int, *, least: int = 1) -> Check:
+    words = "must be positive" if least else "must not be negative"
+    return (lambda value: least <= value <= most, f"{words}, and at most {most:,}")
+
+
+_STEPS = _up_to(10**7)
 
 
 def _setting(
@@ -89,9 +97,13 @@ class RunConfig:
         metadata={"help": "An option of your own scheme, repeatable: --set keep=0.2 (see `fedveil schemes SCHEME`)."},
     )
     clients: int = _setting(
-        _TRAIN, "Number of clients; 0: one per site or group.", 10, shown="10; sites: one each", check=_NOT_NEGATIVE
+        _TRAIN,
+        "Number of clients; 0: one per site or group.",
+        10,
+        shown="10; sites: one each",
+        check=_up_to(1 << 20, least=0),
     )
-    rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_POSITIVE, shapes_run=False)
+    rounds: int = _setting(_TRAIN, "Number of rounds.", 50, check=_up_to(10**7), shapes_run=False)
     seed: int | None = _setting(
         _MACHINE,
         "Reproducible run; its secrets are simulated.",
@@ -139,7 +151,15 @@ class RunConfig:
 
     cohort: float | int | None = _setting(_TRAIN, "Clients per round: 0.1 (a fraction) or 5 (a count).", shown="all")
     batch_size: int = _setting(_TRAIN, "Samples per step; 0 takes all.", 0, check=_NOT_NEGATIVE)
-    lr: float = _setting(_TRAIN, "Learning rate.", 0.1, check=_POSITIVE)
+    lr: float | str | None = _setting(
+        _TRAIN,
+        "Learning rate; auto: found by short trials (not where privacy is accounted for).",
+        shown="0.1; for the square loss 0.02",
+        check=(
+            lambda value: value == "auto" if isinstance(value, str) else value > 0,
+            "must be a positive number, or auto",
+        ),
+    )
     lr_decay: float = _setting(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
     lr_schedule: str = _setting(_TRAIN, "constant or cosine.", "constant", choices=("constant", "cosine"))
     momentum: float = _setting(_TRAIN, "Server momentum.", 0.0, check=_BELOW_ONE)
@@ -185,13 +205,21 @@ class RunConfig:
     )
 
     local_steps: int | None = _option(
-        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.", shown="1; more make a client the unit"
+        _TRAIN,
+        "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.",
+        shown="1; more make a client the unit",
+        check=_STEPS,
     )
     local_epochs: int | None = _option(
-        _TRAIN, "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.", shown="paraaegis and its baselines 1"
+        _TRAIN,
+        "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.",
+        shown="paraaegis and its baselines 1",
+        check=_STEPS,
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
-    head_groups: int | None = _option(_VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1")
+    head_groups: int | None = _option(
+        _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
+    )
     head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
     spread: float | None = _option(_VEIL, "Scales lie in 1/spread … spread.", shown="4; veil-dp: 1.5")
     epsilon: float | None = _option(
@@ -391,7 +419,7 @@ class RunConfig:
         for key, value in settings.items():
             name = key.replace("-", "_")
             if name not in known:
-                raise unknown_name(f"setting in {where}:", key, known)
+                raise unknown_setting(key, where=where)
             if value is None and str(known[name].type).endswith("| None"):
                 continue
             if name in cleaned:
@@ -425,6 +453,15 @@ BEFORE: dict[str, Any] = {
     if setting.metadata.get("before", dataclasses.MISSING) is not dataclasses.MISSING
 }
 """What settings mean that a run folder or model file does not have, because there was no such setting yet."""
+
+
+def unknown_setting(
+    name: str, *, where: str, further: Iterable[str] = (), without: Collection[str] = ()
+) -> ConfigError:
+    """A ConfigError that names the settings nearest to one that is not known, by name or by what they say."""
+    words = {known: setting.metadata.get("words", "") for known, setting in _FIELDS.items() if known not in without}
+    hint = "All of them: `fedveil run --help`."
+    return unknown_name(f"setting in {where}:", name, {*words, *further}, hint=hint, words=words)
 
 
 def numbers_of(text: str, name: str) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ People read an error's text; programs go by its class and its `code`, and never 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -127,13 +128,32 @@ class StopTraining(Exception):  # noqa: N818 (nothing is wrong)
     """Raised by a callback: the run ends after this round, with what it has. Its text says why."""
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str], *, hint: str = "") -> ConfigError:
-    """A ConfigError for an unknown name that suggests the nearest known one."""
+_MOST_LISTED = 20
+_NEAREST = 3
+
+
+def unknown_name(
+    kind: str, name: str, choices: Iterable[str], *, hint: str = "", words: Mapping[str, str] | None = None
+) -> ConfigError:
+    """A ConfigError for an unknown name that suggests the nearest known ones; a few are all listed.
+
+    `words` says of names what they mean, for those who know the thing and not its name: learning_rate is near to lr.
+    """
     known = sorted(choices)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    tail = f" {hint}" if hint else ""
-    return ConfigError(f"Unknown {kind} {name!r}.{guess} Known: {', '.join(known)}.{tail}")
+
+    def likeness(choice: str) -> float:
+        said = (words or {}).get(choice, "").lower()[: 2 * len(name)]
+        return max(_alike(name.lower(), choice.lower()), _alike(name.lower().replace("_", " "), said))
+
+    near = sorted(known, key=likeness, reverse=True)
+    guess = f" Did you mean {near[0]!r}?" if near and likeness(near[0]) >= 0.5 else ""
+    few = len(known) <= _MOST_LISTED
+    listed = f"Known: {', '.join(known)}" if few else f"The nearest are {', '.join(near[:_NEAREST])}"
+    return ConfigError(f"Unknown {kind} {name!r}.{guess} {listed}.{f' {hint}' if hint else ''}")
+
+
+def _alike(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError:
@@ -143,6 +163,17 @@ def unknown_option(owner: str, option: str, known: Iterable[str]) -> ConfigError
     guess = f" Did you mean {near[0]!r}?" if near else ""
     listing = f"It takes: {', '.join(takes)}." if takes else "It takes no options of its own."
     return ConfigError(f"{owner} has no option {option!r}.{guess} {listing}")
+
+
+@contextmanager
+def naming(file: object) -> Iterator[None]:
+    """Give an OSError the name of the file that was at work: of a full disk the system does not say which."""
+    try:
+        yield
+    except OSError as reason:
+        if reason.filename is None and reason.errno is not None:
+            reason.filename = str(file)
+        raise
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:

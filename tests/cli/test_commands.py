@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedveil import models
 from fedveil.config import RunConfig
+from fedveil.runs.folder import RunFolder
 from fedveil.schemes import find, schemes
 from fedveil.version import __version__
 from shell import fedveil
@@ -271,3 +275,30 @@ def test_a_cohort_is_a_fraction_or_a_count(tmp_path: Path, text: str, expected: 
     cohort = stored(tmp_path / "run").cohort
     assert cohort == expected
     assert type(cohort) is type(expected)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_end_keeps_what_it_has_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    original, before = RunFolder.append_metrics, signal.getsignal(signal.SIGTERM)
+
+    def told(self: RunFolder, row: dict[str, Any]) -> None:
+        original(self, row)
+        if row["round"] == 2:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "append_metrics", told)
+        done = fedveil("run", *SMALL, "--checkpoint-every", 1, "--out", tmp_path / "run")
+    assert done.code == code
+    assert done.error.splitlines()[-1].startswith("stopped; what was written so far is kept")
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert fedveil("run", "--resume", "--out", tmp_path / "run").code == 0
+
+
+def test_inspect_asks_how_many_outputs_a_model_of_ones_own_has(tmp_path: Path) -> None:
+    (tmp_path / "mynets.py").write_text(NETS)
+    done = fedveil("inspect", "--model", f"{tmp_path / 'mynets.py'}:squashed", "--input-shape", "3,4,4")
+    assert done.code == 2
+    assert "give --outputs" in done.error

@@ -37,10 +37,10 @@ def test_what_a_scheme_does_not_have_is_left_out_for_it_and_said() -> None:
 
 
 def test_schemes_that_lack_the_same_are_said_in_one_line() -> None:
-    assert plan("fedavg", "lossless", epsilon=2.0).said() == [
+    assert plan("fedavg", "lossless", epsilon=2.0, loss="square").said() == [
         "fedavg, lossless: left out epsilon, which they do not have"
     ]
-    assert plan("fedavg", "lossless", lr=2.0).said() == []
+    assert plan("fedavg", "lossless", lr=2.0, loss="square").said() == []
 
 
 @pytest.mark.parametrize("scheme", [one.name for one in schemes()])
@@ -66,7 +66,7 @@ def test_a_scheme_may_have_settings_of_its_own() -> None:
         (["fedavg"], {"fedavg": {"epsilon": 1}}, {}, "'fedavg' has no option 'epsilon'"),
         (["fedavg"], {"fedavg": {"clients": 3}}, {}, "cannot differ"),
         (["fedavg"], {"fedavg": {"lrr": 3}}, {}, "Did you mean 'lr'"),
-        (["fedavg"], {"fedavg": {"lr": "fast"}}, {}, "lr must be float"),
+        (["fedavg"], {"fedavg": {"lr": "fast"}}, {}, "lr must be a positive number, or auto"),
         (["fedavg"], {}, {"rounds": 0}, "rounds must be positive"),
         (["fedavg"], {}, {"roundss": 3}, "Did you mean 'rounds'"),
     ],
@@ -110,3 +110,14 @@ def test_a_run_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
     check_unchanged(before, tmp_path)
     with pytest.raises(FedVeilError, match=r"lr \(0\.1, now 0\.2\)"):
         check_unchanged(after, tmp_path)
+
+
+def test_all_schemes_train_on_the_square_loss_if_one_needs_it_unless_told_otherwise() -> None:
+    made = plan("fedavg", "lossless", "nadp")
+    assert {cell.config.loss for cell in made.cells} == {"square"}
+    assert made.said()[0].startswith("all schemes train on the square loss, which lossless needs")
+    assert {cell.config.loss for cell in plan("fedavg", "nadp").cells} == {None}
+    own = plan("fedavg", "lossless", only={"lossless": {"loss": "square"}})
+    assert [cell.config.loss for cell in own.cells] == [None, "square"]
+    given = plan("fedavg", "lossless", loss="cross-entropy")
+    assert {cell.config.loss for cell in given.cells} == {"cross-entropy"}

@@ -246,3 +246,21 @@ def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, suffix: str) -> No
     assert path.stat().st_size < 1 << 18
     with pytest.raises(DataError, match=rf"toy\.{suffix}"):
         (read_arrays if suffix == "npz" else read_bytes)(path)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("x", "y"), ""),
+        (("x_train", "y_train"), ""),
+        (("images", "labels"), "images was taken as the inputs and labels as the targets"),
+        (("x", "y", "age"), "x was taken as the inputs and y as the targets; age was not used"),
+    ],
+)
+def test_arrays_that_are_not_called_x_and_y_are_said_to_have_been_taken(
+    tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
+    arrays = [np.ones((6, 2), dtype=np.float32), np.arange(6) % 2, np.arange(6)]
+    np.savez(tmp_path / "a.npz", **dict(zip(names, arrays, strict=False)))
+    remarks = load(tmp_path / "a.npz").remarks
+    assert remarks == ((f"{tmp_path / 'a.npz'}: {said}",) if said else ())

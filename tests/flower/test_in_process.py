@@ -52,7 +52,9 @@ def run_on_grid(grid: InProcessGrid, out: Path, **settings: Any) -> dict[str, An
 
 
 def events(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    """What befell clients and messages, without a run's own course and what was said before it."""
+    noted = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [one for one in noted if one["event"] not in ("began", "ended") and not one["text"].startswith("warning: ")]
 
 
 def model_of(out: Path, homes: list[Path]) -> dict[str, torch.Tensor]:

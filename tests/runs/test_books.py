@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from federation import job
+from fedveil.errors import CheckpointError
 from fedveil.protocol.phases import RoundBegins
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
@@ -59,3 +62,24 @@ def test_a_round_that_began_and_never_ended_counts_and_so_does_each_repetition(r
     with journal.open("a") as file:
         file.write(begun + "\n")
     assert spent(run, journal) == pytest.approx(whole * 4 / 3, rel=1e-9)
+
+
+def _flipped(line: str) -> str:
+    return line.replace('":', '";', 1)
+
+
+def _cut(line: str) -> str:
+    return line[: len(line) // 2]
+
+
+@pytest.mark.parametrize("harm", [_flipped, _cut, lambda line: ""], ids=["flipped", "cut", "gone"])
+@pytest.mark.parametrize("what", ["begin", "end"])
+def test_no_damaged_line_lowers_what_was_spent(run: Job, tmp_path: Path, what: str, harm: Callable[[str], str]) -> None:
+    """Every line but the last that was written: it is refused, or the round is charged as if all had been seen."""
+    journal = tmp_path / "privacy.jsonl"
+    train_job(run, state=fresh_state(run), journal=journal)
+    whole, lines = spent(run, journal), journal.read_text().splitlines()
+    for number in [place for place, line in enumerate(lines[:-1]) if what in json.loads(line)]:
+        journal.write_text("\n".join([*lines[:number], harm(lines[number]), *lines[number + 1 :]]) + "\n")
+        with suppress(CheckpointError):
+            assert spent(run, journal) >= whole * (1 - 1e-9)

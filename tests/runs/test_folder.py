@@ -6,13 +6,15 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fedveil.config import RunConfig
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, ConfigError
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder, write_atomically
+from shell import fedveil
 
 Small = Callable[..., RunConfig]
 
@@ -89,5 +91,51 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_the_folder_holds_what_the_documentation_says(straight: Path) -> None:
     names = {one.name for one in straight.iterdir()}
     expected = {"config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints", "attempts.json"}
-    assert names == expected | {"ledger.json", "data.json"}
+    assert names == expected | {"ledger.json", "data.json", "events.jsonl"}
     assert all(json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "model.safetensors", "privacy.jsonl"])
+def test_a_full_disk_is_told_with_the_file_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """/dev/full takes no byte: whatever is written to this file fails as on a full disk."""
+    original = Path.open
+
+    def opened(self: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        ours = mode[0] in "awx" and (self.name == name or self.name.startswith(f".{name}."))
+        return original(Path("/dev/full") if ours else self, mode.replace("x", "w"), *rest, **named)
+
+    monkeypatch.setattr(Path, "open", opened)
+    done = fedveil("run", "--scheme", "ldp", "--rounds", 1, "--clients", 3, "-o", "width=4", "--out", tmp_path / "run")
+    assert done.code == 1
+    said = done.error.splitlines()[-1]
+    assert said.startswith(f"error: {tmp_path / 'run' / name}: No space left")
+    assert "go on with --resume, or give another --out" in said
+
+
+def test_what_is_refused_leaves_no_folder_and_what_is_stopped_can_be_resumed(
+    tmp_path: Path, small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "some" / "run"
+    with pytest.raises(ConfigError):
+        session.run(small(model="mlp", model_options={"wdith": 3}), out, quiet=True)
+    assert not (tmp_path / "some").exists()
+
+    def stopped(config: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "job_from_config", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            session.run(small(rounds=2), out, quiet=True)
+    assert session.resume(out, quiet=True)["rounds"] == 2
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["note", "resumed", "ended"]
+    assert all(event["time"] and event["text"] for event in events)
+
+
+def test_what_a_kill_left_of_the_very_first_file_is_no_other_run(tmp_path: Path, small: Small) -> None:
+    (tmp_path / ".config.toml.123.tmp").write_text("half")
+    session.run(small(rounds=1), tmp_path, quiet=True)
+    assert not list(tmp_path.glob(".*"))

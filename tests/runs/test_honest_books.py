@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,13 @@ def test_secret_sampling_does_not_go_with_dropout() -> None:
     work = ClippedSamples(make_loss("cross-entropy"), Batches(0, 1), 1.0, sampling=0.5)
     with pytest.raises(ConfigError, match="does not go with dropout"):
         work.layout(architecture, tensors=1)
+
+
+def test_a_lost_checkpoint_under_a_privacy_target_says_that_this_is_why(tmp_path: Path) -> None:
+    session.run(small(), tmp_path / "run", quiet=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "summary.json").unlink()
+    said: list[str] = []
+    with pytest.raises(ProtocolError, match=r"4 rounds of it were done before, and their checkpoint is not there"):
+        session.resume(tmp_path / "run", quiet=True, say=said.append)
+    assert said == ["The checkpoints of 4 rounds are gone: starting from the first round."]

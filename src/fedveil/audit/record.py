@@ -34,7 +34,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
-from fedveil.errors import CheckpointError, ConfigError
+from fedveil.errors import CheckpointError, ConfigError, naming
 from fedveil.own_code import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
@@ -106,10 +106,12 @@ class RecordWriter:
         entry = RecordEntry(round, attempt, phase, kind, client, peer, to, 0, len(content), digest)
         file = self._files[entry.file]
         offset = file.tell()
-        file.write(content)
-        file.flush()
-        self._index.write(json.dumps({**asdict(entry), "offset": offset}).encode() + b"\n")
-        self._index.flush()
+        with naming(file.name):
+            file.write(content)
+            file.flush()
+        with naming(self._index.name):
+            self._index.write(json.dumps({**asdict(entry), "offset": offset}).encode() + b"\n")
+            self._index.flush()
 
     def close(self) -> None:
         """Bring everything to the disk."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+from types import FrameType
 from unicodedata import category
 
-_STOPPED = 130
+_STOPPED, _TERMINATED = 130, 143
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OBEYED = ("Cc", "Cf", "Cs")  # control, format (direction of writing) and half characters
 
 
@@ -22,6 +26,13 @@ def main() -> None:
     from fedveil.cli.app import app
     from fedveil.errors import FedVeilError
 
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)  # whoever ends us that way means what Ctrl-C means
     try:
         app()
     except FedVeilError as reason:
@@ -29,7 +40,12 @@ def main() -> None:
         sys.exit(reason.exit_code)
     except OSError as reason:
         place = f"{reason.filename}: " if reason.filename else ""
-        _complain(f"{place}{reason.strerror or reason}.")
+        cure = (
+            " What was written before is whole. Make room there and go on with --resume, or give another --out."
+            if reason.errno in _FULL
+            else ""
+        )
+        _complain(f"{place}{reason.strerror or reason}.{cure}")
         sys.exit(FedVeilError.exit_code)
     except MemoryError:
         _complain("The memory is not enough for that.")
@@ -37,7 +53,11 @@ def main() -> None:
     except SystemExit as stop:
         if stop.code == _STOPPED:  # what Typer makes of Ctrl-C, without a word
             print("stopped; what was written so far is kept (a run: continue with --resume)", file=sys.stderr)
+            if told:
+                sys.exit(_TERMINATED)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _complain(text: str) -> None:

@@ -232,7 +232,8 @@ def compare(
 
     Every run is a folder of its own, OUT/SCHEME/seed-N, as `fedveil run` leaves it (a scheme of your own is
     OUT/FILE.py-FUNCTION/seed-N); OUT/compare.json holds all figures.
-    A setting that a scheme does not have is left out for it; one that fails does not end the others.
+    A setting that a scheme does not have is left out for it; one that fails does not end the others. All train on one
+    loss: the square loss where one of them needs it, unless --loss or --set SCHEME.loss=… say otherwise.
 
     [bold]Examples[/bold]
 

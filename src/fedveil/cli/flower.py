@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -498,7 +499,8 @@ def worker(
         if answer is None:
             plainly("no worker is running")
             raise typer.Exit(1)
-        plainly(", ".join(f"{name} {value}" for name, value in answer.items()))
+        since = datetime.fromtimestamp(float(answer["since"])).astimezone().isoformat(" ", timespec="seconds")
+        plainly(", ".join(f"{name} {value}" for name, value in {**answer, "since": since}.items()))
     else:
         from fedveil.flower.worker import main
 

@@ -26,7 +26,9 @@ def inspect(
     model: str = typer.Option(..., "--model", help="Model name, or package.module:factory."),
     model_option: list[str] = typer.Option([], "--model-option", "-o", help="key=value, repeatable."),
     input_shape: str | None = typer.Option(None, help="Like 3,32,32. (default: what suits the model)"),
-    outputs: int = typer.Option(10, help="Number of outputs."),
+    outputs: int | None = typer.Option(
+        None, help="Number of outputs; your own model needs it. (default: 10 for a model of the catalogue)"
+    ),
     vocabulary: int = typer.Option(1000, help="Text models: number of token ids."),
     head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
     bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
@@ -38,21 +40,26 @@ def inspect(
 
       fedveil inspect --model resnet20
 
-      fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --json
+      fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --outputs 10 --json
     """
     from fedveil.config import parse_model_options
     from fedveil.downlink import draw
     from fedveil.downlink.export import verify
     from fedveil.downlink.scales import coverage
-    from fedveil.errors import unknown_name
+    from fedveil.errors import ConfigError, unknown_name
     from fedveil.runs.callbacks import working
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
     options = parse_model_options(model_option)
+    if outputs is None and ":" in model:
+        raise ConfigError(
+            f"How many outputs {model} has is not known without data: give --outputs, like --outputs 2, and "
+            "--input-shape, like --input-shape 3,32,32."
+        )
     with working(f"tracing {model}"):
         net, example = example_of(
-            model, options=options, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary
+            model, options=options, input_shape=input_shape, outputs=outputs or 10, vocabulary=vocabulary
         )
         architecture, weights = draw(net.train(), example, traced=True)
         assert architecture.table is not None

@@ -161,6 +161,8 @@ def settings_given(flags: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[
             settings[name] = typed(settings[name])  # on a command, code may be named; in a file it may not
     if "cohort" in settings:
         settings["cohort"] = cohort_of(settings["cohort"])
+    if "lr" in settings and settings["lr"] != "auto":
+        settings["lr"] = _rate_of(settings["lr"])
     if pairs := settings.pop("model_option", []):
         settings["model_options"] = {**_table(stored, "model_options"), **parse_model_options(pairs)}
     for name, value in parse_model_options(settings.pop("option", []), example="keep=0.2").items():
@@ -183,6 +185,13 @@ def cohort_of(text: str) -> float | int:
         return float(text) if "." in text else int(text)
     except ValueError:
         raise ConfigError(f"cohort is a fraction like 0.1 or a count like 5 (got {text!r}).") from None
+
+
+def _rate_of(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"lr is a number like 0.05, or auto (got {text!r}).") from None
 
 
 def located_here(settings: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def run(
       fedveil run --scheme my_scheme.py:veil_ldp --set keep=0.2 --out runs/e
     """
     from fedveil.config import RunConfig
+    from fedveil.errors import NumericError
     from fedveil.runs import session
     from fedveil.tracking import Tracked, trackers
 
@@ -66,6 +67,11 @@ def run(
     if not quiet:
         show_summary(summary, out)
         show_ledger_of(summary, out)
+    if summary.get("recovered") is False:
+        raise NumericError(
+            f"Training has diverged in round {summary['diverged']} and has not recovered: the model in {out} is of no "
+            "use, and lies there with its ledger all the same. See the warning for what to change."
+        )
 
 
 def show_data(description: Description) -> None:
@@ -83,7 +89,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     beside = ""
     if judged is not None and (constant := judged.figures[judged.primary].baseline) is not None:
         beside = f" ({judged.constant_answer}: {shown(judged.primary, constant)})"
-    rows = [("scheme", summary["scheme"]), ("loss", summary["loss"]), ("rounds", str(summary["rounds"]))]
+    because = f", {summary['loss_because']}" if "loss_because" in summary else ""
+    rows = [("scheme", summary["scheme"]), ("loss", summary["loss"] + because), ("rounds", str(summary["rounds"]))]
     if "failed_rounds" in summary:
         rows.append(("rounds that failed", f"{summary['failed_rounds']}: they moved nothing (see metrics.jsonl)"))
     if "stopped" in summary:

@@ -187,6 +187,7 @@ def _plan(
         settings={**stored["common"], **settings, **own},
         only={**stored["only"], **(only or {})},
         where=str(file),
+        resumed=True,
     )
     differ = changed(stored["common"], json.loads(json.dumps(plan.common)))
     if differ:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import schemes
-from fedveil.config import BEFORE, RunConfig
+from fedveil.config import BEFORE, RunConfig, unknown_setting
 from fedveil.errors import ConfigError, unknown_name
 from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.runs.job import located
@@ -49,13 +49,17 @@ class Plan:
     seeds: tuple[int, ...]
     cells: tuple[Cell, ...]
     left_out: dict[str, tuple[str, ...]]
+    need_square: tuple[str, ...] = ()
+    """The schemes for whose sake all train on the square loss."""
 
     def said(self) -> list[str]:
-        """Which settings were left out for which schemes, a line each."""
+        """On which loss all train, and which settings were left out for which schemes, a line each."""
         by_names: dict[tuple[str, ...], list[str]] = {}
         for scheme, names in self.left_out.items():
             by_names.setdefault(names, []).append(scheme)
-        return [
+        loss = f"all schemes train on the square loss, which {', '.join(self.need_square)} need"
+        shared = [f"{loss}s (--loss sets another)" if len(self.need_square) == 1 else f"{loss} (--loss sets another)"]
+        return (shared if self.need_square else []) + [
             f"{', '.join(who)}: left out {', '.join(names)}, which {'it does' if len(who) == 1 else 'they do'} not have"
             for names, who in by_names.items()
         ]
@@ -76,8 +80,12 @@ def planned(
     settings: Mapping[str, Any],
     only: Mapping[str, Mapping[str, Any]],
     where: str = "The comparison",
+    resumed: bool = False,
 ) -> Plan:
     """The plan for schemes and seeds; wrong settings are refused, those a scheme does not have left out for it.
+
+    Where one of the schemes needs the square loss and no loss was set, all train on it, unless `resumed`: a comparison
+    goes on as it began.
 
     Schemes that are code are of the type OwnCode; text that names code is refused, as `where` names it.
     """
@@ -95,6 +103,9 @@ def planned(
         if label not in labels:
             raise unknown_name("scheme of a setting:", label, labels, hint="Only schemes of the comparison have any.")
     common = located(RunConfig.from_mapping(settings, where="the comparison"))
+    needs = [] if resumed or common.loss is not None else _need_square(labels, own)
+    if needs:
+        common = common.with_changes(loss="square")
     cells: list[Cell] = []
     left_out: dict[str, tuple[str, ...]] = {}
     given = {name: value for name, value in common.scheme_options.items() if value is not None}
@@ -117,7 +128,14 @@ def planned(
         seeds=tuple(seeds),
         cells=tuple(cells),
         left_out=left_out,
+        need_square=tuple(needs),
     )
+
+
+def _need_square(labels: Mapping[str, str], own: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The schemes that train on the square loss whatever the data are, and have no loss set for themselves."""
+    open_ = {label: scheme for label, scheme in labels.items() if own.get(label, {}).get("loss") is None}
+    return [label for label, scheme in open_.items() if schemes.find(scheme).default_loss == "square"]
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
@@ -138,8 +156,10 @@ def check_unchanged(cell: Cell, out: Path) -> None:
     if not file.exists():
         return
     stored = RunConfig.from_mapping(BEFORE | RunConfig.read(file), where=str(file))
-    config = cell.config if cell.config.clients else cell.config.with_changes(clients=stored.clients)
-    differ = changed(dataclasses.asdict(stored), dataclasses.asdict(config))
+    # A rate and a number of clients that were left open are settled where the run begins.
+    given = cell.config if isinstance(cell.config.lr, float) else cell.config.with_changes(lr=stored.lr)
+    given = given if given.clients else given.with_changes(clients=stored.clients)
+    differ = changed(dataclasses.asdict(stored), dataclasses.asdict(given))
     if differ:
         raise ConfigError(
             f"{file.parent} was started with other settings: {', '.join(differ)}. Give those it was started with, or "
@@ -157,7 +177,7 @@ def _with_own(config: RunConfig, own: Mapping[str, Any], *, label: str, options:
             takes = f"It takes: {', '.join(options)}." if options else "It takes no options of its own."
             raise ConfigError(f"Scheme {label!r} has no option {name!r}. {takes}")
         if name not in whole and name not in options:
-            raise unknown_name(f"setting in the settings of {label}:", name, {**whole, **options})
+            raise unknown_setting(name, where=f"the settings of {label}", further=options)
         (whole if name in whole else declared)[name] = value
     whole["options"] = declared or None
     return RunConfig.from_mapping(whole, where=f"the settings of {label}")

@@ -12,7 +12,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -89,6 +89,8 @@ class Part:
     groups: Array | None = None
     sites: Array | None = None
     site_names: tuple[str, ...] = ()  # where sites are numbers that stand for them
+    remark: str = field(default="", kw_only=True)
+    """What a reader had to guess about it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +141,9 @@ def assemble(arrays: Arrays, options: Options, *, name: str) -> Split:
         if sum(part.x.numel() for part in ready.values()) <= MOST_NUMBERS:
             ready = {which: replace(part, x=whole(part.x)) for which, part in ready.items()}
     inputs = pixels if image else numbers_like(ready["train"].x)
-    return Split(ready["train"], ready["test"], ready.get("validation"), preparation=Preparation(inputs, labels))
+    remarks = tuple(dict.fromkeys(part.remark for part in parts if part.remark))
+    preparation = Preparation(inputs, labels)
+    return Split(ready["train"], ready["test"], ready.get("validation"), preparation=preparation, remarks=remarks)
 
 
 def _parted(ready: dict[str, Dataset], options: Options, *, where: str) -> dict[str, Dataset]:
@@ -396,7 +400,23 @@ def _part(arrays: Mapping[str, Array], path: Path, options: Options, part: str =
         )
     groups = _owner(arrays, path, "group", options.group, _GROUPS, part)
     sites = _owner(arrays, path, "site", options.site, _SITES, part)
-    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], groups, sites)
+    used = {
+        x,
+        y,
+        "classes",
+        "vocabulary",
+        *_GROUPS,
+        *_SITES,
+        (options.group or "").lower(),
+        (options.site or "").lower(),
+    }
+    ignored = [name for name in arrays if name not in used]
+    spare = [name for name in ignored if not any(word in name.split("_") for word in ("train", *TEST_NAMES))]
+    remark = ""
+    if not {"x", "y"} <= {*x.split("_"), *y.split("_")} or spare:
+        left = f"; {', '.join(spare)} {'was' if len(spare) == 1 else 'were'} not used" if spare else ""
+        remark = f"{path}: {x} was taken as the inputs and {y} as the targets{left}"
+    return Part(f"{path} ({part})" if part else str(path), arrays[x], arrays[y], groups, sites, remark=remark)
 
 
 def _owner(

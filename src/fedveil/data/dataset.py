@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -95,6 +95,8 @@ class Split:
     validation: Dataset | None = None
     columns: tuple[Column, ...] = ()
     preparation: Preparation | None = None
+    remarks: tuple[str, ...] = field(default=(), kw_only=True)
+    """What was guessed when they were read, a line each."""
 
     def __post_init__(self) -> None:
         others = {"test": self.test} | ({} if self.validation is None else {"validation": self.validation})

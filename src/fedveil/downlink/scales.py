@@ -519,6 +519,6 @@ def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     names = ", ".join(parameter.name for parameter in coverage.visible[:6])
     raise TraceError(
         f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
-        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, lower "
-        "--min-coverage, or train with --scheme fedavg."
+        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, or "
+        "lower --min-coverage."
     )

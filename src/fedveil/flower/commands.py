@@ -20,13 +20,15 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedveil.errors import ConfigError, FedVeilError, missing_extra
 from fedveil.flower.certificates import Certificates
 from fedveil.flower.network import VARIABLE, entering
+
+if TYPE_CHECKING:
+    from fedveil.runs.folder import RunFolder
 
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # An app folder of ours lists no dependencies; without this the SuperLink would look for some over the network.
@@ -161,18 +163,12 @@ MARK = "FEDVEIL "
 class Events:
     """Writes events down as they happen, and says aloud what a person would want to know."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
     def note(self, event: str, text: str, **facts: Any) -> None:
         """One thing that happened, with the facts that programs may want."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": now, "event": event, **facts, "text": text}, ensure_ascii=False)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._folder.note(event, text, **facts)
         tell("said", text=text)
 
 

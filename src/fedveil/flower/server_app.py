@@ -137,18 +137,22 @@ def _serve(grid: Grid, context: Context) -> None:
         # The app is code that whoever submits it has run here, and what it names is no less theirs.
         config = config.with_changes(model=typed(config.model))
     config = located(settled(config))
+    if config.lr == "auto":
+        raise ConfigError("lr = 'auto' tries rates where all clients are in one process: give a number here.")
     job = server_job(config, extras.data)
-    preflight(job)
+    warnings = preflight(job)
     if not extras.resume:
-        folder.start(config)
+        folder.start(job.config)
     else:
         folder.take()
-    events = Events(folder.events_file)
+    events = Events(folder)
+    for text in warnings:
+        events.note("note", text)
     standing = RelayProgress.read(folder.relay_file) if extras.resume and not job.model_here else None
     train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events, standing=standing)
 
     def say(text: str) -> None:
-        events.note("note", text)
+        tell("said", text=text)
 
     if not extras.resume:
         summary = train_into(job, folder, fresh_state(job), quiet=True, say=say, train=train)
@@ -230,8 +234,6 @@ def train_on_flower(
         events=events,
         roster=job.guard.roster,
     )
-    if state.attempt:
-        events.note("resumed", f"the run goes on after round {state.round}", round=state.round, attempt=state.attempt)
     tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()
     behind: tuple[int, ...] = ()

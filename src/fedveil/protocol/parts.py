@@ -250,6 +250,10 @@ class Channel(Protocol):
         """Whether the server can read one client's upload, under noise or not."""
         return True
 
+    def absences(self, clients: int) -> int | None:
+        """How many of a round's `clients` may be missing before its sum cannot be opened; None: all but the first."""
+        return None
+
     @property
     def loss_limit(self) -> float | None:
         """Beyond which number a reported loss is cut off, where the uplink cuts it."""

@@ -14,6 +14,8 @@ from fedveil.runs.folder import RunFolder
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
+WARNING = "warning: "
+"""How a line begins that tells of something to change."""
 
 
 class Callback:

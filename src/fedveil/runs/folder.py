@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from fedveil.config import BEFORE, RunConfig
 from fedveil.data.description import Description
-from fedveil.errors import CheckpointError, ConfigError
+from fedveil.errors import CheckpointError, ConfigError, naming
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
@@ -41,7 +44,8 @@ def write_atomically(path: Path, content: bytes | str) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     scratch.unlink(missing_ok=True)
     try:
-        with scratch.open("xb") as file:  # a new file, never one that somebody's link leads to
+        # A new file, never one that somebody's link leads to.
+        with naming(path), scratch.open("xb") as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
@@ -54,6 +58,14 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def append_line(path: Path, data: Mapping[str, Any]) -> None:
+    """Add a line of JSON to a file and flush it to disk."""
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(data, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def digest_of(tensors: Mapping[str, Tensor], *texts: str) -> str:
@@ -114,7 +126,7 @@ class RunFolder:
         """Refuse a folder that holds anything."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: give a folder with --out.")
-        if self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and any(not _scratch(file) for file in self.path.iterdir()):
             if self.config_file.exists():
                 raise CheckpointError(
                     f"The folder {self.path} holds another run. Continue it with --resume, or give another --out."
@@ -127,13 +139,41 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.take()
         self.require_free()
+        for file in self.path.iterdir():  # what a kill left of the first file
+            file.unlink()
         write_atomically(self.config_file, config.to_toml())
         self._remember({"attempts": 1})
+
+    def settled(self, config: RunConfig) -> None:
+        """Write down the settings once what they left open is known."""
+        write_atomically(self.config_file, config.to_toml())
+
+    @contextmanager
+    def starting(self, config: RunConfig) -> Iterator[None]:
+        """Take an empty or new folder for a run that is still put together.
+
+        Whoever is killed or stopped meanwhile can resume it; where its settings are refused, the folder is as it was.
+        """
+        created = [path for path in (self.path, *self.path.parents) if not path.exists()]
+        try:
+            self.start(config)
+            yield
+        except Exception:
+            if self._held:  # else it is somebody else's
+                for file in (self.config_file, self._attempts):
+                    file.unlink(missing_ok=True)
+                self.release()
+            with contextlib.suppress(OSError):
+                for path in created:
+                    path.rmdir()
+            raise
 
     def stored_settings(self) -> dict[str, Any]:
         """The settings the run was started with."""
         if not self.config_file.exists():
-            raise CheckpointError(f"{self.path} holds no run to resume (there is no config.toml).")
+            raise CheckpointError(
+                f"{self.path} holds no run to resume (there is no config.toml): start it without --resume."
+            )
         engine = self._remembered().get("engine", "local")
         if engine != self._engine:
             how = "fedveil flower run" if engine == "flower" else "fedveil run"
@@ -180,12 +220,14 @@ class RunFolder:
     def _remember(self, facts: dict[str, Any]) -> None:
         write_atomically(self._attempts, json.dumps({**facts, "engine": self._engine}))
 
+    def note(self, event: str, text: str, **facts: Any) -> None:
+        """Add to events.jsonl what happened, with the facts that programs may want."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        append_line(self.events_file, {"time": now, "event": event, **facts, "text": text})
+
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one round's line."""
-        with self._rows_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self._rows_file, row)
         self._take_place(row["round"])
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -272,14 +314,20 @@ class RunFolder:
         write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
 
 
+def _scratch(file: Path) -> bool:
+    return file.name.startswith(".config.toml.") and file.name.endswith(".tmp")
+
+
 def _release(held: list[int]) -> None:
     while held:
         os.close(held.pop())
 
 
-_CLOSING = frozenset("train_loss seconds bytes_down bytes_up parameters clients coverage failed_rounds".split())
+_CLOSING = frozenset(
+    "train_loss seconds bytes_down bytes_up parameters clients coverage failed_rounds diverged".split()
+)
 _ALWAYS = ("seconds", "bytes_down", "bytes_up")
-_TEXTS = ("scheme", "holder", "loss", "stopped", "warning", "dataset", "model", "engine")
+_TEXTS = ("scheme", "holder", "loss", "loss_because", "stopped", "warning", "dataset", "model", "engine")
 _FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets as system_random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +23,7 @@ from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import verify
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.engine import ClientPool
-from fedveil.errors import CheckpointError, ConfigError, DataError, TraceError
+from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, TraceError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
@@ -169,6 +170,8 @@ class Job:
     config: RunConfig
     scheme: Scheme
     loss: Loss
+    loss_because: str
+    """Why it is this loss."""
     architecture: Architecture
     weights: Weights
     pool: ClientPool
@@ -178,6 +181,8 @@ class Job:
     secrets: SecretSource
     cohort: Cohort
     optimiser: Optimiser
+    remarks: tuple[str, ...] = ()
+    """What was guessed about its data."""
     guard: Guard = Guard()
     around: Surroundings = Surroundings()
     validation: Dataset | None = None
@@ -299,7 +304,7 @@ def job_from_config(config: RunConfig, *, describe: bool = False) -> Job:
     common = agreed(config, clients=len(pool), task=facts.task, counts=counts)
     job = assemble_job(config, model, pool, split.test, facts, validation=split.validation, common=common)
     description = describe_split(split, parts, names) if describe else None
-    return replace(job, client_names=names, description=description)
+    return replace(job, client_names=names, description=description, remarks=split.remarks)
 
 
 def first_model(config: RunConfig, facts: ModelFacts, *, seed: int | SecretStream) -> nn.Module:
@@ -316,8 +321,21 @@ class Agreed:
 
     scheme: Scheme
     loss: Loss
+    loss_because: str
     cohort: Cohort
     optimiser: Optimiser
+
+
+_USUAL_RATES = {"square": 0.02}
+_USUAL_RATE = 0.1
+
+
+def rate_of(config: RunConfig, loss: Loss) -> float:
+    """The learning rate of the first round: as given, or what usually goes with the loss.
+
+    The gradient of the square loss grows with the error, so that a step too large makes the next one larger.
+    """
+    return config.lr if isinstance(config.lr, float) else _USUAL_RATES.get(loss.name, _USUAL_RATE)
 
 
 def agreed(
@@ -331,11 +349,11 @@ def agreed(
 ) -> Agreed:
     """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
 
-    `loss` is one of the caller's own; `counts` are those of the classes (`objective.counted`), where somebody counts.
+    `loss` is one of the caller's own; `counts` are those of the classes (`objective.class_counts`), where somebody counts.
     """
     info = schemes.find(config.scheme) if own is None else own
     loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
-    schedule = Schedule(config.lr, config.lr_decay, config.lr_schedule == "cosine", config.rounds)
+    schedule = Schedule(rate_of(config, loss), config.lr_decay, config.lr_schedule == "cosine", config.rounds)
     seed = config.seed
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
@@ -346,7 +364,8 @@ def agreed(
     scheme.uplink.fits(cohort.size)
     # Updates are already multiplied by the local learning rate: the server takes them whole.
     server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
-    return Agreed(scheme, loss, cohort, Optimiser(server, config.momentum, config.weight_decay))
+    because = _because(config, info, task, head_noise=scheme.downlink.head_noise)
+    return Agreed(scheme, loss, because, cohort, Optimiser(server, config.momentum, config.weight_decay))
 
 
 def attended(
@@ -405,24 +424,27 @@ def assemble_job(
     scheme = common.scheme
     check_weights(config, common.loss, scheme, outputs=facts.outputs)
     example = _example(pool, facts, dtype)
-    architecture, weights = drawn(scheme, model.to(dtype).cpu(), example, facts)
+    model = model.to(dtype).cpu()
+    try:
+        architecture, weights, covered = _covered(config, scheme, model, example, facts)
+    except TraceError as reason:
+        others = _instead(config, model, example, facts, clients=len(pool)) if scheme.downlink.traced else ()
+        if not others:
+            raise
+        raise TraceError(f"{reason} Without a veil this model trains under {', '.join(others)}.") from reason
     assert config.seed is not None
     source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
     if config.bn_eps == "secret":
         draw_secret_epsilon(weights, source.stream("epsilon"))
-    covered = None
     if architecture.table is not None:
-        scheme.downlink.head_tensors(architecture)
-        head = scheme.downlink.head_noise
-        covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
-        require_coverage(covered, minimum=config.min_coverage)
         verify(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
     architecture = architecture.to(device=device)
     weights = weights.to(device=device)
     return Job(
-        config=config,
+        config=config.with_changes(lr=rate_of(config, common.loss)),
         scheme=scheme,
         loss=common.loss,
+        loss_because=common.loss_because,
         architecture=architecture,
         weights=weights,
         pool=pool,
@@ -435,6 +457,35 @@ def assemble_job(
         optimiser=common.optimiser,
         validation=None if validation is None else validation.to(dtype=dtype, device=device),
     )
+
+
+def _covered(
+    config: RunConfig, scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts
+) -> tuple[Architecture, Weights, Coverage | None]:
+    """What the scheme makes of a model, and how much of it a veil hides; too little is refused."""
+    architecture, weights = drawn(scheme, model, example, facts)
+    if architecture.table is None:
+        return architecture, weights, None
+    scheme.downlink.head_tensors(architecture)
+    head = scheme.downlink.head_noise
+    covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
+    require_coverage(covered, minimum=config.min_coverage)
+    return architecture, weights, covered
+
+
+def _instead(
+    config: RunConfig, model: nn.Module, example: Tensor, facts: ModelFacts, *, clients: int
+) -> tuple[str, ...]:
+    """The schemes without a veil that take this model, tried one after the other with options of their own."""
+    plain = config.with_changes(options=None, **dict.fromkeys(config.scheme_options))
+    fitting = []
+    for info in schemes.schemes():
+        with suppress(FedVeilError):
+            scheme = agreed(plain.with_changes(scheme=info.name), clients=clients, task=facts.task).scheme
+            if not scheme.downlink.traced:
+                drawn(scheme, model, example, facts)
+                fitting.append(info.name)
+    return tuple(fitting)
 
 
 def _refuse_moving_buffers(architecture: Architecture, weights: Weights, example: Tensor) -> None:
@@ -479,6 +530,19 @@ def _read(path: str | Path, what: str) -> str:
         return read_text(Path(path))
     except CheckpointError as reason:
         raise ConfigError(f"Cannot read the {what} {path}: {reason}") from reason
+
+
+def _because(config: RunConfig, info: SchemeInfo, task: str, *, head_noise: bool) -> str:
+    """Why the loss is what it is."""
+    if config.loss is not None:
+        return "as it was set"
+    if info.default_loss != "auto":
+        return "because head noise needs it" if head_noise else f"which {info.name} takes unless another is set"
+    if task == "regression":
+        return "because the targets are numbers"
+    if (config.target_scale, config.true_weight) != (1.0, 1.0):
+        return "because target_scale and true_weight are of it"
+    return "because there are several labels" if task == "multilabel" else "because the targets are classes"
 
 
 def _example(pool: ClientPool, facts: ModelFacts, dtype: torch.dtype) -> Tensor:

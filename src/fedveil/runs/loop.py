@@ -27,7 +27,7 @@ from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
-from fedveil.runs.callbacks import Row
+from fedveil.runs.callbacks import WARNING, Row
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
@@ -109,14 +109,26 @@ class Outcome:
     client_view: ClientScores | None = None
     validation: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
+    diverged: bool = False
+    lost: int = 0
+    """Rounds of earlier attempts that count in the account and are not in the model this attempt began with."""
 
     def stop(self, reason: str, say: Callable[[str], None]) -> None:
         """The run ends here, with what it has; one without a round has nothing."""
         done = self.state.round
         if done == 0:
-            raise ProtocolError(f"The run cannot start: {reason}.")
+            raise ProtocolError(f"The run cannot start: {reason}.{self._why_lost()}")
         self.stopped = reason
-        say(f"The run ends after {done} round{'s' * (done != 1)}: {reason}.")
+        say(f"The run ends after {done} round{'s' * (done != 1)}: {reason}.{self._why_lost()}")
+
+    def _why_lost(self) -> str:
+        if not self.lost:
+            return ""
+        return (
+            f" {self.lost} rounds of it were done before, and their checkpoint is not there: what clients showed in "
+            "them is spent and cannot be spent again. Put the checkpoints back, or start anew with another --out and a "
+            "budget of its own."
+        )
 
     @property
     def bytes_down(self) -> float:
@@ -210,6 +222,8 @@ def conduct(
     `written`, where clients hold the model, puts a round's sums where the record keeps it.
     """
     outcome = Outcome(state, privacy_journal)
+    if privacy_journal.accountant is not None:
+        outcome.lost = max(privacy_journal.accountant.rounds - state.round, 0)
     about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
     _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
     started = last = time.perf_counter()
@@ -250,6 +264,9 @@ def conduct(
         last = time.perf_counter()
         outcome.rows.append(row)
         _log(row)
+        if not outcome.diverged and (told := _diverges(job, outcome.rows[0], row)):
+            outcome.diverged = True
+            say(WARNING + told)
         try:
             if on_round is not None:
                 on_round(row, state)
@@ -369,6 +386,49 @@ def evaluated(job: Job, state: ServerState, *, on: Dataset | None = None) -> tup
     return outputs, score_outputs(outputs, samples, job.loss, job.metrics if on is None else None)
 
 
+_TENFOLD = 10.0
+
+
+def _loss_in(row: Row) -> float | None:
+    """The training loss, or, where clients do not report it, that of the test set."""
+    loss = row.get("loss")
+    return row.get("test_loss") if loss is None else loss
+
+
+def _runs_away(first: Row, row: Row) -> bool:
+    """Whether the loss is far beyond that of the first round, when nothing was learned yet; NaN is."""
+    begun, now = _loss_in(first), _loss_in(row)
+    return begun is not None and begun > 0 and now is not None and not now < _TENFOLD * begun
+
+
+def _diverges(job: Job, first: Row, row: Row) -> str:
+    """What to say of a round in which training has come off; nothing if it has not."""
+    if not _runs_away(first, row):
+        return ""
+    begun, now = _loss_in(first), _loss_in(row)
+    return (
+        f"training has diverged in round {row['round']}: the loss is {now:.4g}, after {begun:.4g} in round "
+        f"{first['round']}. {_cure(job)}"
+    )
+
+
+def _of_nothing(job: Job, first: Row) -> float:
+    """The loss of having learned nothing: that of the first round, or of zeros, whichever is less."""
+    begun = _loss_in(first)
+    assert begun is not None
+    y = job.test.y if job.test is not None else job.pool.clients[0].y if job.pool.clients else None
+    if y is None:
+        return begun
+    zeros = torch.zeros(len(y), job.facts.outputs, dtype=job.weights.parameters.dtype, device=y.device)
+    return min(begun, float(job.loss.mean(zeros, y)))
+
+
+def _cure(job: Job) -> str:
+    assert isinstance(job.config.lr, float)
+    noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, a smaller --clip"
+    return f"Start anew with a lower learning rate, like --lr {job.config.lr / 10:.1g}{noise}."
+
+
 def _client_view(job: Job, state: ServerState) -> ClientScores:
     assert job.test is not None
     veil = job.scheme.downlink.veil(
@@ -395,6 +455,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "seed": config.seed,
         "simulation": job.secrets.simulation,
         "loss": job.loss.name,
+        "loss_because": job.loss_because,
         "train_loss": next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None),
         "parameters": job.architecture.size,
         "seconds": round(sum(row.get("seconds") or 0.0 for row in rows), 3),
@@ -418,9 +479,13 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]
-    if losses and losses[0] and not losses[-1] < 10 * losses[0]:
-        noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, clip"
-        summary["warning"] = f"the training loss has grown more than tenfold: lower the learning rate{noise}"
+    away = next((row for row in rows if _runs_away(rows[0], row)), None)
+    if away is not None:
+        last, nothing = _loss_in(rows[-1]), _of_nothing(job, rows[0])
+        summary["diverged"], summary["recovered"] = away["round"], last is not None and last < nothing
+        ended = "" if last is None else f" It ended at {last:.4g};"
+        untrained = f"{ended} a model that is not trained, or answers 0 to everything, has {nothing:.4g}."
+        summary["warning"] = _diverges(job, rows[0], away) + untrained
     limit = job.scheme.uplink.loss_limit
     if limit is not None and losses and max(losses) >= limit:
         summary["warning"] = (

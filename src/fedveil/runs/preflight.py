@@ -1,13 +1,20 @@
-"""A dry run of what clients would refuse, so that a wrong setting ends a run before it has begun."""
+"""A dry run of what clients would refuse or could not do, so that it ends a run, or is said, before it has begun."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedveil.errors import ConfigError, ProtocolError
+import torch
+from torch import Tensor, nn
+
+from fedveil.downlink import assemble
+from fedveil.errors import ConfigError, FedVeilError, ProtocolError
 from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
+from fedveil.runs.callbacks import WARNING
 from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
 from fedveil.uplink.graph import n_out
@@ -19,8 +26,132 @@ if TYPE_CHECKING:
 _GRAPHS = 16
 
 
-def preflight(job: Job) -> None:
-    """Refuse settings under which the first round could not be, or some round probably not: nothing is sent."""
+def preflight(job: Job) -> list[str]:
+    """Refuse settings under which the first round could not be, or some round probably not: nothing is sent.
+
+    Returns:
+        Warnings, a line each: what may end the run later.
+
+    Raises:
+        ConfigError: The clients' own policy lets no round be, graphs fall apart, or the model has no gradient.
+    """
+    _check_promises(job)
+    warnings = [_absences(job)]
+    if job.pool.clients:
+        warnings.append(_memory(job, saved=_check_backward(job)))
+    return [WARNING + text for text in warnings if text]
+
+
+def _absences(job: Job) -> str:
+    members = job.cohort.size
+    if job.scheme.uplink.absences(members) != 0:
+        return ""
+    enough = next(count for count in range(members, 4 * members) if job.scheme.uplink.absences(count))
+    return (
+        f"{members} clients under masks tolerate no absence: a round in which one is missing fails, and ten such in a "
+        f"row end the run. From {enough} clients on, one may be missing."
+    )
+
+
+def _check_backward(job: Job) -> float:
+    """Train on two samples of the first client, for nothing; returns how many bytes a sample takes meanwhile."""
+    data = job.pool.clients[0]
+    x, y = data.take(torch.arange(min(2, len(data))))
+    x, y = torch.cat([x, x])[:2], torch.cat([y, y])[:2]
+    module = assemble(job.architecture, job.weights).train()
+    moving = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    own = {parameter.data_ptr() for parameter in moving}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    try:
+        with torch.random.fork_rng(devices=[]), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = job.loss.mean(module(x), y)
+            grads = torch.autograd.grad(loss, moving, allow_unused=True)
+    except FedVeilError:
+        raise
+    except Exception as reason:
+        raise ConfigError(
+            f"The model cannot be trained: a backward pass over two samples fails with {type(reason).__name__} "
+            f"({' '.join(str(reason).split())[:300]}). Mend the model; nothing was sent or written."
+        ) from reason
+    if moving and all(grad is None for grad in grads):
+        raise ConfigError(
+            "The model cannot be trained: the loss depends on none of its parameters (detach, no_grad or a rounding "
+            "on the way to its output?)."
+        )
+    return sum(sizes.values()) / 2
+
+
+_COPIES = 6  # of the model: the server's, its momentum, what it sends, two skeletons of clients, a checkpoint
+_SUM_BYTES = 24  # an exact sum keeps three float64 for a number
+_CHUNK_BYTES, _MOST_AT_ONCE = 64 << 20, 64  # as local work takes samples and clients
+
+
+def _memory(job: Job, *, saved: float) -> str:
+    """A warning where the largest client's step and the round's sums probably need more memory than is free."""
+    scheme, weights = job.scheme, job.weights.parameters
+    number, size = weights.element_size(), weights.numel()
+    most = max(len(data) for data in job.pool.clients)
+    batch, upload = min(job.config.batch_size or most, most), scheme.layout(job.architecture).length
+    step, sums = saved * batch, float(upload * (2 * number + _SUM_BYTES))
+    if scheme.work.clip is not None and scheme.work.local_training == (None, None):
+        step = min(step, _CHUNK_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
+    elif scheme.work.returns == "gradient" and job.config.vectorise is not False and not _convolves(job):
+        step *= max(1, min(_MOST_AT_ONCE, job.cohort.size, _CHUNK_BYTES // (upload * number)))  # clients at once
+    needed, free = _COPIES * size * number + step + sums, free_bytes(weights.device)
+    if free is None or needed < free:
+        return ""
+    cures = {
+        f"a smaller --batch-size (a step of {batch} samples takes {step / 1e9:.1f} GB)": step,
+        f"fewer --head-groups or a smaller model (an upload of {upload:,} numbers takes {sums / 1e9:.1f} GB)": sums,
+    }
+    first = max(cures, key=lambda cure: cures[cure])
+    return (
+        f"the memory will probably not suffice: about {needed / 1e9:.1f} GB are needed for {size:,} parameters, and "
+        f"{free / 1e9:.1f} GB are free. What helps most is {first}."
+    )
+
+
+def _convolves(job: Job) -> bool:
+    return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in job.architecture.skeleton.modules())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """How much memory this process may still take, by the tightest limit that can be read; None where none can."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = [_of_machine(), _of_group()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError):
+            return None
+
+
+def _of_group() -> int | None:
+    """What a container's control group leaves."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        most, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return int(most) - int(used)
+    except (OSError, ValueError):  # no control group, or no limit
+        return None
+
+
+def _check_promises(job: Job) -> None:
+    """What clients would refuse to take part in."""
     scheme, policy = job.scheme, job.guard.policy
     monitor_of(job)
     client_role(job)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedveil.downlink import Architecture
-from fedveil.errors import CheckpointError, ConfigError
+from fedveil.errors import CheckpointError, ConfigError, naming
 from fedveil.ledger import caveats
 from fedveil.ledger.accountant import Accountant, SampledAccountant
 from fedveil.ledger.correlated import NoiseLayout
@@ -295,7 +295,9 @@ class PrivacyJournal:
                 if "arrived" in entry and begun and begun[-1][1]["begin"] == entry["begin"]:
                     begun.pop()
                 begun.append((terms, entry))
-            elif begun and begun[-1][1]["begin"] == entry["end"]:
+            else:
+                if not begun or begun[-1][1]["begin"] != entry["end"]:
+                    raise ValueError(f"round {entry['end']} ends that was not begun")
                 noise, begins = begun.pop()
                 if not entry.get("void"):
                     cohort = everybody if begins["cohort"] is None else begins["cohort"]
@@ -322,7 +324,7 @@ class PrivacyJournal:
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self._journal is not None:
-            with self._journal.open("a", encoding="utf-8") as file:
+            with naming(self._journal), self._journal.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -436,17 +438,32 @@ def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
 def _mend(journal: Path) -> None:
     """End a line that a kill has torn, so that what is written next stands on its own."""
     if journal.exists() and (content := read_raw(journal)) and not content.endswith(b"\n"):
-        with journal.open("ab") as file:
+        with naming(journal), journal.open("ab") as file:
             file.write(b"\n")
 
 
 def _entries(journal: Path) -> list[dict[str, Any]]:
+    """The journal's lines. Only one may be missing: the last before a power cut, which has torn it.
+
+    Nobody was asked for what it says, and the next attempt begins with a plan. Any other line that cannot be read may
+    tell of something spent.
+    """
     if not journal.exists():
         return []
-    entries = []
-    for line in read_text(journal).split("\n"):
-        try:
-            entries.append(json.loads(line))
-        except (ValueError, RecursionError):  # torn by a kill; what came after it counts
+    entries: list[dict[str, Any]] = []
+    torn = 0
+    for number, line in enumerate(read_text(journal).split("\n"), start=1):
+        if not line:
             continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as reason:
+            if torn or (line.endswith("}") and not line.startswith('{"plan"')):
+                raise ValueError(f"line {torn or number} is not one that was written") from reason
+            torn = number
+            continue
+        if torn and "plan" not in entry:
+            raise ValueError(f"line {torn} is not one that was written")
+        torn = 0
+        entries.append(entry)
     return entries

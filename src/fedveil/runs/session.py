@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from fedveil.runs.job import Job, job_from_config, located, settled
 from fedveil.runs.loop import Outcome, fresh_state, summarise, train_job
 from fedveil.runs.model_file import load_weights, save_model
 from fedveil.runs.preflight import preflight
+from fedveil.runs.rates import with_found_rate
 from fedveil.runs.recorded import chosen
 from fedveil.runs.watching import Watch
 
@@ -59,18 +61,10 @@ def run(
     """
     config = located(settled(config))
     folder = RunFolder(out)
-    folder.require_free()
-    with working("loading the data and tracing the model", quiet=quiet):
-        job = job_from_config(config, describe=True)
-        preflight(job)
+    with folder.starting(config):
+        job = _ready(config, folder, quiet=quiet, say=say, understood=understood)
         if config.record:
-            chosen(job)  # what cannot be recorded is refused before the folder is taken
-    folder.start(job.config)
-    assert job.description is not None
-    folder.write_data(job.description)
-    understood(job.description)
-    for text in job.description.warnings:
-        say(f"warning: {text}")
+            chosen(job)
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
@@ -101,9 +95,35 @@ def resume(
     """
     folder = RunFolder(out)
     config = folder.config(changes or {}, say=say)
+    job = _ready(config, None, quiet=quiet, say=say)
+    return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
+
+
+def _ready(
+    config: RunConfig,
+    folder: RunFolder | None,
+    *,
+    quiet: bool,
+    say: Say,
+    understood: Callable[[Description], None] = lambda description: None,
+) -> Job:
+    """The job of settings, tried out; one that begins in `folder` leaves there what was found for it."""
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config, describe=True)
-    return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
+        warnings = [*job.remarks, *preflight(job)] if folder is not None else []
+    if config.lr == "auto":
+        with working("trying learning rates", quiet=quiet):
+            job, told = with_found_rate(job)
+        warnings.append(told)
+    if folder is not None:
+        folder.settled(job.config)
+        assert job.description is not None
+        folder.write_data(job.description)
+        understood(job.description)
+        warnings += [f"warning: {text}" for text in job.description.warnings]
+    for text in warnings:
+        (say if folder is None else _noted(folder, say))(text)
+    return job
 
 
 def continue_in(
@@ -118,6 +138,7 @@ def continue_in(
     """Continue a job from its folder's newest good checkpoint; returns the summary and the final state."""
     config = job.config
     folder.take()
+    told = _noted(folder, say)
     done = folder.finished(config)
     if done is not None:
         try:
@@ -130,10 +151,11 @@ def continue_in(
         return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
     for reason in refused:
-        say(f"{reason} Using the previous one.")
+        told(f"{reason} Using the previous one.")
     if state is None:
-        state = fresh_state(job)
-        say("No checkpoint yet: starting from the first round.")
+        state, reached = fresh_state(job), folder.reached()
+        lost = f"The checkpoints of {reached} rounds are gone" if reached > config.checkpoint_every > 0 else ""
+        told(f"{lost or 'No checkpoint yet'}: starting from the first round.")
     state.attempt = folder.resume(config)
     earlier = folder.go_on(state.round)
     summary = train_into(job, folder, state, earlier=earlier, quiet=quiet, say=say, train=train, follow=follow)
@@ -184,7 +206,7 @@ def train_into(
 
     `earlier` are the rows of the rounds before.
     """
-    config, fingerprint = job.config, job.config.fingerprint()
+    config, fingerprint, told = job.config, job.config.fingerprint(), _noted(folder, say)
     try:
         watch = Watch(job, follow)
     except FedVeilError:
@@ -214,7 +236,9 @@ def train_into(
         say(f"{watch.best.monitor} chooses the round to keep: the test figures of that round then say too much for it.")
     try:
         if watch.best is not None:
-            watch.best.resume(earlier, folder.checkpoints, job.weights, fingerprint=fingerprint, say=say)
+            watch.best.resume(earlier, folder.checkpoints, job.weights, fingerprint=fingerprint, say=told)
+        begins = f"the run goes on after round {state.round}" if state.attempt else "the run begins"
+        folder.note("resumed" if state.attempt else "began", begins, round=state.round, attempt=state.attempt)
         watch.callbacks.begin(folder, config, earlier)
         with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
@@ -225,17 +249,30 @@ def train_into(
                 on_begin=watch.round_begins,
                 journal=folder.privacy_journal,
                 record=record,
-                say=say,
+                say=told,
             )
         outcome.rows = [*earlier, *outcome.rows]
-        summary = _leave(job, folder, outcome, say, watch.best)
+        summary = _leave(job, folder, outcome, told, watch.best)
+        folder.note("ended", f"the run has ended after round {summary['rounds']}", round=summary["rounds"])
         watch.callbacks.end(summary)
     except BaseException as reason:
+        with contextlib.suppress(OSError):  # the disk may be what is full
+            folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))
         watch.callbacks.stopped(reason)
         raise
     finally:
         folder.release()
     return summary
+
+
+def _noted(folder: RunFolder, say: Say) -> Say:
+    """Says it, and writes it down in events.jsonl."""
+
+    def told(text: str) -> None:
+        folder.note("note", text)
+        say(text)
+
+    return told
 
 
 def _leave(job: Job, folder: RunFolder, outcome: Outcome, say: Say, best: BestRound | None = None) -> dict[str, Any]:

@@ -176,6 +176,11 @@ class Masked(Uplink):
                 "clients, or lower collusion."
             )
 
+    def absences(self, clients: int) -> int:
+        """As many as leave a quorum of a neighbourhood, where everybody is everybody's neighbour."""
+        near = clients - 1
+        return max(near - self.quorum.of(near), 0)
+
     @property
     def readable(self) -> bool:
         """Sums alone."""
