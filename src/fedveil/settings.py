@@ -31,8 +31,9 @@ class Settings(TypedDict, total=False):
     """Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)"""
     batch_size: int
     """Samples per step; 0 takes all. (default: 0)"""
-    lr: float
-    """Learning rate. (default: 0.1)"""
+    lr: float | str | None
+    """Learning rate; auto: found by short trials (not where privacy is accounted for). (default: 0.1; for the square
+    loss 0.02)"""
     lr_decay: float
     """Factor on the rate per round. (default: 1)"""
     lr_schedule: Literal["constant", "cosine"]

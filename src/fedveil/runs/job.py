@@ -349,7 +349,7 @@ def agreed(
 ) -> Agreed:
     """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
 
-    `loss` is one of the caller's own; `counts` are those of the classes (`objective.class_counts`), where somebody counts.
+    `loss` is one of the caller's own; `counts` are the classes' (`objective.class_counts`), where somebody counts.
     """
     info = schemes.find(config.scheme) if own is None else own
     loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
