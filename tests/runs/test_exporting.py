@@ -204,5 +204,6 @@ def test_an_export_tells_the_seed_of_a_simulation_only(tmp_path: Path, small: Sm
     simulated, real = (load_model(tmp_path / f"{name}.safetensors").config for name in ("simulated", "real"))
     assert simulated["seed"] == 3
     assert "seed" not in real
-    assert set(real) == {"dataset", "target", "task", "text", "group", "test_fraction"}
+    named = {"dataset", "target", "task", "text", "group", "site"}
+    assert set(real) == named | {"test_fraction", "validation_fraction", "split", "picture_size"}
     assert not predict_dataset(tmp_path / "real.safetensors", dataset=None, part="test").split_known

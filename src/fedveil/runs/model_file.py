@@ -286,7 +286,7 @@ def _public(config: Mapping[str, Any]) -> dict[str, Any]:
 
     In a simulation the seed decides the model's first values and the secrets; otherwise it deals data and batches.
     """
-    kept = {name: config[name] for name in _OF_DATA if config.get(name) is not None}
+    kept = {name: config.get(name) for name in _OF_DATA}
     if RunConfig.from_mapping(config).simulated_secrets:
         kept["seed"] = config.get("seed")
     return kept
