@@ -12,7 +12,7 @@ from fedveil.runs.metrics import Measured
 
 _MOST_ROWS = 12
 _BY_CLASS = {"classification": ("recall", "precision", "f1", "auroc"), "multilabel": ("accuracy", "auroc", "f1")}
-_BY_GROUP = {"regression": ("rmse", "r2", "mae")}
+_BY_GROUP = {"regression": ("rmse", "r2")}
 _WITH_INTERVAL = 2  # as many as a terminal of 80 columns has room for
 
 
@@ -29,7 +29,7 @@ def show_judgement(judged: Judgement, *, what: str = "test samples") -> None:
     _subsets(
         f"By {judged.parted_by or 'group'}",
         judged.parts,
-        _BY_GROUP.get(judged.task, ("accuracy", "auroc", "balanced_accuracy")),
+        _BY_GROUP.get(judged.task, ("accuracy", "auroc")),
     )
     for name, figure in judged.figures.items():
         if figure.value is None:
