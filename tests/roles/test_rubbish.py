@@ -13,7 +13,7 @@ import torch
 from client_held.test_stories import SMALL, parted, whole
 from driving import drive
 from federation import held_run, job, relay_of, same_bits
-from fedveil.client_held.client import HolderRole
+from fedveil.client_held.client import HolderRole, UnreadableError
 from fedveil.client_held.group import Founded
 from fedveil.client_held.messages import Begin, Divided, Lent
 from fedveil.engine import LocalEngine
@@ -84,6 +84,21 @@ def test_sums_are_not_given_up_because_everybody_refuses_for_another_reason() ->
     assert [bool(done.failed) for done in run.rounds] == [False, False, False, True, True]
     held = [run.engine.state_of(client).held for client in range(5)]
     assert [one and one.version for one in held] == [3] * 5
+
+
+def test_one_client_does_not_undo_sums_while_the_others_are_away() -> None:
+    """They may have moved by them already, and would then train another model than those who come back."""
+
+    def spoil(reply: Any) -> Any:
+        return UnreadableError("x") if isinstance(reply, Divided) and (reply.client, reply.round) == (0, 2) else reply
+
+    def absent(request: Request, client: int) -> bool:
+        return client > 0 and isinstance(request, Begin) and request.round == 2
+
+    run = held_run(whole(rounds=6), through=lambda role: Spoiling(role, spoil), absent=absent)
+    assert [bool(done.failed) for done in run.rounds] == [False, False, True, False, False, False]
+    held = [run.engine.state_of(client).held for client in range(5)]
+    assert [one and one.version for one in held] == [5] * 5
 
 
 def test_a_founder_with_rubbish_invitations_does_not_end_the_run() -> None:

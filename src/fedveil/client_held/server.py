@@ -18,8 +18,9 @@ What the server keeps: how far the run has come (`RelayState`); the latest Aggre
 it leads to; which version each client holds, as far as it has said; who was sent the latest sums; and who lent a model
 that nobody could use, so that it is asked last.
 
-What is taken back: sums that clients refuse with `Code.UNREADABLE` and that nobody has moved by are given up, and the
-run goes on from the version before. A client that refuses for any other reason has no quarrel with the sums.
+What is taken back: sums that most of those who were sent them refuse with `Code.UNREADABLE`, and that nobody has moved
+by, are given up, and the run goes on from the version before. A client that refuses for any other reason has no quarrel
+with the sums, and a few cannot undo them while the others are away, who may have moved already.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class RelayRole(Conductor):
         self.state.round += 1
         if any(self._holding.get(client) != self._version for client in loans):
             self._doubted.add(self._lender)
-        if failed and heard.unreadable:
+        if failed and 2 * len(heard.unreadable) > sum(client not in loans for client in able):
             self._take_back()
         if latest is not None:
             self._latest, self._version, self._informed = latest, latest.version, set(heard.arrived)
@@ -243,9 +244,9 @@ class _Heard:
         return tuple(sorted(self.last.arrived))
 
     @property
-    def unreadable(self) -> bool:
-        """Whether somebody refused because of sums; whoever refuses for another reason has no quarrel with them."""
-        return any(refusal.code is Code.UNREADABLE for refusal in self._refused.values())
+    def unreadable(self) -> list[int]:
+        """Who refused because of sums; whoever refuses for another reason has no quarrel with them."""
+        return [client for client, refusal in self._refused.items() if refusal.code is Code.UNREADABLE]
 
     def take(self, gathered: Gathered) -> None:
         """A phase in which clients send something of their own."""
