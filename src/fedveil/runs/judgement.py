@@ -337,7 +337,12 @@ def judge(
     )
 
 
-def quick_figures(outputs: Tensor, data: Samples) -> dict[str, float]:
+def holds_from(loss: str | None) -> float:
+    """From which output on a label holds: the square loss has learned 0 and 1 themselves, others their log-odds."""
+    return 0.5 if loss == "square" else 0.0
+
+
+def quick_figures(outputs: Tensor, data: Samples, *, loss: str | None = None) -> dict[str, float]:
     """The figures that cost next to nothing, for every evaluated round; what is not defined is left out.
 
     The mean AUROC of many classes, whose samples are sorted once for each, is none of them.
@@ -350,9 +355,9 @@ def quick_figures(outputs: Tensor, data: Samples) -> dict[str, float]:
         figures = error_figures(total(error_columns(truth.astype(np.float64), given.numpy())))
         wanted = ("mae", "r2")
     elif data.task == "multilabel":
-        decided = given.numpy() >= 0
+        decided = given.numpy() >= holds_from(loss)
         figures = label_figures(total(label_columns(truth > 0.5, decided, np.ones(decided.shape))))
-        wanted = ("accuracy", "balanced_accuracy", "f1")
+        wanted = ("balanced_accuracy", "f1")
     else:
         answer, classes = given.argmax(1).numpy(), given.shape[1]
         figures = class_figures(total(class_columns(truth, answer, np.ones(len(truth)), classes=classes)))
