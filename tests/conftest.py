@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,24 @@ import pytest
 # children: tests that press Ctrl-C would wait for ever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONG = ("test_real_runs.py", "test_readme.py", "test_how_to.py", "test_distinguishing.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long go first, so that no process is left with one when the others are done."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def power_stays_on() -> Iterator[None]:
+    """Nothing waits for the disk: what a killed process has written is with the kernel, and no test cuts the power.
+
+    Processes that tests start wait for it as ever.
+    """
+    with mock.patch.object(os, "fsync", lambda handle: os.fstat(handle) and None):
+        yield
 
 
 @pytest.fixture(autouse=True)

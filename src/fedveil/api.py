@@ -279,7 +279,8 @@ def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Tr
 
         watch.callbacks.begin(None, job.config, ())
         try:
-            outcome = train_job(job, state=state, on_round=boundary, on_begin=watch.round_begins)
+            told, begun = (boundary, watch.round_begins) if progress or watch.listens else (None, None)
+            outcome = train_job(job, state=state, on_round=told, on_begin=begun)
             summary, best = summarise(job, outcome), watch.best
             if best is not None and best.weights is not None:
                 summary["best"] = best.as_data()
@@ -324,7 +325,7 @@ def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
 
 def _log_data(job: Job) -> None:
     assert job.description is not None
-    for line in job.description.lines():
+    for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
         _LOG.info("%s", line)
 
 

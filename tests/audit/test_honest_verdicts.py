@@ -12,7 +12,7 @@ from fedveil.audit.findings import AuditStore, Finding, Score, judged, sentences
 from fedveil.audit.measures import Likeness, Members
 from fedveil.audit.record import client_view
 from fedveil.audit.running import all_trials, missing_trials
-from fedveil.audit.subject import Effort, noisy
+from fedveil.audit.subject import Effort
 from fedveil.audit.trials import _Model, _paired
 from fedveil.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_the_sum_is_attacked_wherever_an_upload_is_covered() -> None:
 
 @pytest.mark.parametrize(("scheme", "held"), [("mp-cdp", True), ("cdp", True), ("mpdp", True), ("lossless", False)])
 def test_noise_is_noticed_wherever_it_is_added(scheme: str, held: bool) -> None:
-    assert noisy(subject_of(scheme=scheme)) is held
+    assert subject_of(scheme=scheme).job.scheme.noisy is held
 
 
 def test_what_is_not_tried_is_said() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binom
-from sklearn.metrics import roc_auc_score
 
 from fedveil.audit.metrics import (
     CHANCE,
@@ -73,6 +72,8 @@ def test_the_interval_of_the_success_rate_covers_the_truth(shift: float) -> None
 
 
 def test_the_area_agrees_with_an_independent_implementation() -> None:
+    from sklearn.metrics import roc_auc_score
+
     for seed in range(5):
         scores, member = drawn(40, 61, shift=0.5, seed=seed)
         scores = scores.mul(4).round()  # ties count half

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from audit.small_runs import QUICK, folder, job_of, scene, subject_of
 from fedveil.audit.record import server_view
 from fedveil.audit.subject import Subject, enacted, plain_gradient, replayed, scene_of
 from fedveil.audit.trials import model_trials, uploads_of
+from fedveil.data.lazy import LazyTensor
 from fedveil.errors import ConfigError
 
 
@@ -129,3 +132,13 @@ def test_making_trials_leaves_the_model_of_a_run_as_it_was() -> None:
     found = scene(scheme="paraaegis", cipher="pads")
     assert list(model_trials(found))
     assert not found.run.model.training
+
+
+def test_held_out_pictures_that_stayed_bytes_are_all_there_for_an_audit() -> None:
+    subject = subject_of()
+    x = subject.test.x
+    lazy = replace(subject.test, x=LazyTensor(lambda rows: x[rows], tuple(x.shape), dtype=x.dtype))
+    again = Subject(subject.record, replace(subject.job, test=lazy), subject.model)
+    assert type(again.test.x) is torch.Tensor
+    assert torch.equal(again.test.x, x)
+    assert again.box == subject.box

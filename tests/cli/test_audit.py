@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from fedveil.audit.attack import attacks
+from fedveil.audit.findings import TAKEN_OUT, Finding
+from fedveil.audit.running import Audit
+from fedveil.cli.audit import _show as show
 from fedveil.errors import AttackError, CheckpointError, ConfigError, FedVeilError
 from shell import Done, fedveil
 
@@ -62,6 +65,15 @@ def test_every_adversary_has_a_table_with_chance_and_no_protection_beside_each_f
     assert "An audit shows what these attacks got, not what no attack can get" in shown
     assert "audit.json" in shown
     assert "\x1b" not in first.output
+
+
+def test_what_was_taken_out_has_a_column_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("a client", "members", "membership", "the model it receives", False, "members told")
+    for count in (0, 37):
+        finding = Finding("client/membership", *words, verdict="not effective", taken_out=count)
+        show(Audit("fedavg", (finding,), {}, tmp_path, 1.0))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("taken out ┃" in shown) is ("│ 37 │" in shown) is (TAKEN_OUT in shown) is bool(count)
 
 
 def test_the_folder_holds_findings_and_pictures(ran: Path, first: Done) -> None:

@@ -12,7 +12,7 @@ from fedveil import errors
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, NumericError, TraceError
 from shell import Done, fedveil
 
-RUN = ("run", "--rounds", 2, "--seed", 1)
+RUN = ("run", "--quiet", "--rounds", 2, "--seed", 1)  # so that nothing is said of the data either
 NETS = """
 from torch import nn
 import math

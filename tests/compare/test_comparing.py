@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
     "clients": 3,
     "checkpoint_every": 2,
     "model_options": {"depth": 2, "width": 8},
+    "vectorise": False,  # which would take a process longer to load than to train
 }
 
 

@@ -42,12 +42,14 @@ def test_columns_are_counted_and_what_looks_wrong_is_said(tmp_path: Path) -> Non
     columns = {column.name: column for column in said.columns}
     assert (columns["score"].kind, columns["score"].missing, columns["score"].distinct) == ("numbers", 1, 199)
     assert (columns["sex"].kind, columns["sex"].distinct) == ("words", 2)
+    assert (columns["sex"].categories, columns["age"].span) == ({"m": 100, "f": 100}, (20.0, 66.0))
     assert (columns["ill"].role, columns["age"].role) == ("target", "input")
     wrong = "\n".join(said.warnings)
     assert "'patientId' looks like ids (200 different values in 200 rows)" in wrong
     assert "'version' is the same in every row" in wrong
     assert "'score'" not in wrong
     grouped = described(tmp_path / "toy.csv", target="ill", group="patientId")
+    assert not grouped.columns[0].categories
     assert "looks like ids" not in "\n".join(grouped.warnings)
 
 

@@ -104,10 +104,11 @@ def test_lazily_read_samples_give_the_same_model_under_clipping_and_local_traini
 
 
 def test_a_round_reads_the_samples_of_its_batches_and_no_others() -> None:
-    clients = [Numbered(*pair) for pair in pairs()]
+    x = torch.randn(150, 5)
+    clients = [Numbered(x, (x[:, 0] > 0).long()) for _ in range(3)]
     fedveil.train(net(), clients, **{**QUICK, "rounds": 1})
-    # Beside its batch of 6, the first two samples are looked at to see what all are like.
-    assert all(len(set(client.read)) <= 8 for client in clients)
+    # Beside its batch of 6, the first 64 samples are looked at to see what all are like.
+    assert all(len(set(client.read)) <= 70 for client in clients)
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -218,3 +219,128 @@ def test_a_loader_whose_batches_mix_samples_up_is_refused() -> None:
 
     with pytest.raises(DataError, match=r"Client 0, sample 0: of one sample the loader's collate function makes"):
         fedveil.train(net(), [DataLoader(Numbered(*pairs()[0]), collate_fn=summed)], **QUICK)
+
+
+@pytest.fixture(scope="module")
+def hugging_face() -> Any:
+    return pytest.importorskip("datasets")
+
+
+@pytest.fixture
+def pictured(hugging_face: Any) -> Any:
+    """Fourteen pictures of 4×4 pixels with the name of a class, and a column that is neither."""
+    image = pytest.importorskip("PIL.Image")
+    x, y = pictures()
+    features = {
+        "picture": hugging_face.Image(),
+        "who": hugging_face.Value("string"),
+        "diagnosis": hugging_face.ClassLabel(names=["benign", "malignant"]),
+    }
+    columns = {"picture": [image.fromarray(one) for one in x], "who": ["somebody"] * 14, "diagnosis": y.tolist()}
+    return hugging_face.Dataset.from_dict(columns, features=hugging_face.Features(features))
+
+
+def pictures() -> tuple[Any, Tensor]:
+    y = torch.arange(14) % 2
+    pixels = (
+        torch.randint(0, 200, (14, 4, 4, 3), generator=torch.Generator().manual_seed(2)) + 50 * y[:, None, None, None]
+    )
+    return pixels.to(torch.uint8).numpy(), y
+
+
+def as_numbers() -> tuple[Tensor, Tensor]:
+    x, y = pictures()
+    return torch.from_numpy(x).permute(0, 3, 1, 2).float().div(255), y
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def test_hugging_face_datasets_are_read_by_what_their_features_say(pictured: Any) -> None:
+    """The only ClassLabel is the target, the only picture the input, scaled to [0, 1]."""
+    expected = fedveil.train(small(), [as_numbers()] * 2, test=as_numbers(), **QUICK)
+    result = fedveil.train(small(), [pictured, pictured], test=pictured, **QUICK)
+    assert same(result.model, expected.model)
+    assert result.summary["test_loss"] == expected.summary["test_loss"]
+    streamed = fedveil.train(small(), [pictured.to_iterable_dataset()] * 2, **QUICK)
+    assert same(streamed.model, expected.model)
+
+
+def test_a_transform_of_a_hugging_face_dataset_is_applied_each_time(pictured: Any) -> None:
+    def flipped(batch: dict[str, Any]) -> dict[str, Any]:
+        chosen = [torch.rand(()) < 0.5 for _ in batch["picture"]]
+        x = [module._tensor(one) for one in batch["picture"]]
+        return {
+            "x": [one.flip(2) if flip else one for one, flip in zip(x, chosen, strict=True)],
+            "y": batch["diagnosis"],
+        }
+
+    client = pictured.with_transform(flipped)
+    first, second = (fedveil.train(small(), [client], **QUICK).model for _ in range(2))
+    assert same(first, second)
+    assert not same(first, fedveil.train(small(), [as_numbers()], **QUICK).model)
+
+
+def test_hugging_face_datasets_that_do_not_fit_are_refused(hugging_face: Any, pictured: Any) -> None:
+    for given, complaint in (
+        (pictured, "clients is Dataset: give a list"),
+        ([hugging_face.DatasetDict({"train": pictured})], "Client 0: a dict of the parts 'train': give one of them"),
+        ([pictured.with_format("torch")], "Client 0, sample 0: the inputs are bytes from 0 to 255"),
+        ([pictured.remove_columns("diagnosis")], "Client 0, sample 0: of a sample with 'picture', 'who'"),
+        ([pictured.select([])], "Client 0 has no samples"),
+    ):
+        with pytest.raises(DataError, match=complaint):
+            fedveil.train(small(), given, **QUICK)
+
+
+class Partitioner:
+    """What a partitioner of flwr-datasets promises: a dataset, a number of partitions, and each of them."""
+
+    def __init__(self, dataset: Any = None) -> None:
+        self._dataset = dataset
+
+    @property
+    def num_partitions(self) -> int:
+        return 3
+
+    def load_partition(self, partition_id: int) -> Any:
+        if self._dataset is None:
+            raise AttributeError("The dataset field should be set before using it.")
+        return self._dataset[partition_id]
+
+
+class Federated:
+    """What a FederatedDataset promises: its partitioner has data once a partition was loaded."""
+
+    def __init__(self, *splits: str) -> None:
+        self.partitioners = {split: Partitioner() for split in splits}
+
+    def load_partition(self, partition_id: int, split: str | None = None) -> Any:
+        partitioner = self.partitioners[split or next(iter(self.partitioners))]
+        partitioner._dataset = [Numbered(*pair) for pair in pairs()]
+        return partitioner.load_partition(partition_id)
+
+
+@pytest.mark.parametrize("given", [Partitioner([Numbered(*pair) for pair in pairs()]), Federated("train")])
+def test_the_partitions_of_a_partitioner_are_the_clients(given: Any, plain: fedveil.api.Trained) -> None:
+    assert same(fedveil.train(net(), given, **QUICK).model, plain.model)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (Partitioner(), r"Partitioner, whose partitions cannot be loaded \(AttributeError.*Assign its dataset first"),
+        (Federated("train", "test"), r"deals out 'train', 'test', each to clients of its own: give \[data\.load_part"),
+    ],
+)
+def test_a_partitioner_that_cannot_deal_is_refused(given: Any, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        fedveil.train(net(), given, **QUICK)
+
+
+def test_the_partitioners_of_flwr_datasets_themselves(pictured: Any) -> None:
+    partitioner = pytest.importorskip("flwr_datasets.partitioner").IidPartitioner(num_partitions=2)
+    partitioner.dataset = pictured
+    assert len(fedveil.train(small(), partitioner, **QUICK).metrics) == 3

@@ -202,8 +202,9 @@ def test_a_folder_without_pictures_and_a_table_for_pictures_are_refused(tmp_path
         read_samples(tmp_path, GREY)
     with pytest.raises(DataError, match=r"takes pictures.*\.npz"):
         read_samples(write(tmp_path / "new.csv", ROWS), GREY)
-    with pytest.raises(DataError, match="no such file"):
-        read_samples(tmp_path / "absent.csv", TABLE)
+    for nowhere in (tmp_path / "absent.csv", "x" * 9999, "a\0b", "~nobody/new.csv"):
+        with pytest.raises(DataError, match="no such file"):
+            read_samples(nowhere, TABLE)
     with pytest.raises(ConfigError, match="takes pictures"):
         read_samples(tmp_path, GREY, keep=["id"])
 

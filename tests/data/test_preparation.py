@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from fedveil.data import Split, load
-from fedveil.data.preparation import CategoryColumn, Columns, Features, NumericColumn, Pixels, Preparation, Words
+from fedveil.data.preparation import (
+    CategoryColumn,
+    Columns,
+    Features,
+    NumericColumn,
+    Pixels,
+    Preparation,
+    Words,
+    numbers_like,
+)
 from fedveil.data.tabular import read_table
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.plain import made
@@ -147,6 +156,11 @@ def test_columns_that_no_input_is_made_of_are_known(tmp_path: Path) -> None:
 def test_the_largest_training_number_is_told_rounded_up() -> None:
     x, y = np.full((10, 3), 100.3), np.zeros(10, np.int64)
     assert load_arrays(x, y).inputs == Features((3,), False, 128.0)
+
+
+def test_numbers_that_cannot_be_trained_on_are_left_to_who_finds_them() -> None:
+    for odd in (torch.nan, torch.inf, 0.0):
+        assert numbers_like(torch.full((2, 3), odd)) == Features((3,), False, 1.0)
 
 
 def load_arrays(x: Any, y: Any) -> Preparation:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from fedveil.data import load, sources
 from fedveil.data.dataset import Options
@@ -24,9 +23,11 @@ def test_digits_are_pictures_between_zero_and_one() -> None:
 
 @pytest.mark.parametrize("found", [True, False], ids=["its file", "the package"])
 def test_digits_are_scikit_learns(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sklearn.datasets import load_digits
+
     if not found:
         monkeypatch.setattr(sources.importlib.util, "find_spec", lambda name: None)
-    stored, rows = load_digits(), sources._stored_digits()
+    stored, rows = load_digits(), sources._stored_digits.__wrapped__()
     assert np.array_equal(rows[:, :-1], stored.data)
     assert np.array_equal(rows[:, -1], stored.target)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -40,7 +41,13 @@ def test_own_model(tmp_path: Path) -> None:
 
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
-    assert len(said) == 4
+    assert len(said) == 6
+    (inspected,) = (text for command, text in said.items() if "inspect-data" in command)
+    (shown,) = (text for language, text in blocks("how-to/own-data.md") if language == "text")
+    for line in re.findall(r"^(?:│.*│|.*'forty'.*)$", shown, flags=re.MULTILINE):
+        assert " ".join(line.split()) in inspected
+    (augmented,) = (text for block, text in said.items() if "class Visits" in block)
+    assert float(augmented) > 0.85
     assert (tmp_path / "runs" / "own-data" / "model.safetensors").exists()
     (printed,) = (text for block, text in said.items() if "test_mse" in block)
     assert float(printed) < 1.0  # the targets' own variance is 5
@@ -62,6 +69,20 @@ def test_own_training(tmp_path: Path) -> None:
     early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
     assert early["rounds"] < 60
     assert early["best"]["monitor"] == "validation_loss"
+
+
+def test_predict(tmp_path: Path) -> None:
+    said = typed("how-to/predict.md", tmp_path)
+    assert len(said) == 5
+    with (tmp_path / "monday-predicted.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["patient"] for row in rows] == [f"P{number}" for number in range(500, 508)]
+    assert {row["class"] for row in rows} == {"no", "yes"}
+    (printed,) = (text for block, text in said.items() if "fedveil.load(" in block)
+    assert printed.startswith("['yes', 'no'] [")
+    assert all(
+        isinstance(value, torch.Tensor) for value in torch.load(tmp_path / "weights.pt", weights_only=True).values()
+    )
 
 
 def test_own_scheme(tmp_path: Path) -> None:

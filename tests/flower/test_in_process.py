@@ -26,6 +26,7 @@ from fedveil.protocol.codec import decode, encode
 from fedveil.runs import session
 from fedveil.secrets import OsSecrets, SeededSecrets
 from flower.in_process import InProcessGrid, context_of, make_homes
+from pairs import crossed
 
 COMMON: dict[str, Any] = {
     "dataset": "digits",
@@ -187,21 +188,21 @@ class Failing(Twisted):
         return [Message(Error(code=2, reason="ValueError:<'4711 is the secret'>"), reply_to=asked)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "counted", "event"),
-    [
-        pytest.param(Dropping, 2, "missing", id="silent"),
-        pytest.param(Repeating, 3, None, id="twice"),
-        pytest.param(Garbling, 2, "refused", id="garbage"),
-        pytest.param(Emptied, 2, "refused", id="empty"),
-        pytest.param(Impersonating, 2, "refused", id="another's name"),
-        pytest.param(Failing, 2, "error", id="an error of Flower's"),
-    ],
-)
-@pytest.mark.parametrize("scheme", ["lossless", "veil-secagg"])
+FAULTS: dict[str, tuple[type[Twisted], int, str | None]] = {
+    "silent": (Dropping, 2, "missing"),
+    "twice": (Repeating, 3, None),
+    "garbage": (Garbling, 2, "refused"),
+    "empty": (Emptied, 2, "refused"),
+    "another's name": (Impersonating, 2, "refused"),
+    "an error of Flower's": (Failing, 2, "error"),
+}
+
+
+@pytest.mark.parametrize(("fault", "scheme"), crossed(FAULTS, ["lossless", "veil-secagg"]))
 def test_one_bad_client_costs_its_own_contribution_and_no_more(
-    scheme: str, kind: type[Twisted], counted: int, event: str | None, tmp_path: Path
+    fault: tuple[type[Twisted], int, str | None], scheme: str, tmp_path: Path
 ) -> None:
+    kind, counted, event = fault
     homes = make_homes(tmp_path / "homes", 4)
     grid = kind(homes, client=2, what="Train")
     settings = {"scheme": scheme, "clients": 4, "rounds": 2, **({"threshold": 0.5} if scheme == "veil-secagg" else {})}

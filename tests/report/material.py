@@ -39,6 +39,7 @@ def audit_into(folder: Path, *, attack: str = "closed-form") -> None:
         value=100.0,
         chance=11.5,
         unprotected=100.0,
+        taken_out=37,
         shown={"value": "100.0 dB", "chance": "11.5 dB", "unprotected": "100.0 dB"},
         pictures="server-closed-form.png",
     )

@@ -12,9 +12,10 @@ import pytest
 from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.report.figures import curves, front, trade_offs
+from fedveil.report.judged import judged_table, judged_views, reliability
 from fedveil.report.sources import Run, SourceGroup, gather, grouped
-from fedveil.report.view import command_for
-from fedveil.report.words import claim, entry
+from fedveil.report.view import command_for, view_of
+from fedveil.report.words import claim, entry, whole
 from report.material import ROUNDS, SCHEMES, SEEDS
 
 
@@ -217,3 +218,45 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
 
 def test_a_run_from_python_has_no_command() -> None:
     assert command_for({"dataset": "python", "scheme": "lossless"}, out="runs/x") == ""
+
+
+def test_models_are_judged_side_by_side_and_the_constant_answer_stands_below(compared: Path) -> None:
+    groups = grouped(gather([compared]).runs)
+    table = judged_table(groups)
+    assert [row[0] for row in table.rows[:-1]] == list(SCHEMES)
+    assert table.columns[:3] == ("Scheme", "Accuracy", "Balanced accuracy")
+    baselines = [run.summary["judged"]["figures"]["accuracy"]["baseline"] for group in groups for run in group.runs]
+    assert f"{100 * min(baselines):.1f}" in table.rows[-1][1]
+    views = judged_views(groups)
+    assert [view.label for view in views] == list(SCHEMES)
+    worst = min(run.summary["test_accuracy"] for run in groups[0].runs)
+    assert views[0].judged.figures["accuracy"].value == worst
+    assert [sum(count for count, _ in row) for _, row in views[0].confusion] == [
+        part.samples for part in views[0].judged.classes
+    ]
+    picture = reliability(groups)
+    assert picture is not None
+    assert len(picture.drawing["data"]) == 1 + len(SCHEMES)
+
+
+def test_a_run_that_does_not_beat_the_constant_answer_is_a_warning_on_the_page(compared: Path) -> None:
+    page = view_of(gather([compared]))
+    behind = [run for run in gather([compared]).runs if not run.summary["judged"]["beats_baseline"]]
+    assert behind
+    assert all(any(run.summary["judged"]["verdict"] in text for text in page.warnings) for run in behind)
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("57.1 % (52.9–61.3 %)", "57.1~% (52.9|–|61.3~%)"),
+        ("104.7 kB", "104.7~kB"),
+        ("100.0 dB; chance 11.5 dB", "100.0~dB; chance 11.5~dB"),
+        ("(ε = 2.826, δ = 1e-05)", "(ε~=~2.826, δ~=~1e|-|05)"),
+        ("0.5 s (0.4–0.5 s)", "0.5~s (0.4|–|0.5~s)"),
+        ("8 of 8 samples", "8 of 8 samples"),
+        ("a – b, 5 Bytes", "a – b, 5 Bytes"),
+    ],
+)
+def test_a_number_and_its_unit_stay_on_one_line(text: str, kept: str) -> None:
+    assert whole(text) == kept.replace("~", "\u00a0").replace("|", "\u2060")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fedveil.audit.findings import TAKEN_OUT
 from fedveil.errors import CheckpointError, ConfigError
 from report.browser import Browser
 from report.material import audit_into
@@ -26,7 +27,7 @@ BAD = "</script><script>window.hit=1</script><img src=x onerror=window.hit=1>{{7
 def text_of(page: Path) -> str:
     """The page without scripts and tags."""
     bare = re.sub(r"<(script|style).*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", bare)).split())
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", bare)).replace("\u2060", "").split())
 
 
 def test_a_comparison_s_page_says_what_was_trained_what_holds_and_what_failed(comparison_page: Path) -> None:
@@ -73,6 +74,9 @@ def test_an_audited_run_s_page_has_findings_and_pictures(audit_page: Path) -> No
     assert "The server rebuilds what a client trained on" in text
     assert "as if unprotected" in text
     assert "9.0 % [5–13]" in text
+    assert "Without protection Taken out Verdict closed-form 100.0 dB 11.5 dB 100.0 dB 37" in text
+    assert f"Taken out: {TAKEN_OUT}." in text
+    assert text.count("Without protection Verdict") == 1, "where nothing was taken out, there is no such column"
     assert "An audit shows what these attacks got, not what no attack can get" in text
     assert "Simulation." not in text
     assert 'src="data:image/png;base64,' in audit_page.read_text(encoding="utf-8")

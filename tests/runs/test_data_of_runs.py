@@ -1,4 +1,4 @@
-"""What runs do with the parts of their data: validation, sites as clients, and what was understood, kept with them."""
+"""What runs do with the parts of their data: validation, sites as clients, and what was understood of them."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ def test_what_a_run_says_of_its_data_is_what_inspect_data_shows(visits: Path, tm
     table = " ".join(fedveil("inspect-data", visits, *asked).output.split())
     for part in ("patient │ group", "│ E │", "What looks wrong", "'forty'"):
         assert part in table
-    said = fedveil("run", "--dataset", visits, *asked, "--rounds", 1, "-o", "width=4", "--out", tmp_path / "told").error
-    assert "clients: 3 (E" in said
+    said = fedveil("run", "--dataset", visits, *asked, "--rounds", 1, "-o", "width=4", "--out", tmp_path / "told")
+    assert "clients: 3 (E" in said.output
+    assert "'forty'" in said.error
 
 
 def test_a_folder_from_before_there_was_a_split_goes_on_as_it_began(visits: Path, tmp_path: Path) -> None:

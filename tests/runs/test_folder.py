@@ -89,5 +89,5 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_the_folder_holds_what_the_documentation_says(straight: Path) -> None:
     names = {one.name for one in straight.iterdir()}
     expected = {"config.toml", "metrics.jsonl", "model.safetensors", "summary.json", "checkpoints", "attempts.json"}
-    assert names == expected | {"ledger.json"}
+    assert names == expected | {"ledger.json", "data.json"}
     assert all(json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines())

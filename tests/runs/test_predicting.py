@@ -150,6 +150,38 @@ def test_pictures_are_standardised_as_in_training_and_raw_numbers_refused(bytes_
     assert torch.equal(predict_file(bytes_run / "run", tmp_path / "ready.npy").outputs, whole)
 
 
+def test_a_folder_of_pictures_of_any_size_is_predicted_where_the_run_resized(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(6)
+    for number in range(12):
+        folder = tmp_path / "data" / ("cat", "dog")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 256, (5 + number % 3, 6, 3)).astype(np.uint8)
+        image.fromarray(pixels).save(folder / f"{number}.png")
+    small = ("--rounds", 1, "--clients", 2, "--seed", 1, "-o", "depth=2", "-o", "width=6", "--scheme", "fedavg")
+    ran = command("run", "--dataset", tmp_path / "data", "--picture-size", 4, *small, "--out", tmp_path / "run")
+    assert ran.code == 0, ran.error
+    (tmp_path / "new").mkdir()
+    for file in (tmp_path / "data" / "dog").iterdir():
+        file.rename(tmp_path / "new" / file.name)
+    done = command("predict", tmp_path / "run", "--dataset", tmp_path / "new", "--out", tmp_path / "p.csv")
+    assert done.code == 0, done.error
+    with (tmp_path / "p.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [Path(row["file"]).name for row in rows] == sorted(f"{number}.png" for number in range(1, 12, 2))
+    assert {row["class"] for row in rows} <= {"cat", "dog"}
+    (tmp_path / "data" / "dog").rmdir()
+    (tmp_path / "new").rename(tmp_path / "data" / "dog")
+    order = [str(file) for file in sorted((tmp_path / "data" / "dog").iterdir())]
+    again = predict_dataset(tmp_path / "run", dataset=str(tmp_path / "data" / "dog"))
+    assert list(again.beside["file"]) == order
+    whole = torch.cat(
+        [predict_dataset(tmp_path / "run", dataset=None, part=part).outputs for part in ("train", "test")]
+    )
+    gaps = (again.outputs[:, None] - whole[None]).abs().amax(2).amin(1)
+    assert float(gaps.max()) < 1e-5  # each is among those that the run itself predicts
+
+
 def forged(source: Path, target: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A copy of a model file that says something else of itself, checksum and all."""
     with safe_open(str(source), "pt") as file:

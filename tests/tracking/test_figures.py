@@ -38,7 +38,15 @@ def test_epsilon_is_told_by_adversary(summary: dict[str, Any]) -> None:
         "epsilon_clients": lines["clients"],
         "epsilon_outsider": lines["outsider"],
     }
-    assert closing_figures(summary)["final_test_accuracy"] == summary["test_accuracy"]
+    closing = closing_figures(summary)
+    assert closing["final_test_accuracy"] == summary["test_accuracy"]
+    auroc = summary["judged"]["figures"]["auroc"]
+    assert [closing[f"final_auroc{end}"] for end in ("", "_low", "_high", "_baseline")] == [
+        auroc["value"],
+        auroc["low"],
+        auroc["high"],
+        0.5,
+    ]
 
 
 def test_the_ledger_in_words_says_everything_the_ledger_holds(summary: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,8 +20,8 @@ from interrupting import interrupted_run
 from shell import fedveil
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-pytest.importorskip("mlflow", reason="needs the extra mlflow")
-pytest.importorskip("sqlalchemy", reason="needs the extra mlflow")
+# Looked for and not imported, which takes seconds of every process that only collects tests.
+pytestmark = pytest.mark.skipif(not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="needs the extra mlflow")
 
 # Secrets of the operating system: a round that is repeated then has other figures.
 UNSEEDED = RunConfig(

@@ -33,7 +33,7 @@ _CONFIDENCE = 0.95
 _DECIDING = 0.99
 FALSE_ALARMS = (1 - _DECIDING) / 2
 """How often, at most, an attack that knows nothing is said to do better than chance, whatever chance is."""
-MOST_READ = 64
+MOST_ATTEMPTS = 64
 """Attempts at reading labels, however frequent one class is."""
 _MOST_DECIBELS = 100.0
 _FAR = 1e6
@@ -60,10 +60,10 @@ class Likeness:
     enough: float = 40.0
     """Where the eye sees no difference any more."""
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """The mean over all samples of all attempts."""
         inputs, originals, labels = [], [], []
-        for result, truth in zip(found, truths, strict=True):
+        for result, truth in zip(results, truths, strict=True):
             x = truth["x"].double()
             guess = tamed(result["inputs"], x)
             inputs.append(guess[assignment(guess, x)])
@@ -158,21 +158,22 @@ class Labels(_Percent):
 
     @property
     def attempts(self) -> int:
-        """How many tell one who is always right from one who guesses blindly, either way; at most MOST_READ."""
+        """How many tell one who is always right from one who guesses blindly, either way; at most MOST_ATTEMPTS."""
         lucky = float(_blindly_matched(self.shares, batch=self.samples)[-1])
-        for count in range(1, MOST_READ):
+        for count in range(1, MOST_ATTEMPTS):
             total = count * self.samples
             guessed = exact_interval(round(self.chance * total), total, confidence=_CONFIDENCE)[1]
             if lucky**count <= FALSE_ALARMS and guessed < exact_interval(total, total, confidence=_CONFIDENCE)[0]:
                 return count
-        return MOST_READ
+        return MOST_ATTEMPTS
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
-        hits = [matched(result["labels"], truth["y"]) for result, truth in zip(found, truths, strict=True)]
+        hits = [matched(result["labels"], truth["y"]) for result, truth in zip(results, truths, strict=True)]
+        each = {batch: _blindly_matched(self.shares, batch=batch) for batch in set(map(len, hits))}
         by_luck = np.ones(1)
         for labels in hits:
-            by_luck = np.convolve(by_luck, _blindly_matched(self.shares, batch=len(labels)))
+            by_luck = np.convolve(by_luck, each[len(labels)])
         told = torch.cat(hits)
         count, total = int(told.sum()), len(told)
         luck = min(1.0, float(by_luck[count:].sum()))
@@ -231,12 +232,12 @@ class Accuracy(Share):
     The best of all ways would be the luckiest.
     """
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all attempts."""
-        ways = _ways(found)
+        ways = _ways(results)
         rights = {
             way: torch.cat(
-                [result[way].argmax(1).cpu() == truth["y"] for result, truth in zip(found, truths, strict=True)]
+                [result[way].argmax(1).cpu() == truth["y"] for result, truth in zip(results, truths, strict=True)]
             )
             for way in ways
         }
@@ -262,14 +263,14 @@ class Fit(_Percent):
     chance: float = 0.0
     margin: float = 0.05
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """1 − Σ(ŷ − y)²/Σ(y − ȳ)², at least 0."""
-        ways = _ways(found)
+        ways = _ways(results)
         y = torch.cat([truth["y"].double() for truth in truths])
         spread = float((y - y.mean(0)).square().sum())
         more = {}
         for way in ways:
-            guess = torch.cat([result[way].double().cpu() for result in found]).reshape(y.shape)
+            guess = torch.cat([result[way].double().cpu() for result in results]).reshape(y.shape)
             more[way] = max(0.0, 1.0 - float((guess - y).square().sum()) / spread)
         return Score(more[max(ways, key=_labels_used)], more=more)
 
@@ -286,9 +287,9 @@ class Numbers(_Percent):
     chance: float = 0.0
     margin: float = 0.05
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of one model."""
-        known = parameter_knowledge(found[0]["parameters"], truths[0]["parameters"], self.architecture)
+        known = parameter_knowledge(results[0]["parameters"], truths[0]["parameters"], self.architecture)
         return Score(known.determined, more={"exact": known.exact, "signs": known.signs})
 
 
@@ -300,9 +301,9 @@ class Members(_Percent):
     chance: float = CHANCE
     margin: float = 0.0
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Of all attempts together; each is cut at the attacker's own threshold."""
-        scores = torch.cat([result["scores"].double() - float(result["threshold"]) for result in found])
+        scores = torch.cat([result["scores"].double() - float(result["threshold"]) for result in results])
         member = torch.cat([truth["member"].bool() for truth in truths])
         judged = rates(scores, member=member, threshold=0.0)
         strict = rates(scores, member=member, threshold=0.0, confidence=_DECIDING)
@@ -330,11 +331,11 @@ class ClassMeasure(Share):
     judge: Callable[[], Judge] | None = None
     private: Tensor | None = None
 
-    def score(self, found: Sequence[Found], truths: Sequence[Truth]) -> Score:
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
         """Over all pictures."""
         assert self.judge is not None
-        x = torch.cat([result["inputs"].float() for result in found])
-        y = torch.cat([result["labels"] for result in found])
+        x = torch.cat([result["inputs"].float() for result in results])
+        y = torch.cat([result["labels"] for result in results])
         judge = self.judge()
         with torch.no_grad():
             hits = judge.scores(x).argmax(1).cpu() == y

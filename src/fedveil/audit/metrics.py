@@ -37,47 +37,47 @@ BLUR = 1.5
 K1, K2 = 0.01, 0.03
 
 
-def mse(found: Tensor, original: Tensor) -> Tensor:
+def mse(rebuilt: Tensor, original: Tensor) -> Tensor:
     """The mean squared difference, sample by sample."""
-    _check_alike(found, original)
-    return (found - original).square().flatten(1).mean(1)
+    _check_alike(rebuilt, original)
+    return (rebuilt - original).square().flatten(1).mean(1)
 
 
-def psnr(found: Tensor, original: Tensor, *, peak: float = 1.0) -> Tensor:
+def psnr(rebuilt: Tensor, original: Tensor, *, peak: float = 1.0) -> Tensor:
     """10·log₁₀(peak²/MSE) in decibels; infinite where the two are equal."""
     if not peak > 0:
         raise ConfigError(f"peak is the width of the inputs' range and must be positive, not {peak}.")
-    return 10.0 * torch.log10(peak**2 / mse(found, original))
+    return 10.0 * torch.log10(peak**2 / mse(rebuilt, original))
 
 
-def ssim(found: Tensor, original: Tensor, *, peak: float = 1.0, window: int = WINDOW, blur: float = BLUR) -> Tensor:
+def ssim(rebuilt: Tensor, original: Tensor, *, peak: float = 1.0) -> Tensor:
     """Structural similarity (Wang et al. 2004), averaged over windows and channels.
 
     (2·μ_x·μ_y + c₁)(2·σ_xy + c₂) / ((μ_x² + μ_y² + c₁)(σ_x² + σ_y² + c₂)), c = (K·peak)², with Gaussian
     windows that lie within the picture. A picture smaller than the window gets the largest odd one that fits.
     """
-    _check_alike(found, original)
-    if found.dim() != 4:
-        raise DataError(f"SSIM compares pictures (batch, channels, height, width), not {tuple(found.shape)}.")
-    side = min(window, *found.shape[-2:])
+    _check_alike(rebuilt, original)
+    if rebuilt.dim() != 4:
+        raise DataError(f"SSIM compares pictures (batch, channels, height, width), not {tuple(rebuilt.shape)}.")
+    side = min(WINDOW, *rebuilt.shape[-2:])
     side -= 1 - side % 2
-    offsets = torch.arange(side, dtype=torch.float64, device=found.device) - (side - 1) / 2
-    line = torch.exp(-offsets.square() / (2 * blur**2))
+    offsets = torch.arange(side, dtype=torch.float64, device=rebuilt.device) - (side - 1) / 2
+    line = torch.exp(-offsets.square() / (2 * BLUR**2))
     line = line / line.sum()
-    channels = found.shape[1]
+    channels = rebuilt.shape[1]
     kernel = (line[:, None] * line[None]).expand(channels, 1, side, side)
 
     def mean(values: Tensor) -> Tensor:
         return F.conv2d(values, kernel, groups=channels)
 
-    x, y = found.double(), original.double()
+    x, y = rebuilt.double(), original.double()
     mean_x, mean_y = mean(x), mean(y)
     var_x, var_y = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2
     covariance = mean(x * y) - mean_x * mean_y
     c1, c2 = (K1 * peak) ** 2, (K2 * peak) ** 2
     quotient = (2 * mean_x * mean_y + c1) * (2 * covariance + c2)
     quotient = quotient / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return quotient.flatten(1).mean(1).to(found.dtype)
+    return quotient.flatten(1).mean(1).to(rebuilt.dtype)
 
 
 def reduced(pictures: Tensor, *, side: int) -> Tensor:
@@ -88,41 +88,41 @@ def reduced(pictures: Tensor, *, side: int) -> Tensor:
     return torch.cat([F.adaptive_avg_pool2d(part, (height, breadth)) for part in torch.split(pictures, _AT_ONCE)])
 
 
-def assignment(found: Tensor, originals: Tensor) -> Tensor:
+def assignment(rebuilt: Tensor, originals: Tensor) -> Tensor:
     """For each original the index of the reconstruction it is compared with: the matching of least total MSE.
 
     A gradient says nothing about the order of a batch, so neither does a reconstruction.
     """
-    _check_alike(found, originals)
-    cost = torch.cdist(originals.double().flatten(1), found.double().flatten(1)).square()
+    _check_alike(rebuilt, originals)
+    cost = torch.cdist(originals.double().flatten(1), rebuilt.double().flatten(1)).square()
     if not bool(cost.isfinite().all()):
         raise DataError("A reconstruction holds NaN or infinity, so it can be matched with nothing.")
     _, columns = linear_sum_assignment(cost.cpu().numpy())
-    return torch.from_numpy(np.asarray(columns)).to(found.device)
+    return torch.from_numpy(np.asarray(columns)).to(rebuilt.device)
 
 
-def feature_mse(found: Tensor, original: Tensor, *, extractor: Extractor) -> Tensor:
+def feature_mse(rebuilt: Tensor, original: Tensor, *, extractor: Extractor) -> Tensor:
     """The mean squared difference of the features an extractor sees: likeness in meaning rather than in pixels."""
     with torch.no_grad():
-        return mse(extractor(found), extractor(original))
+        return mse(extractor(rebuilt), extractor(original))
 
 
-def knn_distance(found: Tensor, private: Tensor, *, extractor: Extractor | None = None, k: int = 1) -> Tensor:
+def knn_distance(rebuilt: Tensor, private: Tensor, *, extractor: Extractor | None = None, k: int = 1) -> Tensor:
     """The mean Euclidean distance to the k nearest private samples, in pixels or in an extractor's features."""
     if not 1 <= k <= len(private):
         raise ConfigError(f"k = {k} neighbours asked of {len(private)} samples: choose 1 to {len(private)}.")
     with torch.no_grad():
-        ours, theirs = (found, private) if extractor is None else (extractor(found), extractor(private))
+        ours, theirs = (rebuilt, private) if extractor is None else (extractor(rebuilt), extractor(private))
         return torch.cdist(ours.flatten(1), theirs.flatten(1)).topk(k, dim=1, largest=False).values.mean(1)
 
 
-def attack_success(found: Tensor, labels: Tensor, *, classifier: Extractor, confidence: float = 0.95) -> Estimate:
+def attack_success(rebuilt: Tensor, labels: Tensor, *, classifier: Extractor, confidence: float = 0.95) -> Estimate:
     """How often an independent classifier gives a reconstruction the label it was meant to have."""
-    if len(found) != len(labels):
-        raise DataError(f"{len(found)} reconstructions but {len(labels)} labels: give one label for each.")
+    if len(rebuilt) != len(labels):
+        raise DataError(f"{len(rebuilt)} reconstructions but {len(labels)} labels: give one label for each.")
     with torch.no_grad():
-        hits = classifier(found).argmax(1).cpu() == labels.cpu()
-    return proportion(int(hits.sum()), len(found), confidence=confidence)
+        hits = classifier(rebuilt).argmax(1).cpu() == labels.cpu()
+    return proportion(int(hits.sum()), len(rebuilt), confidence=confidence)
 
 
 def bootstrap_mean(

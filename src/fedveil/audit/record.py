@@ -14,7 +14,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from torch import Tensor
 
@@ -35,7 +35,6 @@ from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError
-from fedveil.ledger.releases import Caveats, Cover
 from fedveil.own_code import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
@@ -419,7 +418,8 @@ class Recorder(Guarded):
         self._drawn: WitnessedVeil | None = None
         self._pairs: set[tuple[int, int]] = set()
         held = scheme.holder == "server"
-        self.scheme = replace(scheme, downlink=Witnessed(scheme.downlink, self)) if held else scheme
+        witnessed = cast(Downlink, Witnessed(scheme.downlink, self))
+        self.scheme = replace(scheme, downlink=witnessed) if held else scheme
 
     def hear(self, heard: Heard) -> None:
         """Keep one message, if its round and client are among the chosen."""
@@ -537,31 +537,9 @@ class Witnessed:
         self._inner = inner
         self._recorder = recorder
 
-    @property
-    def traced(self) -> bool:
-        """As the other."""
-        return self._inner.traced
-
-    @property
-    def head_noise(self) -> bool:
-        """As the other."""
-        return self._inner.head_noise
-
-    def noise_factors(self, architecture: Architecture, *, stream: SecretStream) -> Tensor | None:
-        """As the other."""
-        return self._inner.noise_factors(architecture, stream=stream)
-
-    def head_tensors(self, architecture: Architecture) -> int:
-        """As the other."""
-        return self._inner.head_tensors(architecture)
-
-    def covers(self) -> Mapping[str, Cover]:
-        """As the other: a record is no release to anybody who takes part."""
-        return self._inner.covers()
-
-    def caveats(self) -> Caveats:
-        """As the other."""
-        return self._inner.caveats()
+    def __getattr__(self, name: str) -> Any:
+        """All else is as the other has it: a record is no release to anybody who takes part."""
+        return getattr(self._inner, name)
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

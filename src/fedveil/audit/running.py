@@ -152,13 +152,16 @@ class _Runner:
             def attack(view: View, settings: Settings) -> Found:
                 if self._stopped.is_set():
                     raise AttackError(f"The attack {name!r} was stopped.")
-                begun, limit = time.monotonic(), self._references.effort.seconds
+                limit, first = self._references.effort.seconds, None
 
                 def watched(part: float) -> None:
+                    nonlocal first
                     self._watch(name, part)
-                    past = time.monotonic() - begun
-                    if past > _FORESEEN_AFTER * limit and past > 2 * limit * part:
-                        raise AttackError(_too_long(view, name, past / max(part, 1e-3), limit))
+                    now = time.monotonic()
+                    first = first or (now, part)
+                    past, done = now - first[0], part - first[1]
+                    if past > _FORESEEN_AFTER * limit and past > 2 * limit * done:
+                        raise AttackError(_too_long(view, name, past / max(done, 1e-3), limit))
 
                 return process.run(to_bytes(view), settings=settings, on_progress=watched, time_limit=limit)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attack import STANDSTILL
+from fedveil.audit.attacks.extraction import fitting
 from fedveil.audit.attacks.gradients import MOST_SAMPLES, client_gradient
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.measures import Likeness
@@ -28,6 +29,7 @@ from fedveil.audit.record import Record, server_view
 from fedveil.audit.views import ClientView, Message, Opened, ServerHistory, ServerView, View
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
+from fedveil.data.lazy import LazyTensor
 from fedveil.downlink import Weights, assemble
 from fedveil.downlink.plain import Unveiled
 from fedveil.engine import ClientPool
@@ -62,12 +64,13 @@ class Subject:
         """The run's settings."""
         return self.job.config
 
-    @property
+    @cached_property
     def test(self) -> Dataset:
-        """Held-out data: what attackers are granted, and what nobody trained on."""
-        if self.job.test is None:
+        """Held-out data: what attackers are granted, and what nobody trained on; all of it in memory."""
+        test = self.job.test
+        if test is None:
             raise ConfigError("An audit needs held-out data: what nobody trained on is what it compares with.")
-        return self.job.test
+        return replace(test, x=test.x.whole()) if isinstance(test.x, LazyTensor) else test
 
     @property
     def pictures(self) -> bool:
@@ -233,11 +236,6 @@ def replayed(subject: Subject, folder: Path, *, samples: int, clients: int, roun
     return enacted(cut(job, samples=samples), folder, rounds=last)
 
 
-def noisy(subject: Subject) -> bool:
-    """Whether noise went into the training."""
-    return subject.job.scheme.noisy
-
-
 def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     """The same training by plain averaging up to `round`, which is recorded: same data, model, loss, steps, seed."""
     config = subject.config
@@ -289,8 +287,7 @@ def plain_gradient(subject: Subject, view: ServerView) -> Tensor:
     """The victim's gradient of the mean loss on its batch, at the server's model: what plain averaging sends."""
     x, y = subject.batch(view.victim, round=view.round)
     module = view.model()
-    x = x.to(_like(module)) if x.is_floating_point() else x
-    return client_gradient(module, view.facts.objective(), x.cpu(), y.cpu()).double()
+    return client_gradient(module, view.facts.objective(), fitting(module, x), y.cpu()).double()
 
 
 def unprotected_upload(subject: Subject, view: ServerView) -> ServerView:
@@ -336,10 +333,6 @@ def less_colluders(subject: Subject, view: ServerView, *, cohort: tuple[int, ...
     honest = [weights[client] for client in cohort if client not in view.colluders]
     samples = sum(view.facts.batch_of(count) for count in honest)
     return replace(view, summed=Opened(left / sum(honest), None, torch.empty(0))), samples
-
-
-def _like(module: torch.nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
 
 
 def alike(view: View, twin: View) -> bool:
@@ -449,7 +442,7 @@ class Scene:
 
         Noise is what keeps a model from learning samples by heart, so that the run's own model is no yardstick.
         """
-        if self.scratch is None or not noisy(self.run):
+        if self.scratch is None or not self.run.job.scheme.noisy:
             return None
         last = round or self.run.config.rounds
         if last not in self._plain:

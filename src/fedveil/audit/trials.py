@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedveil.audit.attack import MODEL, Attack, ReferenceRun, attacks
 from fedveil.audit.attacks.extraction import fit_probe
+from fedveil.audit.attacks.gradients import MOST_READ
 from fedveil.audit.attacks.membership import UNKNOWN
 from fedveil.audit.findings import ASSETS, NOT_TRIED, Attempt, Finding, Measure, Score, Settings, Trial, Truth
 from fedveil.audit.measures import FALSE_ALARMS, Accuracy, ClassMeasure, Fit, Labels, Members, Numbers
@@ -152,7 +153,7 @@ class _Uploads:
         effort, base = self.scene.effort, self.scene.settings
         measure = self._measure(attack.asset, exhibit.samples)
         attempts = exhibit.attempts[: effort.attempts if attack.slow else effort.easy_attempts]
-        if isinstance(measure, Labels):
+        if isinstance(measure, Labels) and exhibit.samples <= MOST_READ:  # of more nothing is read
             attempts = self._readings(sight, exhibit, measure)
         public, _ = self.scene.run.halves()
         # Who has the victim's sample among its own has no need to rebuild it.

@@ -21,31 +21,34 @@ def demo(
 
     [bold]Example[/bold]  fedveil demo --rounds 200 --out runs/demo
     """
+    from fedveil.runs.judgement import judgement_from
+
     with tempfile.TemporaryDirectory() as scratch:
         folder = out or Path(scratch)
         summaries = [
             _train(scheme, folder / scheme, seed=seed, rounds=rounds, clients=clients)
             for scheme in ("fedavg", "lossless")
         ]
+    judged = judgement_from(summaries[0]["judged"], where="the demo")
+    constant = percent(judged.figures["accuracy"].baseline)
     rows = [
+        ("accuracy of the server's model", *(percent(summary["test_accuracy"]) for summary in summaries)),
+        ("accuracy of what a client saw", *(percent(summary["client_view_accuracy"]) for summary in summaries)),
         (
-            summary["scheme"],
-            percent(summary["test_accuracy"]),
-            f"{summary['train_loss']:.5f}",
-            percent(summary["client_view_accuracy"]),
-            percent(summary.get("client_view_uncovered_accuracy")),
-            size(summary["bytes_down"]),
-            size(summary["bytes_up"]),
-            f"{summary['seconds']:.1f} s",
-        )
-        for summary in summaries
+            "… with the noise taken off",
+            *(percent(summary.get("client_view_uncovered_accuracy")) for summary in summaries),
+        ),
+        (f"accuracy of answering {judged.constant_answer}", *(constant for _ in summaries)),
+        ("training loss", *(f"{summary['train_loss']:.5f}" for summary in summaries)),
+        ("bytes down per client and round", *(size(summary["bytes_down"]) for summary in summaries)),
+        ("bytes up", *(size(summary["bytes_up"]) for summary in summaries)),
+        ("time", *(f"{summary['seconds']:.1f} s" for summary in summaries)),
     ]
     title = f"digits, mlp, {clients} clients, {rounds} rounds, seed {seed}"
-    columns = ("scheme", "server", "loss", "client\nsaw", "noise\noff", "down", "up", "time")
-    table(title, columns, rows, right=range(1, len(columns)))
+    table(title, ("", *(summary["scheme"] for summary in summaries)), rows, right=(1, 2))
     console.print(
         "Same model on the server; under [bold]lossless[/bold] clients trained on a veiled one and saw none of its "
-        "parameters as they are. Bytes are per client and round.\nNot protected: the server sees every client's "
+        "parameters as they are.\nNot protected: the server sees every client's "
         "gradients; and the noise on the last layer can be estimated from a few inputs, without labels, and taken off."
     )
 

@@ -12,9 +12,9 @@ from fedveil.cli.options import Config, read_settings, takes_flags
 from fedveil.cli.tables import listed, plainly, table
 
 if TYPE_CHECKING:
-    from fedveil.data.description import Counts, Description
+    from fedveil.data.description import Column, Counts, Description
 
-_MOST_ROWS, _MOST_CLASSES = 40, 12
+_MOST_ROWS, _MOST_CLASSES, _MOST_VALUES = 40, 12, 4
 
 
 @takes_flags(
@@ -67,10 +67,10 @@ def _show(description: Description) -> None:
     plainly(description.lines()[0])
     if description.columns:
         rows = [
-            (column.name, column.role, str(column.kind), f"{column.missing:,}", f"{column.distinct:,}")
+            (column.name, column.role, str(column.kind), f"{column.missing:,}", f"{column.distinct:,}", _values(column))
             for column in description.columns
         ]
-        _bounded("Columns", ("column", "role", "holds", "missing", "different"), rows, right=(3, 4))
+        _bounded("Columns", ("column", "role", "holds", "missing", "different", "values"), rows, right=(3, 4))
     _counts("Parts", "part", list(description.parts), list(description.parts.values()), description)
     if description.clients:
         names = description.client_names or [str(client) for client in range(len(description.clients))]
@@ -83,6 +83,13 @@ def _show(description: Description) -> None:
         ]
         table("Samples with an equal input", ("of", "in", "samples"), equal, right=(2,))
     listed("What looks wrong", description.warnings)
+
+
+def _values(column: Column) -> str:
+    if column.span is not None:
+        return f"{column.span[0]:g} to {column.span[1]:g}"
+    shown = [f"{text} ({count:,})" for text, count in list(column.categories.items())[:_MOST_VALUES]]
+    return ", ".join([*shown, "…"] if shown and column.distinct > len(shown) else shown)
 
 
 def _counts(title: str, what: str, names: Sequence[str], counts: Sequence[Counts], description: Description) -> None:

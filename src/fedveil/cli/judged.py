@@ -26,7 +26,11 @@ def show_judgement(judged: Judgement, *, what: str = "test samples") -> None:
     table(f"On {judged.samples} {what}", columns, rows, right=(1, 2, 3), whole=(1, 2))
     names = _BY_CLASS.get(judged.task, ())[: 3 if judged.positive else None]  # the AUROC of two classes is the same
     _subsets("By label" if judged.task == "multilabel" else "By class", judged.classes, names)
-    _subsets("By group", judged.parts, _BY_GROUP.get(judged.task, ("accuracy", "auroc", "balanced_accuracy")))
+    _subsets(
+        f"By {judged.parted_by or 'group'}",
+        judged.parts,
+        _BY_GROUP.get(judged.task, ("accuracy", "auroc", "balanced_accuracy")),
+    )
     for name, figure in judged.figures.items():
         if figure.value is None:
             plainly(f"no {TITLES[name]}: {figure.reason}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from fedveil.cli.ledger import show_ledger
 from fedveil.cli.options import Config, Mlflow, TensorBoard, read_settings, takes_flags
 from fedveil.cli.tables import aside, percent, plainly, size, table
+
+if TYPE_CHECKING:
+    from fedveil.data.description import Description
 
 
 @takes_flags()
@@ -58,10 +61,17 @@ def run(
         summary = session.resume(out, changes=settings, quiet=quiet, say=aside, follow=follow)
     else:
         settled = RunConfig.from_mapping(settings, where="the command line")
-        summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow)
+        told = {} if quiet else {"understood": show_data}
+        summary = session.run(settled, out, quiet=quiet, say=aside, follow=follow, **told)
     if not quiet:
         show_summary(summary, out)
         show_ledger_of(summary, out)
+
+
+def show_data(description: Description) -> None:
+    """What was understood of the data, in a few lines."""
+    for line in description.lines():
+        plainly(line)
 
 
 def show_summary(summary: dict[str, Any], out: Path) -> None:

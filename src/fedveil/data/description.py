@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data.dataset import Dataset, Split
+from fedveil.data.lazy import spans
 
 Kind = Literal["numbers", "words", "text", "nothing"]
 Shared = dict[str, dict[str, int]]
@@ -29,7 +31,7 @@ _ALMOST_ALL, _HALF, _MANY = 0.9, 0.5, 20
 _FEWEST_IDS = 20
 _ID_NAME = re.compile(r"(?:^|[^a-z])(?:id|ids|uuid|guid)$", flags=re.IGNORECASE)
 _CAMEL_ID = re.compile(r"[a-z]I[Dd]$")
-_EXAMPLES = 3
+_EXAMPLES, _LONGEST = 3, 40
 _MOST_BYTES, _MOST_ROWS = 1 << 32, 5_000_000  # beyond, equal samples are not looked for
 _MOST_CLIENTS = 1000
 _SHOWN = 12
@@ -40,8 +42,10 @@ _CHUNK = 4096
 class Column:
     """One column of a table as it was read.
 
-    `role` is input, target, text, group or site. In a column of words, `numbers` of the values would be numbers,
-    `commas` ones with a decimal comma, and `strange` are the first of the others, each with its place.
+    `role` is input, target, text, group, site or not used. In a column of words, `numbers` of the values would be
+    numbers, `commas` ones with a decimal comma, and `strange` are the first of the others, each with its place;
+    `categories` are its most frequent values with their counts, except of groups. `span` is the least and the largest
+    of a column of numbers.
     """
 
     name: str
@@ -52,19 +56,23 @@ class Column:
     numbers: int = 0
     commas: int = 0
     strange: tuple[str, ...] = ()
+    categories: dict[str, int] = field(default_factory=dict)
+    span: tuple[float, float] | None = None
 
     @staticmethod
     def of(name: str, values: Sequence[str], *, role: str, place: Callable[[int], str]) -> Column:
         """Count what a column holds; `place` says where a row stands."""
+        if role == "text":
+            return Column(name, role, "text", sum(text.strip().lower() in MISSING for text in values), len({*values}))
         missing = numbers = commas = 0
         strange: list[int] = []
-        distinct: set[str] = set()
+        distinct: Counter[str] = Counter()
         for row, raw in enumerate(values):
             text = raw.strip()
             if text.lower() in MISSING:
                 missing += 1
                 continue
-            distinct.add(text)
+            distinct[text] += 1
             if _is_number(text):
                 numbers += 1
             elif text.count(",") == 1 and _is_number(text.replace(",", ".")):
@@ -73,12 +81,13 @@ class Column:
                 strange.append(row)
         present = len(values) - missing
         kind: Kind = "nothing" if not present else "numbers" if numbers == present else "words"
-        if role == "text":
-            return Column(name, role, "text", missing, len(distinct))
         if kind == "numbers":
-            return Column(name, role, kind, missing, len({float(text) for text in distinct}), numbers)
-        examples = tuple(f"{values[row].strip()[:40]!r} ({place(row)})" for row in strange)
-        return Column(name, role, kind, missing, len(distinct), numbers, commas, examples)
+            known = {float(text) for text in distinct}
+            return Column(name, role, kind, missing, len(known), numbers, span=(min(known), max(known)))
+        examples = tuple(f"{values[row].strip()[:_LONGEST]!r} ({place(row)})" for row in strange)
+        frequent = [] if role == "group" else distinct.most_common(_SHOWN)
+        categories = {text[:_LONGEST]: count for text, count in frequent}
+        return Column(name, role, kind, missing, len(distinct), numbers, commas, examples, categories)
 
     def warnings(self, rows: int) -> Iterator[str]:
         """What somebody should look at, of a column of so many rows."""
@@ -192,7 +201,7 @@ class Description:
         return self.labels[code] if self.labels else str(code)
 
     def lines(self) -> list[str]:
-        """The whole in a few lines of text."""
+        """The whole in a few lines of text, without the warnings."""
         shape = "×".join(map(str, self.input_shape))
         of = ""
         if self.columns:
@@ -217,7 +226,6 @@ class Description:
             named = [f"{name} {size:,}" for name, size in zip(self.client_names, sizes, strict=False)]
             spread = _listed(named) if named else f"{min(sizes):,} to {max(sizes):,} rows each"
             said.append(f"clients: {len(sizes):,} ({spread})")
-        said += [f"warning: {text}" for text in self.warnings]
         return said
 
 
@@ -309,14 +317,18 @@ def _constant(pieces: Sequence[Dataset]) -> int:
     """How many of the inputs never vary in the training part."""
     if pieces[0].is_text:
         return 0
-    lows = torch.stack([piece.x.amin(0) for piece in pieces]).amin(0)
-    highs = torch.stack([piece.x.amax(0) for piece in pieces]).amax(0)
-    return int((lows == highs).sum())
+    first = pieces[0].x[0]
+    varies = torch.zeros_like(first, dtype=torch.bool)
+    for piece in pieces:
+        for span in spans(piece.x):
+            varies |= (piece.x[span] != first).any(0)
+    return int((~varies).sum())
 
 
 def _digests(pieces: Sequence[Dataset]) -> Iterator[bytes]:
     for piece in pieces:
-        for chunk in torch.split(piece.x, _CHUNK):
+        for span in spans(piece.x, most=_CHUNK):
+            chunk = piece.x[span]
             rows = np.ascontiguousarray(chunk.cpu().numpy()).reshape(len(chunk), -1)
             for row in rows:
                 yield hashlib.blake2b(row.data, digest_size=16).digest()

@@ -146,8 +146,9 @@ class Intake:
             return _joined(list(self._kept(samples, who)), who, join)
 
     def _kept(self, samples: Iterable[Any], who: str) -> Iterator[tuple[Tensor, Tensor]]:
+        named = _features(samples)
         for count, row in enumerate(samples):
-            x, y = (_tensor(value) for value in _of_row(row))
+            x, y = (_tensor(value) for value in _of_row(row, *named))
             self._left -= sum(value.numel() * value.element_size() for value in (x, y))
             if self._left < 0:
                 raise DataError(
@@ -162,16 +163,30 @@ def _numbered(samples: Any, who: str, *, several: bool) -> Callable[[int], tuple
     """How to get a sample by its number; None where samples have none, or are in memory already."""
     if isinstance(samples, Mapping) and samples and all(hasattr(part, "features") for part in samples.values()):
         raise DataError(f"{who}: a dict of the parts {', '.join(map(repr, samples))}: give one of them.")
+    if not _has_numbers(samples.dataset if isinstance(samples, DataLoader) else samples):
+        return None
     if isinstance(samples, DataLoader):
-        if isinstance(samples.dataset, IterableDataset):
-            return None
         collate, rows = samples.collate_fn, samples.dataset
         return lambda index: _one(*map(_tensor, _of_row(collate([rows[index]]))), several=several)
-    if isinstance(samples, tuple | list | Mapping | IterableDataset) or not hasattr(samples, "__getitem__"):
+    if isinstance(samples, tuple | list | Mapping):
         return None
+    named = _features(samples)
+    return lambda index: _checked(*map(_tensor, _of_row(samples[index], *named)), several=several)
+
+
+def _features(samples: Any) -> tuple[list[str], list[str]]:
+    """The columns that hold pictures, and those that hold classes, where a Hugging Face dataset says so."""
     features = getattr(samples, "features", None)
-    classes = [name for name, kind in features.items() if hasattr(kind, "num_classes")] if features else []
-    return lambda index: _checked(*map(_tensor, _of_row(samples[index], classes)), several=several)
+    if not isinstance(features, Mapping):
+        return [], []
+    pictures = [name for name, kind in features.items() if getattr(kind, "dtype", None) == "PIL.Image.Image"]
+    return pictures, [name for name, kind in features.items() if hasattr(kind, "num_classes")]
+
+
+def _has_numbers(samples: Any) -> bool:
+    return all(hasattr(samples, what) for what in ("__getitem__", "__len__")) and not isinstance(
+        samples, IterableDataset
+    )
 
 
 def _one(x: Tensor, y: Tensor, *, several: bool) -> tuple[Tensor, Tensor]:
@@ -245,20 +260,20 @@ def _joined(
     return x, y
 
 
-def _of_row(row: Any, classes: Sequence[str] = ()) -> tuple[Any, Any]:
+def _of_row(row: Any, pictures: Sequence[str] = (), classes: Sequence[str] = ()) -> tuple[Any, Any]:
     """A sample's input and target; in a dict they go by the names that are usual.
 
-    Otherwise the target is what `classes` names, and the input the only picture, or all that is left.
+    Otherwise the target is the only one of `classes`, and the input the only picture, or all that is left.
     """
     if not isinstance(row, Mapping):
         if isinstance(row, tuple | list) and len(row) < 2:
             raise SampleError(f"a sample has {len(row)} parts; (input, target) is needed.")
         x, y, *_ = row
         return x, y
-    targets = [name for name in _TARGETS if name in row] or list(classes)
+    targets = [name for name in _TARGETS if name in row] or [name for name in classes if name in row]
     rest = [name for name in row if name not in targets]
-    pictures = [name for name in rest if _is_picture(row[name])]
-    inputs = [name for name in _INPUTS if name in rest] or (pictures if len(pictures) == 1 else rest)
+    shown = [name for name in rest if name in pictures or _is_picture(row[name])]
+    inputs = [name for name in _INPUTS if name in rest] or (shown if len(shown) == 1 else rest)
     if len(targets) != 1 or len(inputs) != 1:
         raise SampleError(
             f"of a sample with {', '.join(map(repr, row))} it is not clear what the input and what the target is. Name "

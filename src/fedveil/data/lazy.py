@@ -30,7 +30,7 @@ _CHOOSING: dict[Any, Callable[..., bool]] = {
     _aten.slice.Tensor: lambda first, dim=0, *limits: dim == 0,
     _aten.select.int: lambda first, dim, index: dim == 0,
 }
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 _STATISTICS_ROWS = 16
 
 Read = Callable[[Tensor], Tensor]
@@ -113,7 +113,7 @@ def whole(value: Any) -> Any:
 
 
 def spans(x: Tensor, *, most: int = 1 << 20) -> Iterator[slice]:
-    """Slices of at most ``most`` rows and 64 MiB, one after the other, that make up all of ``x``."""
+    """Slices of at most ``most`` rows and 16 MiB, one after the other, that make up all of ``x``."""
     row = max(1, math.prod(x.shape[1:]) * x.element_size())
     step = max(1, min(most, _CHUNK_BYTES // row))
     return (slice(start, start + step) for start in range(0, len(x), step))
@@ -154,8 +154,8 @@ class Cache:
 class LazySamples:
     """One party's samples, each read when it is asked for, and checked: shape, type, NaN, class.
 
-    Samples during whose reading no generator moved are kept, as far as the cache goes. Each time some are taken from
-    there, another is read again: where it has changed (a generator of its own draws it), nothing is kept any more.
+    Samples are kept as far as the cache goes, unless a generator moves while one is read. Each time some are taken from
+    there, one is read again: where it has changed (a generator of its own draws it), nothing is kept any more.
 
     Args:
         fetch: Gives the input and the target of the sample with a number.
@@ -186,6 +186,7 @@ class LazySamples:
         self._classes: int | None = None
         with _generators_as_they_were():
             self._like = x, y = self._sample(0, step=0)[:2]
+        self._check_finite(torch.zeros(1, dtype=torch.int64), x[None], y[None])
         each = x.numel() * x.element_size() + y.numel() * y.element_size()
         kept = cache.reserve(each, count)
         self._x, self._y = (torch.empty((kept, *like.shape), dtype=like.dtype, device=device) for like in (x, y))
@@ -238,9 +239,12 @@ class LazySamples:
                 number = int(numbers[position])
                 keeps = number < len(self._known)
                 x[position], y[position], moved = self._sample(number, step=step, watch=keeps)
-                if keeps and not moved:
+                if moved:
+                    self._known = self._known[:0]
+                elif keeps:
                     self._x[number], self._y[number] = x[position], y[position]
                     self._known[number] = True
+            self._check_finite(numbers, x, y)
         return x.to(self._device), y.to(self._device)
 
     def _held(self, numbers: Tensor) -> Tensor:
@@ -276,14 +280,21 @@ class LazySamples:
                     f"{where}: the {what} is {_kind(value)}, that of sample 0 {_kind(like)}. Bring all samples to one "
                     "shape and type."
                 )
-            if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                raise DataError(f"{where}: the {what} holds NaN or infinity. Clean it before training.")
         if self._classes is not None and not y.is_floating_point() and not 0 <= int(y) < self._classes:
             raise DataError(
                 f"{where} has class {int(y)}, but the model has {self._classes} outputs (classes 0 to "
                 f"{self._classes - 1})."
             )
         return x.cpu(), y.cpu(), moved
+
+    def _check_finite(self, numbers: Tensor, x: Tensor, y: Tensor) -> None:
+        for what, values in (("input", x), ("target", y)):
+            finite = torch.isfinite(values).flatten(1).all(1) if values.is_floating_point() else None
+            if finite is not None and not bool(finite.all()):
+                number = int(numbers[int((~finite).nonzero()[0])])
+                raise DataError(
+                    f"{self._who}, sample {number}: the {what} holds NaN or infinity. Clean it before training."
+                )
 
 
 def _kind(value: Tensor) -> str:

@@ -67,9 +67,7 @@ def read_samples(source: object, expected: Expected, *, keep: Sequence[str] = ()
     """
     inputs = expected.preparation.inputs
     if isinstance(source, str | Path):
-        source = Path(source).expanduser()
-        if not source.exists():
-            raise DataError(f"{source}: no such file or folder.")
+        source = _there(source)
     if isinstance(inputs, Columns | Words):
         return _of_table(_table(source, inputs), expected, keep)
     if keep:
@@ -78,6 +76,16 @@ def read_samples(source: object, expected: Expected, *, keep: Sequence[str] = ()
         return _of_files(files, inputs, expected)
     x, y, where = _array(source, inputs)
     return _of_array(x, y, where, expected)
+
+
+def _there(source: str | Path) -> Path:
+    try:
+        path = Path(source).expanduser()
+        if path.exists():
+            return path
+    except (OSError, ValueError, RuntimeError):  # no name that a file could have
+        pass
+    raise DataError(f"{str(source)[:200]}: no such file or folder.")
 
 
 def _wanted(inputs: Columns | Words | Pixels | Features) -> str:

@@ -17,6 +17,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from fedveil.data.arrays import (
     read_arrays,
     read_bytes,
 )
-from fedveil.errors import DataError, missing_extra
+from fedveil.data.dataset import Options
+from fedveil.data.tabular import read_table
+from fedveil.errors import DataError, missing_extra, unknown_name
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -437,6 +440,7 @@ def _class_names(folder: Path, classes: int, *, binary: bool) -> tuple[str, ...]
     return tuple(name.decode("utf-8", "replace") if isinstance(name, bytes) else name for name in names)
 
 
+_METADATA, _FILE_NAME = "metadata.csv", "file_name"
 _ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 # Pillow goes by content, not by name, and hands PostScript to another program.
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
@@ -449,29 +453,74 @@ def is_pictures(path: Path) -> bool:
     return path.is_dir() and (bool(class_folders(path)) or bool(class_folders(path / "train")))
 
 
-def read_pictures(path: Path, *, size: int | None = None) -> Arrays:
+def read_pictures(path: Path, options: Options) -> Arrays:
     """Read PATH/{train,test,val}/CLASS/*.png or PATH/CLASS/*.png; other usual picture formats too.
 
-    With a `size`, every picture is resized to so many pixels a side.
+    Whose pictures they are stands in PATH/metadata.csv, which has a column file_name and those that options name. Where
+    options have a picture_size, every picture is resized to so many pixels a side.
     """
-    decode = decoder(None if size is None else (size, size))
-    resized = size is not None
+    size, resized = options.picture_size, options.picture_size is not None
+    decode, owners = decoder(None if size is None else (size, size)), _Owners(path, options)
+
+    def part_of(folder: Path, classes: dict[str, list[Path]]) -> Part:
+        return owners.given_to(_picture_part(folder, classes, decode, resized=resized), classes)
+
     if not class_folders(path / "train"):
         classes = class_folders(path)
-        return Arrays(_picture_part(path, classes, decode, resized=resized), None, tuple(classes), resized=resized)
+        return Arrays(part_of(path, classes), None, tuple(classes), resized=resized)
     second, third = held_out_names({name for name in TEST_NAMES if class_folders(path / name)})
     classes = class_folders(path / "train")
-    parts = [_picture_part(path / "train", classes, decode, resized=resized)]
+    parts = [part_of(path / "train", classes)]
     for held in (path / name for name in (second, third) if name is not None):
         if set(class_folders(held)) != set(classes):
             odd = sorted(set(class_folders(held)) ^ set(classes))
             raise DataError(
                 f"{held}: its class folders differ from those of {path / 'train'}: {', '.join(odd)} on one side only."
             )
-        parts.append(_picture_part(held, class_folders(held), decode, resized=resized))
+        parts.append(part_of(held, class_folders(held)))
     train, test, validation = (*parts, None, None)[:3]
     assert train is not None
     return Arrays(train, test, tuple(classes), resized=resized, validation=validation)
+
+
+class _Owners:
+    """What PATH/metadata.csv says of pictures, where options ask for it."""
+
+    def __init__(self, path: Path, options: Options) -> None:
+        self._path = path
+        self._file = path / _METADATA
+        asked = {"groups": options.group, "sites": options.site}
+        self._columns: dict[str, dict[str, str]] = {}
+        if not any(asked.values()):
+            return
+        if not self._file.is_file():
+            raise DataError(
+                f"{path}: whose are its pictures? Put a table {_METADATA} there, with a column {_FILE_NAME} (like "
+                f"CLASS/1.png) and the column {options.group or options.site}."
+            )
+        table = read_table(self._file)
+        named = {"names": _FILE_NAME} | {what: column for what, column in asked.items() if column is not None}
+        for column in named.values():
+            if column not in table.columns:
+                raise unknown_name("column", column, table.columns, hint=f"These are the columns of {self._file}.")
+        listed = {what: [value.strip() for value in table.columns[column]] for what, column in named.items()}
+        names = listed.pop("names")
+        self._columns = {what: dict(zip(names, owners, strict=True)) for what, owners in listed.items()}
+
+    def given_to(self, part: Part, classes: dict[str, list[Path]]) -> Part:
+        """The part with the owners of its pictures, which are in the order of their classes."""
+        files = [file for listed in classes.values() for file in listed]
+        return replace(part, groups=self._owners(files, "groups"), sites=self._owners(files, "sites"))
+
+    def _owners(self, files: list[Path], what: str) -> Array | None:
+        known = self._columns.get(what)
+        return None if known is None else np.array([self._of(file, known) for file in files])
+
+    def _of(self, file: Path, known: dict[str, str]) -> str:
+        owner = known.get(file.relative_to(self._path).as_posix()) or known.get(file.name)
+        if not owner:
+            raise DataError(f"{file}: {self._file} does not say whose it is. Add a line for it.")
+        return owner
 
 
 def class_folders(path: Path) -> dict[str, list[Path]]:

@@ -295,7 +295,7 @@ def numbers_like(*parts: Tensor) -> Features:
     """
     looked_at = (part[:_FIRST] if isinstance(part, LazyTensor) else part for part in parts)
     largest = max(float(part.abs().max()) for part in looked_at)
-    rounded = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
+    rounded = 2.0 ** math.ceil(math.log2(largest)) if 0 < largest < math.inf else 1.0
     return Features(tuple(parts[0].shape[1:]), not parts[0].is_floating_point(), rounded)
 
 

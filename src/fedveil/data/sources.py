@@ -32,6 +32,7 @@ def digits(options: Options) -> Split:
     return assemble(Arrays(Part("digits", x, rows[:, -1].astype(np.int64)), classes=names), options, name="digits")
 
 
+@functools.cache
 def _stored_digits() -> NDArray[np.float64]:
     """64 pixels and a label for each digit, as scikit-learn stores them.
 
@@ -136,48 +137,46 @@ class _Layout:
 
 
 def _of_arrays(
-    read: Callable[[Path, Options], Arrays], what: str, recognises: Callable[[Path], bool], **more: bool
+    read: Callable[[Path, Options], Arrays],
+    what: str,
+    recognises: Callable[[Path], bool],
+    *,
+    by_folder: bool = False,
+    owners: bool = False,
+    resizes: bool = False,
 ) -> _Layout:
+    """A layout of arrays; of the columns that options name, it has those of `owners` at most."""
+
+    def read_arrays(path: Path, options: Options) -> Arrays:
+        (replace(options, group=None, site=None) if owners else options).refuse_columns(_name(path))
+        return read(path, options)
+
     def load_arrays(path: Path, options: Options, name: str) -> Split:
-        return assemble(read(path, options), options, name=name)
+        return assemble(read_arrays(path, options), options, name=name)
 
-    return _Layout(what, recognises, load_arrays, read=read, **more)
-
-
-def _read_idx(path: Path, options: Options) -> Arrays:
-    options.refuse_columns(_name(path))
-    return pictures.read_idx_folder(path)
-
-
-def _read_cifar(path: Path, options: Options) -> Arrays:
-    options.refuse_columns(_name(path))
-    return pictures.read_cifar(path)
-
-
-def _read_archive(path: Path, options: Options) -> Arrays:
-    replace(options, group=None, site=None).refuse_columns(_name(path))
-    return npz.read(path, options)
-
-
-def _read_pictures(path: Path, options: Options) -> Arrays:
-    options.refuse_columns(_name(path))
-    return pictures.read_pictures(path, size=options.picture_size)
+    return _Layout(what, recognises, load_arrays, by_folder, read_arrays, resizes)
 
 
 # The first that recognises the path reads it: the more particular a layout, the earlier it is asked.
 _LAYOUTS = (
-    _of_arrays(_read_idx, "idx files (train-images-idx3-ubyte[.gz], …)", pictures.is_idx, by_folder=True),
     _of_arrays(
-        _read_cifar,
+        lambda path, options: pictures.read_idx_folder(path),
+        "idx files (train-images-idx3-ubyte[.gz], …)",
+        pictures.is_idx,
+        by_folder=True,
+    ),
+    _of_arrays(
+        lambda path, options: pictures.read_cifar(path),
         "CIFAR batches (data_batch_1[.bin], test_batch[.bin]; train[.bin], test[.bin])",
         pictures.is_cifar,
         by_folder=True,
     ),
-    _of_arrays(_read_archive, ".npz with x and y, or train.npz and test.npz", npz.recognises),
+    _of_arrays(npz.read, ".npz with x and y, or train.npz and test.npz", npz.recognises, owners=True),
     _of_arrays(
-        _read_pictures,
+        pictures.read_pictures,
         "picture folders (train/CLASS/*.png and test/CLASS/*.png, or CLASS/*.png)",
         pictures.is_pictures,
+        owners=True,
         resizes=True,
     ),
     _Layout(

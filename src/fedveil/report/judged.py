@@ -58,7 +58,7 @@ def _view(group: SourceGroup, run: Run, judged: Judgement) -> JudgedView:
         judged=judged,
         figures=Grid(("Figure", "This model [95 % interval]", sentence(judged.constant_answer), "Interval by"), rows),
         classes=_subsets("Label" if judged.task == "multilabel" else "Class", judged.classes),
-        parts=_subsets("Group", judged.parts),
+        parts=_subsets(sentence(judged.parted_by), judged.parts),
         confusion=tuple(
             (name, tuple((count, count / size) for count in row))
             for name, (row, size) in zip(names, shares, strict=True)

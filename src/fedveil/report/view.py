@@ -39,7 +39,7 @@ from fedveil.report.sources import (
     size,
     spread,
 )
-from fedveil.report.words import AuditView, Claim, LedgerEntry, audit_view, claim, entry
+from fedveil.report.words import AuditView, Claim, LedgerEntry, audit_view, claim, entry, whole
 from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
 
@@ -95,6 +95,12 @@ class LedgerView:
     glance: tuple[LedgerEntry | None, ...]
     entries: tuple[LedgerEntry, ...]
     claim: Claim | None
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What every line assumes that assumes anything: said once."""
+        lines = [entry.assumptions for entry in self.entries if entry.assumptions]
+        return tuple(each for each in lines[0] if all(each in line for line in lines)) if lines else ()
 
 
 @dataclass(frozen=True)
@@ -367,6 +373,7 @@ def rendered(view: Page, *, plotly: str) -> str:
     """The page; whatever came from files is escaped, and only our own scripts may run."""
     ours = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["whole"] = whole
     drawn = (view.reliability, *view.curves, *view.trade_offs)
     figures = {figure.name: figure.drawing for figure in drawn if figure is not None}
     scripts = [plotly, ours] if figures else [ours]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +86,15 @@ class Claim:
     claimed: str
     holds: str
     noise: str
+
+
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|dB|[kMGT]?B|ms|s|min|h|σ)(?:\W|$))|(?<=[=≤≥<>≈±]) (?=[\d−-])|(?<=[εδσμ]) (?==)")
+_WITHIN = re.compile(r"(?<=\d)–(?=\d)|(?<=\de)-(?=\d)")
+
+
+def whole(text: str) -> str:
+    """A text in which no line ends within a number: not before its unit, and not within an interval."""
+    return _WITHIN.sub("\u2060\\g<0>\u2060", _UNIT.sub("\u00a0", text))
 
 
 def entry(line: Line) -> LedgerEntry:

@@ -69,6 +69,9 @@ class Callbacks(Callback):
                     "function that takes a round's row."
                 )
 
+    def __bool__(self) -> bool:
+        return bool(self._each)
+
     def _tell(self, name: str, *values: Any) -> None:
         for callback in self._each:
             method = getattr(callback, name, None)

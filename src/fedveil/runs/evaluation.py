@@ -13,7 +13,7 @@ from fedveil.data import Dataset
 from fedveil.data.lazy import spans
 from fedveil.downlink import Architecture, Broadcast, Weights, assemble
 from fedveil.downlink.architecture import VectorBatchNorm
-from fedveil.runs.judgement import holds_from, quick_figures
+from fedveil.runs.judgement import quick_figures
 from fedveil.runs.own_metrics import OwnFigure, OwnMetrics
 from fedveil.work import Loss
 from fedveil.work.gradients import head_alpha, prepare
@@ -55,12 +55,12 @@ def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
 
 def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | None = None) -> Scores:
     """Scores of a model's outputs, and what metrics of the user's `own` say of them."""
-    value, more = float(loss.mean(output, test.y)), quick_figures(output, test, loss=loss.name)
+    value, more = float(loss.mean(output, test.y)), quick_figures(output, test, loss.name)
     named = {} if own is None else own.figures(output, test.y)
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
     if test.task == "multilabel":
-        held = output >= holds_from(loss.name)
+        held = output >= (0.5 if loss.name == "square" else 0.0)  # the square loss has learned 0 and 1 themselves
         return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
     return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
 

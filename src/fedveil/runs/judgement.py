@@ -107,6 +107,8 @@ class Judgement:
     """Whether every sample got the same answer."""
     classes: tuple[Subset, ...] = ()
     parts: tuple[Subset, ...] = ()
+    parted_by: str = ""
+    """What those are: "site" or "group"."""
     confusion: tuple[tuple[int, ...], ...] = ()
     """By true class, then by answer."""
     reliability: tuple[Bin, ...] = ()
@@ -263,7 +265,7 @@ def probabilities(
     return torch.where(whole > 0, solved / whole, even), "outputs (square loss) cut to 0 … 1, divided by their sum"
 
 
-class Samples(Protocol):
+class JudgedSamples(Protocol):
     """What is judged: a `Dataset`, or anything else that knows its targets and its task.
 
     Targets are class numbers, a row of numbers a sample (regression), or a row of zeros and ones (multilabel).
@@ -283,12 +285,24 @@ class Samples(Protocol):
 
     @property
     def groups(self) -> Tensor | None:
-        """Whose each sample is, where that is known."""
+        """Which samples belong together (one patient's), where that is known."""
+
+    @property
+    def sites(self) -> Tensor | None:
+        """Where each sample is from, where that is known."""
+
+    @property
+    def site_names(self) -> tuple[str, ...]:
+        """The names behind the numbers of sites, where they have any."""
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Those behind the numbers of groups."""
 
 
 def judge(
     outputs: Tensor,
-    data: Samples,
+    data: JudgedSamples,
     *,
     loss: str | None = None,
     target_scale: float = 1.0,
@@ -298,7 +312,7 @@ def judge(
 
     Args:
         outputs: The model's, a row a sample.
-        data: The samples; those of each of their groups are judged by themselves too, where that says something.
+        data: The samples; those of each site, or of each group where there are no sites, are judged by themselves too.
         loss: What the model was trained with, which says what outputs mean ("square": scores; otherwise: logits).
         target_scale: That of the square loss.
         true_weight: That of the square loss.
@@ -328,21 +342,19 @@ def judge(
         names=names,
     )
     judged = samples.judged()
-    parts = () if groups is None else _parts(samples, *groups)
+    places = data.groups if data.sites is None else data.sites
+    names = data.group_names if data.sites is None else data.site_names
+    parts = () if places is None else _parts(samples, places.cpu().numpy(), names)
     return dataclasses.replace(
         judged,
         probabilities=how,
         clusters=None if groups is None or clusters is None else len(groups[0]),
         parts=parts,
+        parted_by="" if not parts else "group" if data.sites is None else "site",
     )
 
 
-def holds_from(loss: str | None) -> float:
-    """From which output on a label holds: the square loss has learned 0 and 1 themselves, others their log-odds."""
-    return 0.5 if loss == "square" else 0.0
-
-
-def quick_figures(outputs: Tensor, data: Samples, *, loss: str | None = None) -> dict[str, float]:
+def quick_figures(outputs: Tensor, data: JudgedSamples, loss: str | None = None) -> dict[str, float]:
     """The figures that cost next to nothing, for every evaluated round; what is not defined is left out.
 
     The mean AUROC of many classes, whose samples are sorted once for each, is none of them.
@@ -355,7 +367,7 @@ def quick_figures(outputs: Tensor, data: Samples, *, loss: str | None = None) ->
         figures = error_figures(total(error_columns(truth.astype(np.float64), given.numpy())))
         wanted = ("mae", "r2")
     elif data.task == "multilabel":
-        decided = given.numpy() >= holds_from(loss)
+        decided = given.numpy() >= (0.5 if loss == "square" else 0.0)
         figures = label_figures(total(label_columns(truth > 0.5, decided, np.ones(decided.shape))))
         wanted = ("balanced_accuracy", "f1")
     else:
@@ -368,7 +380,7 @@ def quick_figures(outputs: Tensor, data: Samples, *, loss: str | None = None) ->
     return {name: float(figures[name][0]) for name in wanted if np.isfinite(figures[name][0])}
 
 
-def _without_figures(data: Samples, count: int) -> Judgement:
+def _without_figures(data: JudgedSamples, count: int) -> Judgement:
     primary = "r2" if data.task == "regression" else "accuracy"
     why = f"the model's outputs are not numbers for {count} of {len(data.y)} samples"
     return Judgement(data.task, len(data.y), {primary: missing(why)})
@@ -386,14 +398,15 @@ def _scores(outputs: Tensor, task: str, loss: str | None) -> Array:
     return scores
 
 
-def _parts(samples: _Arrays, codes: Any, places: Any) -> tuple[Subset, ...]:
-    """Figures of each group, where groups are few and have samples enough to say something."""
+def _parts(samples: _Arrays, places: Codes, names: Sequence[str]) -> tuple[Subset, ...]:
+    """Figures of each site or group, where they are few enough to be read."""
+    codes = np.unique(places)
     if not 2 <= len(codes) <= _MOST_PARTS:
         return ()
     made = []
-    for number, code in enumerate(codes):
-        own = samples.at(places == number).judged()
-        made.append(Subset(str(code), own.samples, own.figures))
+    for code in codes.tolist():
+        own = samples.at(places == code).judged()
+        made.append(Subset(names[code] if code < len(names) else str(code), own.samples, own.figures))
     return tuple(made)
 
 

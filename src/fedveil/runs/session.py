@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedveil.config import RunConfig
+from fedveil.data.description import Description
 from fedveil.downlink import assemble
 from fedveil.errors import CheckpointError, FedVeilError
 from fedveil.roles.server import ServerState
@@ -35,6 +36,7 @@ def run(
     quiet: bool = False,
     say: Say = lambda text: None,
     follow: Sequence[Follower] = (),
+    understood: Callable[[Description], None] = lambda description: None,
 ) -> dict[str, Any]:
     """Train a new run into the folder `out`.
 
@@ -44,6 +46,7 @@ def run(
         quiet: Whether to leave out the progress bar.
         say: Gets warnings and remarks, a line each.
         follow: Callbacks that see the run begin, each round, and the end.
+        understood: Told what was understood of the data, before training.
 
     Returns:
         The summary, as the folder's summary.json holds it.
@@ -59,13 +62,15 @@ def run(
     folder.require_free()
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config, describe=True)
-    _tell_of_data(job, quiet=quiet, say=say)
-    with working("checking that the model can be trained", quiet=quiet):
         preflight(job)
         if config.record:
             chosen(job)  # what cannot be recorded is refused before the folder is taken
     folder.start(job.config)
+    assert job.description is not None
     folder.write_data(job.description)
+    understood(job.description)
+    for text in job.description.warnings:
+        say(f"warning: {text}")
     return train_into(job, folder, fresh_state(job), quiet=quiet, say=say, follow=follow)
 
 
@@ -99,13 +104,6 @@ def resume(
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config, describe=True)
     return continue_in(job, folder, quiet=quiet, say=say, follow=follow)[0]
-
-
-def _tell_of_data(job: Job, *, quiet: bool, say: Say) -> None:
-    """Say what was understood of the data; where it should be quiet, what looks wrong alone."""
-    assert job.description is not None
-    for line in [f"warning: {text}" for text in job.description.warnings] if quiet else job.description.lines():
-        say(line)
 
 
 def continue_in(

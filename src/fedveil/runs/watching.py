@@ -19,6 +19,11 @@ class Watch:
         self.best = best_of(job)
         self.keep: Callable[[ServerState, bool], None] = lambda state, last: None
 
+    @property
+    def listens(self) -> bool:
+        """Whether anybody is to be told of rounds."""
+        return self.best is not None or bool(self.callbacks)
+
     def round_begins(self, round: int) -> None:
         """A round is about to be asked for, unless somebody has had enough (StopTraining)."""
         self._check()

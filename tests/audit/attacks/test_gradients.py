@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import models
+from fedveil.audit.attack import OnProgress
 from fedveil.audit.attacks.gradients import (
     Problem,
     Reconstruction,
@@ -85,10 +86,17 @@ def attempt(loss: float) -> Reconstruction:
 
 def test_the_best_attempt_wins_and_none_follows_a_good_enough_one() -> None:
     losses = iter([math.nan, 0.5, 0.1, 0.3, 0.01, 0.001])
-    assert best((attempt(loss) for loss in losses), good_enough=0.05).loss == 0.01
+    told: list[float] = []
+
+    def tried(progress: OnProgress) -> Reconstruction:
+        progress(0.5)
+        return attempt(next(losses))
+
+    assert best(tried, times=6, good_enough=0.05, progress=told.append).loss == 0.01
     assert next(losses) == 0.001
+    assert told == [0.5 / 6, 1.5 / 6, 2.5 / 6, 3.5 / 6, 4.5 / 6, 1.0]
     with pytest.raises(ConfigError, match="at least one attempt"):
-        best([], good_enough=1.0)
+        best(tried, times=0, good_enough=1.0, progress=told.append)
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,19 @@ from fedveil.audit.attacks.closed_form import labels_attack as labels
 from fedveil.audit.attacks.deep_leakage import dlg_attack as dlg
 from fedveil.audit.attacks.deep_leakage import idlg_attack as idlg
 from fedveil.audit.attacks.deep_leakage import inverting_attack as inverting
-from fedveil.audit.attacks.gradients import observed_in, problem_of, quiet
+from fedveil.audit.attacks.gradients import Problem, observed_in, problem_from, quiet
 from fedveil.audit.record import client_view, outsider_view, server_history, server_view
 from fedveil.audit.sandbox import AttackProcess
-from fedveil.audit.views import to_bytes
+from fedveil.audit.views import View, to_bytes
 from fedveil.errors import ConfigError, NotApplicableError
 
 SIGMOID: dict[str, Any] = {"model": "lenet-sigmoid", **PICTURES}
+
+
+def problem_of(view: View, context: AttackContext) -> Problem:
+    return problem_from(observed_in(view, context), context)
+
+
 MARGIN = 3.0  # dB above what random pictures reach: far below anything one can recognise
 
 

@@ -8,8 +8,8 @@ inverting   Inverting Gradients (Geiping et al. 2020): cosine distance, total va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,6 @@ from fedveil.audit.attacks.gradients import (
     observed_in,
     private_copy,
     problem_from,
-    restarted,
     squared_distance,
 )
 from fedveil.audit.views import View
@@ -122,10 +121,13 @@ def dlg(
     Of a clipped gradient the angle is matched instead, 1 − cos.
     """
     search = search or (QUICK_SEARCH if quick else Search())
-    if problem.labels is not None:
-        return idlg(problem, generator=generator, quick=quick, search=search, progress=progress)
+    # L-BFGS divides small differences of gradients by one another: single precision stalls it early.
+    module = private_copy(problem, dtype=torch.float64)
     return best(
-        _searches(problem, None, search=search, generator=generator, progress=progress), good_enough=search.good_enough
+        lambda part: _search(problem, module, search=search, generator=generator, progress=part),
+        times=search.restarts,
+        good_enough=search.good_enough,
+        progress=progress,
     )
 
 
@@ -138,36 +140,19 @@ def idlg(
     progress: OnProgress = silent,
 ) -> Reconstruction:
     """As `dlg`, with the labels inferred from the last layer's gradient first, unless they are known."""
-    search = search or (QUICK_SEARCH if quick else Search())
-    labels = labels_of(problem, generator=generator)
-    return best(
-        _searches(problem, labels, search=search, generator=generator, progress=progress),
-        good_enough=search.good_enough,
-    )
-
-
-def _searches(
-    problem: Problem, labels: Tensor | None, *, search: Search, generator: torch.Generator, progress: OnProgress
-) -> Iterator[Reconstruction]:
-    # L-BFGS divides small differences of gradients by one another: single precision stalls it early.
-    module = private_copy(problem, dtype=torch.float64)
-    return restarted(
-        lambda part: _search(problem, module, labels, search=search, generator=generator, progress=part),
-        times=search.restarts,
-        progress=progress,
-    )
+    read = replace(problem, labels=labels_of(problem, generator=generator))
+    return dlg(read, generator=generator, quick=quick, search=search, progress=progress)
 
 
 def _search(
     problem: Problem,
     module: nn.Module,
-    labels: Tensor | None,
     *,
     search: Search,
     generator: torch.Generator,
     progress: OnProgress,
 ) -> Reconstruction:
-    observed = problem.gradient.double()
+    observed, labels = problem.gradient.double(), problem.labels
     distance = cosine_distance if problem.clipped else squared_distance
     x = first_guess(problem, generator=generator, dtype=torch.float64).requires_grad_(True)
     logits = torch.zeros(problem.batch, problem.outputs, dtype=torch.float64, device=x.device)
@@ -250,9 +235,13 @@ def inverting(
     """
     descent = descent or _descent(problem, quick=quick)
     labels = labels_of(problem, generator=generator)
+    module = private_copy(problem, dtype=torch.float32)
+    observed = normalised(problem.gradient).float()
     return best(
-        _descents(problem, labels, descent=descent, generator=generator, progress=progress),
+        lambda part: _descended(problem, module, observed, labels, descent=descent, generator=generator, progress=part),
+        times=descent.restarts,
         good_enough=descent.good_enough,
+        progress=progress,
     )
 
 
@@ -269,18 +258,6 @@ def _descent(problem: Problem, *, quick: bool) -> Descent:
     if math.prod(problem.input_shape) <= SMALL_PICTURE:
         return SMALL_QUICK if quick else SMALL
     return LARGE_QUICK if quick else LARGE
-
-
-def _descents(
-    problem: Problem, labels: Tensor, *, descent: Descent, generator: torch.Generator, progress: OnProgress
-) -> Iterator[Reconstruction]:
-    module = private_copy(problem, dtype=torch.float32)
-    observed = normalised(problem.gradient).float()
-    return restarted(
-        lambda part: _descended(problem, module, observed, labels, descent=descent, generator=generator, progress=part),
-        times=descent.restarts,
-        progress=progress,
-    )
 
 
 def _descended(

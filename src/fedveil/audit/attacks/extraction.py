@@ -223,8 +223,12 @@ def inputs_at_hand(view: ClientView) -> Tensor:
 
 def fitting(module: nn.Module, x: Tensor) -> Tensor:
     """Inputs where the model is, in its precision; tokens keep their type."""
-    parameter = next(module.parameters())
-    return x.to(parameter.device, parameter.dtype if x.is_floating_point() else None)
+    return inputs_like(next(module.parameters()), x)
+
+
+def inputs_like(like: Tensor, x: Tensor) -> Tensor:
+    """Inputs where `like` is, in its precision; tokens keep their type."""
+    return x.to(like.device, like.dtype if x.is_floating_point() else None)
 
 
 def _settle_statistics(module: nn.Module, inputs: Tensor) -> None:
@@ -260,11 +264,16 @@ class Readings:
         return Readings(self.features.to(device), self.outputs.to(device), self.bias)
 
 
-def received(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
-    """The model as a client holds it; batch norms use the batch where no running statistics were sent."""
+def as_sent(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
+    """The model on which a client computes, veiled or not."""
     module = architecture.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
     prepare(architecture, module, broadcast)
-    module.eval()
+    return module
+
+
+def received(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
+    """The model as a client holds it; batch norms use the batch where no running statistics were sent."""
+    module = as_sent(architecture, broadcast).eval()
     for layer in module.modules():
         if isinstance(layer, VectorBatchNorm) and not broadcast.statistics.numel():
             layer.train()

@@ -35,9 +35,9 @@ from fedveil.audit.attacks.gradients import (
     cosine_distance,
     gradient_at,
     normalised,
+    observed_in,
     private_copy,
-    problem_of,
-    restarted,
+    problem_from,
 )
 from fedveil.audit.attacks.membership import Criterion, criterion_of
 from fedveil.audit.attacks.prior import FEWEST_PICTURES, SMALLEST_SIDE, Prior, train_prior
@@ -70,7 +70,7 @@ def generative_attack(view: View, context: AttackContext, *, thorough_prior: boo
     _require_pictures(view.facts)
     prior = _prior(view.known, context, quick=context.quick and not thorough_prior)
     with applicable():
-        problem = with_label(problem_of(view, context), context.generator())
+        problem = with_label(problem_from(observed_in(view, context), context), context.generator())
         rebuilt = generative(
             problem,
             prior,
@@ -211,12 +211,10 @@ def generative(
     labels = labels_of(problem, generator=generator)
     match = _matcher(problem, labels)
     candidate = best(
-        restarted(
-            lambda part: _attempt(prior, match, labels, search=search, generator=generator, progress=part),
-            times=search.restarts,
-            progress=progress,
-        ),
+        lambda part: _attempt(prior, match, labels, search=search, generator=generator, progress=part),
+        times=search.restarts,
         good_enough=search.good_enough,
+        progress=progress,
     )
     inputs = boxed(problem, candidate.inputs).to(problem.gradient.dtype)
     return Reconstruction(inputs=inputs, labels=labels, loss=candidate.loss)

@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attack import AttackContext, OnProgress, require_classes, require_numbers
+from fedveil.audit.attacks.extraction import as_sent
 from fedveil.audit.views import ClientView, Facts, OutsiderView, ServerView, View
-from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NotApplicableError, NumericError
 from fedveil.protocol.directory import Announce
 from fedveil.protocol.messages import Upload
 from fedveil.tensors import Layout, flatten
-from fedveil.work.gradients import prepare
 from fedveil.work.losses import Loss
 
 MOST_SAMPLES = 8
@@ -159,26 +159,32 @@ def boxed(problem: Problem, inputs: Tensor) -> Tensor:
     return inputs.nan_to_num(nan=(low + high) / 2).clamp(low, high)
 
 
-def best(attempts: Iterable[Reconstruction], *, good_enough: float) -> Reconstruction:
-    """The attempt with the least matching loss; no more are made once one is at most `good_enough`."""
-    winner: Reconstruction | None = None
-    for attempt in attempts:
-        if winner is None or _order(attempt.loss) < _order(winner.loss):
-            winner = attempt
-        if winner.loss <= good_enough:
-            break
-    if winner is None:
+class Attempted(Protocol):
+    """What an attempt found, with the matching loss that it reached."""
+
+    @property
+    def loss(self) -> float:
+        """The less, the better."""
+        ...
+
+
+Outcome = TypeVar("Outcome", bound=Attempted)
+
+
+def best(attempt: Callable[[OnProgress], Outcome], *, times: int, good_enough: float, progress: OnProgress) -> Outcome:
+    """The attempt with the least matching loss of several, each from a first guess of its own.
+
+    No more are made once one is at most `good_enough`; each is given its part of the progress to report.
+    """
+    if times < 1:
         raise ConfigError("An attack needs at least one attempt: set restarts to 1 or more.")
-    return winner
-
-
-def restarted(
-    attempt: Callable[[OnProgress], Reconstruction], *, times: int, progress: OnProgress
-) -> Iterator[Reconstruction]:
-    """The same attempt from several first guesses; each is given its part of the progress to report."""
+    made: list[Outcome] = []
     for done in range(times):
-        yield attempt(lambda part, done=done: progress((done + part) / times))  # type: ignore[misc]
+        made.append(attempt(lambda part, done=done: progress((done + part) / times)))  # type: ignore[misc]
+        if made[-1].loss <= good_enough:
+            break
     progress(1.0)
+    return min(made, key=lambda attempted: _order(attempted.loss))
 
 
 def _order(loss: float) -> float:
@@ -226,7 +232,7 @@ def observed_in(view: View, context: AttackContext) -> Observed:
     seen = exchange_in(view, context)
     return Observed(
         seen.facts,
-        quiet(_model_as_sent(seen.facts.architecture(), seen.broadcast)),
+        quiet(as_sent(seen.facts.architecture(), seen.broadcast)),
         _as_gradient(seen.facts, _first_tensor(seen), seen.samples),
         batch_seen(seen.facts, seen.samples, context),
         view.labels if isinstance(view, ServerView) else None,
@@ -312,13 +318,6 @@ def _own_model(view: ServerView) -> nn.Module:
     return quiet(view.model())
 
 
-def _model_as_sent(architecture: Architecture, broadcast: Broadcast) -> nn.Module:
-    """The model on which a client computes, veiled or not."""
-    module = architecture.new_skeleton().to(broadcast.parameters.device, broadcast.parameters.dtype)
-    prepare(architecture, module, broadcast)
-    return module
-
-
 def quiet(module: nn.Module) -> nn.Module:
     """Without dropout, whose draws the adversary does not know."""
     for layer in module.modules():
@@ -355,13 +354,8 @@ def _announced(view: OutsiderView, client: int, payload: Tensor | None) -> int |
     return round(float(view.facts.contributed(payload)["weight"]))
 
 
-def problem_of(view: View, context: AttackContext) -> Problem:
-    """What was observed as a problem for attacks that match gradients; refused where there is none they can take."""
-    return problem_from(observed_in(view, context), context)
-
-
 def problem_from(seen: Observed, context: AttackContext, *, most: int = MOST_SAMPLES) -> Problem:
-    """The same from what was observed, if it is of at most `most` samples."""
+    """What was observed as a problem for attacks that match gradients, if it is of at most `most` samples."""
     facts = seen.facts
     require_classes(facts)
     require_numbers(facts)

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.audit.attack import AttackContext, OnProgress, attack, counted, silent
-from fedveil.audit.attacks.extraction import fitting
+from fedveil.audit.attacks.extraction import fitting, inputs_like
 from fedveil.audit.attacks.membership import (
     Candidates,
     Criterion,
     Guess,
     Outputs,
-    alike,
     candidates_in,
     class_scores,
     criterion_of,
@@ -63,7 +62,7 @@ def likelihood_attack(
     usual = Shadows(count=6, epochs=60) if context.quick else Shadows()
     plan = Shadows(count=counted("shadows", shadows) or usual.count, epochs=counted("epochs", epochs) or usual.epochs)
     x, y = granted_in(seen, "public.x"), granted_in(seen, "public.y")
-    public = (alike(x, candidates.x), y.to(candidates.x.device))
+    public = (inputs_like(candidates.x, x), y.to(candidates.x.device))
     return likelihood(
         model,
         candidates,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.audit.attack import AttackContext, attack, require_classes, seen_by
-from fedveil.audit.attacks.extraction import calibrated, held_model
+from fedveil.audit.attacks.extraction import calibrated, held_model, inputs_like
 from fedveil.audit.views import ClientView, Facts, View
 from fedveil.errors import ConfigError, DataError, NotApplicableError, NumericError, unknown_name
 
@@ -102,7 +102,7 @@ def candidates_in(view: ClientView, *, like: Tensor) -> Candidates:
         raise NotApplicableError(
             f"{len(shown)} candidates: an attacker has to know of {FEWEST_KNOWN} members and of {FEWEST_KNOWN} others"
         )
-    return Candidates(alike(x, like), y.to(like.device), shown.to(like.device))
+    return Candidates(inputs_like(like, x), y.to(like.device), shown.to(like.device))
 
 
 def granted_in(view: ClientView, name: str) -> Tensor:
@@ -111,11 +111,6 @@ def granted_in(view: ClientView, name: str) -> Tensor:
     if granted is None:
         raise ConfigError(f"The view holds no {name}: membership is told of candidates that an auditor grants.")
     return granted
-
-
-def alike(x: Tensor, like: Tensor) -> Tensor:
-    """Inputs where `like` is, in its precision; tokens keep their type."""
-    return x.to(like.device, like.dtype if x.is_floating_point() else None)
 
 
 def criterion_of(facts: Facts) -> Criterion:

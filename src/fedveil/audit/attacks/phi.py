@@ -28,6 +28,7 @@ from fedveil.audit.attacks.gradients import (
     Reconstruction,
     as_result,
     batch_seen,
+    best,
     exchange_in,
     gradient_at,
     observed_in,
@@ -284,16 +285,12 @@ def invert_bare(
         label = read_label(architecture, broadcast, bare, loss=loss)
         readings = _linear_readings(architecture, torch.cat([bare.phi, bare.psi]))
     search = _Search(architecture, module, broadcast.head, bare, loss, box, label, readings)
-    best: Inverted | None = None
-    for attempt in range(restarts):
-        watched = lambda done, attempt=attempt: progress((attempt + done) / restarts)  # noqa: E731
-        inverted = search.attempt(batch, generator, steps, rate, watched)
-        if best is None or inverted.loss < best.loss or math.isnan(best.loss):
-            best = inverted
-        if best.loss <= good_enough:
-            break
-    assert best is not None
-    return best
+    return best(
+        lambda part: search.attempt(batch, generator, steps, rate, part),
+        times=restarts,
+        good_enough=good_enough,
+        progress=progress,
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@
       modebar: { bgcolor: "rgba(0,0,0,0)", color: line, activecolor: ink },
       dragmode: coarse.matches ? false : "zoom",
     });
-    if (paper) Object.assign(layout, { autosize: false, width: 660, height: 300 });
+    if (paper) Object.assign(layout, { font: { ...layout.font, size: 9 }, autosize: false, width: 332, height: 230, margin: { l: 44, r: 6, t: 22, b: 38 } });
     return [data, layout];
   };
 
@@ -102,6 +102,18 @@
   addEventListener("beforeprint", toPaper);
   addEventListener("afterprint", toScreen);
   matchMedia("print").addEventListener("change", (event) => (event.matches ? toPaper() : toScreen()));
+
+  // Tables that are wider than the page say so, and on which side there is more.
+  for (const box of document.querySelectorAll(".scroll")) {
+    const look = () => {
+      const rest = box.scrollWidth - box.clientWidth;
+      const sides = [box.scrollLeft > 1 && "left", rest - box.scrollLeft > 1 && "right"].filter(Boolean);
+      if (rest > 1 && sides.length) box.dataset.more = sides.join(" ");
+      else delete box.dataset.more;
+    };
+    box.addEventListener("scroll", look, { passive: true });
+    new ResizeObserver(look).observe(box);
+  }
 
   tell();
   draw();
