@@ -60,8 +60,7 @@ def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | N
     if test.task == "classification":
         return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
     if test.task == "multilabel":
-        # The square loss has learned 0 and 1 themselves, every other one their log-odds.
-        held = output > (0.5 if loss.name == "square" else 0.0)
+        held = output >= (0.5 if loss.name == "square" else 0.0)  # the square loss has learned 0 and 1 themselves
         return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
     return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
 
