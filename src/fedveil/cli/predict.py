@@ -68,7 +68,7 @@ def predict(
         help="New data, with or without targets: a table, a folder of pictures or one of them, .npz, .npy. "
         "(default: the run's own)",
     ),
-    part: str = typer.Option("test", help="Of the run's own data: test or train."),
+    part: str = typer.Option("test", help="Of the run's own data: test, train or validation."),
     keep: list[str] = typer.Option(
         [], help="A column of a new table that the model does not take, to stand beside the predictions; repeatable."
     ),
@@ -92,6 +92,7 @@ def predict(
 
       fedveil predict runs/own --model nets.py:build
     """
+    from fedveil.cli.judged import show_judgement
     from fedveil.runs.callbacks import working
     from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
 
@@ -106,6 +107,8 @@ def predict(
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result)} predictions to {out}")
+    if result.judged is not None:
+        show_judgement(result.judged, what="samples with targets")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")

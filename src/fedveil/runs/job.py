@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
+from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
@@ -73,20 +74,16 @@ class Link:
             return Link("square", loss.target_scale, loss.true_weight)
         return Link("cross-entropy")
 
-    def probabilities(self, outputs: Tensor) -> Tensor:
-        """One row per sample, each summing to 1, unless a sample may have several labels.
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The loss as `judge` and `probabilities` take it."""
+        name = "square" if self.loss.endswith("square") else self.loss
+        return {"loss": name, "target_scale": self.target_scale, "true_weight": self.true_weight}
 
-        Under the square loss an output tends to M·k·p/(k·p + 1 − p), which is solved for p; what lies outside [0, 1]
-        counts as the nearer end.
-        """
-        if self.loss == "cross-entropy":
-            return outputs.softmax(1)
-        if self.loss.startswith("binary"):
-            return outputs.sigmoid() if self.loss == "binary-cross-entropy" else outputs.clamp(0.0, 1.0)
-        share = (outputs / self.target_scale).clamp(0.0, 1.0)
-        chance = share / (self.true_weight - (self.true_weight - 1.0) * share)
-        total = chance.sum(1, keepdim=True)
-        return torch.where(total > 0, chance / total, 1.0 / outputs.shape[1])
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """One row per sample, each summing to 1, unless a sample may have several labels."""
+        task = "multilabel" if self.loss.startswith("binary") else "classification"
+        return probabilities(outputs, task=task, **self.terms)[0].to(outputs.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from fedveil.runs.evaluation import CHUNK
 from fedveil.runs.evaluation import predict as outputs_of
 from fedveil.runs.folder import write_atomically
 from fedveil.runs.job import loaded as loaded_data
+from fedveil.runs.judgement import JudgedSamples, Judgement, judge
 from fedveil.runs.model_file import Builder, LoadedModel, load_model
 
 _MOST_AT_ONCE = 1 << 26
@@ -52,6 +53,7 @@ class Predictions:
     probabilities: Tensor | None = None
     accuracy: float | None = None
     mse: float | None = None
+    judged: Judgement | None = None
     split_known: bool = True
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -135,7 +137,7 @@ def predict_samples(loaded: LoadedModel, source: object, *, keep: Sequence[str] 
     expected = Expected(facts.preparation, facts.task, facts.outputs, facts.vocabulary)  # type: ignore[arg-type]
     samples = read_samples(source, expected, keep=keep)
     outputs = torch.cat([_outputs(loaded, piece) for piece in _pieces(samples, math.prod(facts.input_shape))])
-    predictions = _judged(loaded, outputs, samples.y)
+    predictions = _where_known(loaded, outputs, samples.y)
     return replace(predictions, beside=samples.beside, notes=samples.notes)
 
 
@@ -145,20 +147,40 @@ def _pieces(samples: NewSamples, size: int) -> Iterator[Tensor]:
     return (samples.prepared(start, start + step) for start in range(0, samples.count, step))
 
 
-def _judged(loaded: LoadedModel, outputs: Tensor, y: Tensor | None) -> Predictions:
-    facts, accuracy, mse = loaded.facts, None, None
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """Targets of new samples, as `judge` takes them."""
+
+    task: str
+    y: Tensor
+    labels: tuple[str, ...]
+    groups: Tensor | None = None
+    sites: Tensor | None = None
+    site_names: tuple[str, ...] = ()
+    group_names: tuple[str, ...] = ()
+
+
+def _answered(loaded: LoadedModel, outputs: Tensor, truth: JudgedSamples | None) -> Predictions:
+    """The answers, and how good they are by targets that are all known."""
+    facts, judged = loaded.facts, None
     probabilities = None if facts.link is None else facts.link.probabilities(outputs)
-    if y is not None and facts.task == "classification":
-        known = y >= 0
-        accuracy = float((outputs.argmax(1) == y)[known].double().mean())
-    elif y is not None and facts.task == "multilabel":
-        if probabilities is not None:
-            known = ~y.isnan()
-            accuracy = float(((probabilities > _HOLDS) == (y > _HOLDS))[known].double().mean())
-    elif y is not None:
-        known = ~y.isnan().any(1)
-        mse = float((outputs - y)[known].double().square().mean())
-    return Predictions(loaded.kind, facts.task, outputs, facts.labels, probabilities, accuracy, mse)
+    if truth is not None and len(truth.y) and (facts.link is not None or facts.task == "regression"):
+        judged = judge(outputs, truth, **({} if facts.link is None else facts.link.terms))
+    figures = {} if judged is None else {name: figure.value for name, figure in judged.figures.items()}
+    accuracy, mse = figures.get("accuracy"), figures.get("mse")
+    if judged is None and truth is not None and facts.task == "classification" and len(truth.y):
+        accuracy = float((outputs.argmax(1) == truth.y).double().mean())  # which needs no loss
+    return Predictions(loaded.kind, facts.task, outputs, facts.labels, probabilities, accuracy, mse, judged)
+
+
+def _where_known(loaded: LoadedModel, outputs: Tensor, y: Tensor | None) -> Predictions:
+    """The answers, judged by those samples whose targets are there."""
+    if y is None:
+        return _answered(loaded, outputs, None)
+    known = y >= 0 if loaded.facts.task == "classification" else ~y.isnan().any(1)
+    truth = _Known(loaded.facts.task, y[known], loaded.facts.labels)
+    judged = _answered(loaded, outputs[known], truth)
+    return replace(_answered(loaded, outputs, None), accuracy=judged.accuracy, mse=judged.mse, judged=judged.judged)
 
 
 def predict_dataset(
@@ -197,7 +219,7 @@ def predict_dataset(
     if part not in split.parts:
         raise ConfigError(f"The data of this model have no {part} part; there are: {', '.join(split.parts)}.")
     chosen = split.parts[part]
-    predictions = _judged(loaded, _outputs(loaded, chosen.x), chosen.y)
+    predictions = _answered(loaded, _outputs(loaded, chosen.x), chosen)
     return replace(predictions, split_known="seed" in config)
 
 
@@ -234,7 +256,7 @@ def predict_file(
                 f"{inputs}: numbers from {low:g} to {high:g}, and pictures prepared for this model lie between "
                 f"{least:.2f} and {most:.2f}. Give raw pixels as bytes (uint8): they are prepared as in training."
             )
-    return _judged(loaded, _outputs(loaded, numbers), None)
+    return _answered(loaded, _outputs(loaded, numbers), None)
 
 
 def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
