@@ -144,7 +144,7 @@ def test_none_means_the_default() -> None:
         ({"bn_eps": "hidden"}, "Unknown bn_eps"),
         ({"secrets": "so"}, "Unknown secrets"),
         ({"rounds": 10**12}, "rounds must be positive, and at most 10,000,000"),
-        ({"clients": 10**7}, "clients must be positive, and at most 1,048,576"),
+        ({"clients": 10**7}, "clients must not be negative, and at most 1,048,576"),
         ({"local_steps": 10**12}, "local_steps must be positive"),
         ({"lr": "fast"}, "lr must be a positive number, or auto"),
         ({"task": "regresion"}, "Did you mean 'regression'"),
@@ -174,7 +174,13 @@ def test_secrets_are_simulated_only_with_a_seed() -> None:
 
 def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
     config = RunConfig(seed=1, loss="square")
-    free: dict[str, Any] = {"rounds": 51, "checkpoint_every": 1, "evaluate_every": 3, "record": True}
+    free: dict[str, Any] = {
+        "rounds": 51,
+        "checkpoint_every": 1,
+        "evaluate_every": 3,
+        "record": True,
+        "early_stopping": 3,
+    }
     for name, value in free.items():
         assert config.with_changes(**{name: value}).fingerprint() == config.fingerprint()
     recorded = {"record_rounds": "1,2", "record_clients": "3"}
@@ -198,6 +204,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "simulate_dropout": 0.5,
         "validation_fraction": 0.1,
         "split": "stratified",
+        "label_smoothing": 0.1,
     }
     for one in dataclasses.fields(config):
         if one.name in free:

@@ -88,7 +88,7 @@ def test_an_empty_name_is_not_the_current_folder() -> None:
 def test_an_unknown_layout_is_refused_with_the_layouts_that_exist(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("nothing to learn from")
     for source in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(DataError, match=r"idx files.*CIFAR.*npz.*picture folders.*CSV"):
+        with pytest.raises(DataError, match=r"idx files.*CIFAR.*npz.*picture folders.*csv"):
             load(source)
 
 

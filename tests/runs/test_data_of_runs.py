@@ -102,9 +102,9 @@ def test_a_folder_from_before_there_was_a_split_goes_on_as_it_began(visits: Path
 
 def test_settings_that_came_later_leave_no_mark_where_they_do_nothing() -> None:
     """The digest that a folder of the version before has in its checkpoints."""
-    config = RunConfig(seed=1, split="rows")
+    config = RunConfig(seed=1, lr=0.1, split="rows")
     assert config.fingerprint() == "0cfe10adb749b26c3e5515a3eab58c46189111cca68c22cc3ce811c8511aca48"
-    assert config.fingerprint() != RunConfig(seed=1).fingerprint()
+    assert config.fingerprint() != RunConfig(seed=1, lr=0.1).fingerprint()
 
 
 def test_a_site_column_makes_its_sites_the_clients_unless_told_otherwise() -> None:
