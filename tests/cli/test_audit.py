@@ -227,7 +227,7 @@ def test_a_near_miss_is_suggested(ran: Path) -> None:
 
 def test_machines_that_are_not_there_are_refused(ran: Path) -> None:
     refused(fedveil("audit", ran, "--workers", -1), ConfigError, "workers must be at least 1")
-    refused(fedveil("audit", ran, "--device", "abacus"), ConfigError, "'abacus'", "cpu or cuda")
+    refused(fedveil("audit", ran, "--device", "abacus"), ConfigError, "'abacus'", "cpu, cuda or auto")
 
 
 def test_without_a_run_it_says_what_to_name() -> None:

@@ -122,7 +122,7 @@ def test_what_is_refused_leaves_no_folder_and_what_is_stopped_can_be_resumed(
         session.run(small(model="mlp", model_options={"wdith": 3}), out, quiet=True)
     assert not (tmp_path / "some").exists()
 
-    def stopped(config: RunConfig) -> None:
+    def stopped(config: RunConfig, **given: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

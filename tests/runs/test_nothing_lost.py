@@ -74,7 +74,7 @@ def test_a_finished_run_is_whole_while_it_is_trained_again(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["rounds"] == 12
     assert {one.name for one in (tmp_path / "run").iterdir()} == {
         *RESULTS,
-        *("attempts.json", "config.toml", "events.jsonl", "ledger.json"),
+        *("attempts.json", "config.toml", "data.json", "events.jsonl", "ledger.json"),
     }
 
 

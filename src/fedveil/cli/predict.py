@@ -107,14 +107,14 @@ def predict(
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result)} predictions to {out}")
-    if result.judged is not None:
-        show_judgement(result.judged, what="samples with targets")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")
     if result.mse is not None:
         figures.append(f"MSE {result.mse:.6f}")
     plainly(f"{result.kind} model, {len(result)} samples" + "".join(f", {figure}" for figure in figures))
+    if result.judged is not None:
+        show_judgement(result.judged, what="samples with targets")
     if not result.split_known:
         plainly(
             "note: an export does not tell how the run split its data; if the data has no test part of its own, this "

@@ -56,7 +56,9 @@ def _view(group: SourceGroup, run: Run, judged: Judgement) -> JudgedView:
         label=group.label,
         note=several,
         judged=judged,
-        figures=Grid(("Figure", "This model [95 % interval]", sentence(judged.constant_answer), "Interval by"), rows),
+        figures=Grid(
+            ("Figure", "This model [95\u00a0% interval]", sentence(judged.constant_answer), "Interval by"), rows
+        ),
         classes=_subsets("Label" if judged.task == "multilabel" else "Class", judged.classes),
         parts=_subsets(sentence(judged.parted_by), judged.parts),
         confusion=tuple(
