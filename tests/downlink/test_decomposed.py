@@ -170,9 +170,23 @@ def test_structures_are_recovered_exactly(name: str, groups: int) -> None:
     assert_within(trial(model, example.double(), groups=groups, decomposed=True), EXACT)
 
 
-@settings(PROFILE, max_examples=25)
-@given(plan=plans, head=st.integers(0, 4), entropy=st.booleans())
+RANDOM = given(plan=plans, head=st.integers(0, 4), entropy=st.booleans())
+
+
+@settings(PROFILE, max_examples=8)
+@RANDOM
 def test_random_networks_are_recovered_exactly(plan: Plan, head: int, entropy: bool) -> None:
+    check_recovered(plan, head, entropy)
+
+
+@pytest.mark.slow
+@settings(PROFILE, max_examples=200)
+@RANDOM
+def test_many_more_random_networks_are_recovered_exactly(plan: Plan, head: int, entropy: bool) -> None:
+    check_recovered(plan, head, entropy)
+
+
+def check_recovered(plan: Plan, head: int, entropy: bool) -> None:
     model, example = build(plan)
     scramble(model.double(), plan.seed)
     groups = 0 if entropy else min(head, plan.outputs)
