@@ -17,7 +17,7 @@ from audit.learned import DIGITS, JUDGES, PUBLIC, blind_level, digits_judge, dig
 from fedveil.audit.attacks import generative as module
 from fedveil.audit.attacks.generative import class_inversion_attack as class_inversion
 from fedveil.audit.attacks.generative import generative_attack as generative
-from fedveil.audit.attacks.prior import Prior
+from fedveil.audit.attacks.prior import SMALLEST_SIDE, Prior
 from fedveil.audit.metrics import Estimate, attack_success
 from fedveil.audit.record import server_view
 from fedveil.audit.sandbox import AttackProcess
@@ -118,9 +118,10 @@ def test_what_these_attempts_cannot_be_made_on_is_said() -> None:
     flat = replace(client, facts=replace(client.facts, input_shape=(64,)))
     with pytest.raises(NotApplicableError, match="no pictures"):
         tried(class_inversion, flat)
-    large = replace(view, facts=replace(view.facts, input_shape=(3, 224, 224)))
-    with pytest.raises(NotApplicableError, match="224×224"):
-        tried(generative, large)
+    side = SMALLEST_SIDE - 1
+    tiny = replace(view, facts=replace(view.facts, input_shape=(3, side, side)))
+    with pytest.raises(NotApplicableError, match=f"{side}×{side}"):
+        tried(generative, tiny)
 
 
 def test_public_judged_and_private_pictures_are_different_ones() -> None:
