@@ -69,6 +69,8 @@ def moody(view: Any, context: AttackContext, *, mood: str) -> dict[str, torch.Te
     """Goes well, or wrong in the way that the settings say."""
     if mood == "leave":
         leaves.function(view, context)
+    if mood == "die":
+        dies.function(view, context)
     if mood == "raise":
         raise ValueError("not today")
     if mood == "decline":

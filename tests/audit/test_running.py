@@ -252,6 +252,7 @@ def misbehaving(**instead: str) -> Mapping[str, Attack]:
     return {**attacks(), **wrong}
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_or_declines_is_noted_and_the_audit_goes_on(tmp_path: Path) -> None:
     known = misbehaving(received="dies", probe="declines")
     found = audited(tmp_path, "received", "probe", known=known)

@@ -77,11 +77,6 @@ def test_what_is_not_in_the_view_cannot_be_seen(tmp_path: Path, monkeypatch: pyt
         assert what not in json.dumps(seen)
 
 
-def test_a_killed_attack_is_told() -> None:
-    with pytest.raises(AttackError, match="'dies' was killed by signal 9"):
-        run("dies")
-
-
 def test_an_attack_that_takes_too_long_is_stopped() -> None:
     """It would sleep for ever."""
     with pytest.raises(AttackError, match="not done after 4 seconds"):
@@ -97,10 +92,10 @@ def test_unknown_attacks_and_settings_that_are_no_plain_data_are_refused() -> No
         attack_at("audit.misbehaving:missing")
 
 
-def test_a_process_takes_one_view_after_the_other() -> None:
+def test_a_process_takes_one_view_after_the_other_and_after_a_death_there_is_a_new_one() -> None:
     """The same process, views of different length, and between them errors and an attack that does not apply."""
     record = recorded_once(scheme="lossless")[1]
-    lengths = []
+    processes = []
     with AttackProcess("moody", attacks=ATTACKS) as process:
         for victim, mood in ((0, "well"), (1, "raise"), (1, "well"), (2, "decline"), (2, "well")):
             seen = server_view(record, victim, round=1)
@@ -114,9 +109,19 @@ def test_a_process_takes_one_view_after_the_other() -> None:
             else:
                 found = process.run(raw, settings={"mood": mood})
                 assert (int(found["victim"]), int(found["length"])) == (victim, 50_000 * victim)
-                lengths.append(int(found["process"]))
-    assert len(set(lengths)) == 1
-    assert not alive(lengths[0])
+                processes.append(int(found["process"]))
+        assert len(set(processes)) == 1
+        before = processes[0]
+        with pytest.raises(
+            AttackError, match=r"'moody' ended without a result \(exit code 3\)\. It said: no more of this$"
+        ):
+            process.run(view(), settings={"mood": "leave"})
+        after = int(process.run(view(), settings={"mood": "well"})["process"])
+        with pytest.raises(AttackError, match="'moody' was killed by signal 9"):
+            process.run(view(), settings={"mood": "die"})
+    assert before != after
+    assert not alive(before)
+    assert not alive(after)
 
 
 def alive(process: int) -> bool:
@@ -127,24 +132,12 @@ def alive(process: int) -> bool:
     return True
 
 
-def test_after_a_death_the_next_view_gets_a_new_process() -> None:
-    with AttackProcess("moody", attacks=ATTACKS) as process:
-        before = int(process.run(view(), settings={"mood": "well"})["process"])
-        with pytest.raises(
-            AttackError, match=r"'moody' ended without a result \(exit code 3\)\. It said: no more of this$"
-        ):
-            process.run(view(), settings={"mood": "leave"})
-        after = int(process.run(view(), settings={"mood": "well"})["process"])
-    assert before != after
-    assert not alive(before)
-    assert not alive(after)
-
-
 def test_what_is_no_answer_is_not_taken_for_one() -> None:
     with pytest.raises(AttackError, match=r"'babbles' (sent what is no result|ended without a result)"):
         run("babbles")
 
 
+@pytest.mark.slow
 def test_whoever_listens_may_break_off_and_no_process_is_left() -> None:
     processes: list[int] = []
 

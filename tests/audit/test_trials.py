@@ -61,7 +61,13 @@ def names(trials: Iterator[Trial] | list[Trial]) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("what", EXPECTED)
+ALIKE = ("pbpfl", "ldp", "mpdp", "veil-dp")
+"""Made of what others here are made of: lossless, nadp without its pairs, both, and nadp."""
+
+
+@pytest.mark.parametrize(
+    "what", [what if what not in ALIKE else pytest.param(what, marks=pytest.mark.slow) for what in EXPECTED]
+)
 def test_a_scheme_gets_the_trials_that_fit_it(what: str) -> None:
     more, expected = EXPECTED[what]
     assert names(all_trials(scene(scheme=what.split()[0], **more))) == expected
@@ -143,7 +149,7 @@ def occurs(samples: list[bytes], content: bytes) -> bool:
     [
         (1, {"scheme": "nadp"}),
         (1, {"scheme": "veil-secagg"}),
-        (2, {"scheme": "mpdp", "dtype": "float64"}),
+        pytest.param(2, {"scheme": "mpdp", "dtype": "float64"}, marks=pytest.mark.slow),
         (None, {"scheme": "lossless"}),
     ],
 )

@@ -26,7 +26,7 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
 
 
-@pytest.mark.parametrize("scheme", ["fedavg", "lossless", "pbpfl", "cdp"])
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless", pytest.param("pbpfl", marks=pytest.mark.slow), "cdp"])
 def test_a_server_that_recovers_gradients_exactly_has_what_plain_averaging_sends(scheme: str) -> None:
     # Differential privacy clips: then only what is below the bound is the same.
     loose = {"clip": 1e6} if scheme == "cdp" else {}
@@ -38,7 +38,9 @@ def test_a_server_that_recovers_gradients_exactly_has_what_plain_averaging_sends
     assert not alike(view, other)
 
 
-@pytest.mark.parametrize("scheme", ["nadp", "ldp", "mpdp", "veil-dp"])
+@pytest.mark.parametrize(
+    "scheme", ["nadp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ldp", "mpdp", "veil-dp"))]
+)
 def test_noise_makes_the_difference_between_a_view_and_its_twin(scheme: str) -> None:
     subject = scene(scheme=scheme).close
     view = server_view(subject.record, 1, round=2)
@@ -108,7 +110,9 @@ def test_the_sum_less_others_weighs_clients_by_their_samples() -> None:
     assert distance(found.summed.gradient, plain_gradient(subject, view)) < 1e-3
 
 
-@pytest.mark.parametrize("scheme", ["lossless", "pbpfl", "mpdp", "veil-secagg"])
+@pytest.mark.parametrize(
+    "scheme", ["lossless", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pbpfl", "mpdp")), "veil-secagg"]
+)
 def test_the_twin_of_a_client_was_sent_the_servers_model_as_it_is(scheme: str) -> None:
     subject = subject_of(scheme=scheme)
     view = client_view(subject.record, 1, data=subject.own(1))
@@ -128,7 +132,9 @@ def test_the_twin_of_a_client_was_sent_the_servers_model_as_it_is(scheme: str) -
     torch.testing.assert_close(theirs.eval()(x), true)
 
 
-@pytest.mark.parametrize("changes", [{"scheme": "nadp"}, {"scheme": "mpdp"}, {"scheme": "dp-fedavg"}])
+@pytest.mark.parametrize(
+    "changes", [{"scheme": "nadp"}, pytest.param({"scheme": "mpdp"}, marks=pytest.mark.slow), {"scheme": "dp-fedavg"}]
+)
 def test_who_asks_for_members_of_a_noisy_run_is_compared_with_a_training_without_noise(
     changes: dict[str, object],
 ) -> None:

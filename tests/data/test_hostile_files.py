@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import struct
 import time
 import zipfile
@@ -60,7 +61,8 @@ def test_pictures_that_are_far_larger_than_their_files_are_refused(tmp_path: Pat
     image = pytest.importorskip("PIL.Image")
     for name in "ab":
         (tmp_path / name).mkdir()
-        image.new("RGB", (8000, 8000)).save(tmp_path / name / "1.png")  # 0.2 MB that hold 192 MB
+    image.new("RGB", (8000, 8000)).save(tmp_path / "a" / "1.png")  # 0.2 MB that hold 192 MB
+    shutil.copy(tmp_path / "a" / "1.png", tmp_path / "b" / "1.png")
     with pytest.raises(DataError, match="too many for its size"):
         load(tmp_path)
 

@@ -45,7 +45,7 @@ def check_exact(plan: Plan, head: int, kind: str, samples: int) -> None:
 RANDOM = given(plan=plans, head=st.integers(0, 4), kind=LOSSES, samples=st.integers(3, 6))
 
 
-@settings(PROFILE, max_examples=40)
+@settings(PROFILE, max_examples=12)
 @RANDOM
 def test_random_networks_are_exact_in_float64(plan: Plan, head: int, kind: str, samples: int) -> None:
     check_exact(plan, head, kind, samples)
@@ -58,7 +58,7 @@ def test_many_more_random_networks_are_exact(plan: Plan, head: int, kind: str, s
     check_exact(plan, head, kind, samples)
 
 
-@settings(PROFILE, max_examples=15)
+@settings(PROFILE, max_examples=5)
 @given(plan=plans, head=st.integers(0, 4))
 def test_random_networks_are_within_a_thousandth_in_float32(plan: Plan, head: int) -> None:
     model, example = build(plan)

@@ -85,6 +85,7 @@ def test_one_secret_factor_is_the_root_of_a_gamma_variable_which_is_the_publishe
     assert stats.ks_2samp(drawn, series(1.0, samples=20_000, terms=1000, seed=2)).pvalue > LEAST_P
 
 
+@pytest.mark.slow
 def test_half_a_secret_factor_has_the_published_law(halves: tuple[Floats, Floats]) -> None:
     assert stats.ks_2samp(halves[0], series(0.5, samples=20_000, terms=1000, seed=3)).pvalue > LEAST_P
 

@@ -72,7 +72,7 @@ class Alike:
         return torch.nn.functional.one_hot(torch.full((len(x),), 9), 10).float()
 
 
-@pytest.mark.parametrize("label", [FEDAVG, LOSSLESS])
+@pytest.mark.parametrize("label", [pytest.param(FEDAVG, marks=pytest.mark.slow), LOSSLESS])
 def test_a_cell_scores_what_attacks_give_back(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attack is stood in for by one that returns the private pictures it was never given: a perfect one."""
     stage = Stage(quick=True)

@@ -134,6 +134,7 @@ def test_a_small_table_is_run_and_judged(small: Form, tmp_path: Path) -> None:
     assert signs["NADP disturbs more than LDP at equal utility"] == "open"
 
 
+@pytest.mark.slow
 def test_averaging_over_rounds_takes_noise_off(small: Form, tmp_path: Path) -> None:
     reproduce("nadp-table4", Options(out=tmp_path, quick=True, only=["digits/d40000/nadp-rounds"]))
     (figures,) = (

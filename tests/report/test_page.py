@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fedveil.runs import session
+from pairs import crossed
 from report.browser import Browser
 from report.material import ROUNDS, SCHEMES, small
 
@@ -101,6 +102,7 @@ def test_it_complains_about_nothing_asks_for_nothing_and_its_curves_have_a_point
     assert comparison.run("document.querySelectorAll('.plot .main-svg').length") >= 2
 
 
+@pytest.mark.slow
 def test_the_mouse_over_a_curve_shows_every_scheme_s_figure(comparison: Browser) -> None:
     x, y = comparison.middle("#curve-test-accuracy .nsewdrag")
     comparison.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
@@ -143,6 +145,7 @@ def test_the_theme_follows_the_system_and_the_switch_turns_pages_and_pictures(co
     assert look() == light
 
 
+@pytest.mark.slow
 def test_focus_can_be_seen(comparison: Browser) -> None:
     comparison.press("Tab", 9)
     comparison.press("Tab", 9)
@@ -150,15 +153,14 @@ def test_focus_can_be_seen(comparison: Browser) -> None:
     assert comparison.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-@pytest.mark.parametrize("kind", ["comparison", "audit"])
-@pytest.mark.parametrize("width", WIDTHS, ids=[f"{one} px" for one in WIDTHS])
+@pytest.mark.parametrize(("kind", "width"), crossed(["comparison", "audit"], WIDTHS))
 def test_nothing_is_wider_than_the_window(tab: Browser, kind: str, width: int, request: pytest.FixtureRequest) -> None:
     tab.show(request.getfixturevalue(f"{kind}_page"), width=width)
     open_all(tab)
     assert tab.run(TOO_WIDE) == []
 
 
-@pytest.mark.parametrize("kind", ["comparison", "audit"])
+@pytest.mark.parametrize("kind", ["comparison", pytest.param("audit", marks=pytest.mark.slow)])
 def test_every_text_stands_out_in_both_themes(tab: Browser, kind: str, request: pytest.FixtureRequest) -> None:
     tab.show(request.getfixturevalue(f"{kind}_page"))
     open_all(tab)
@@ -184,7 +186,7 @@ def test_pictures_have_words_and_charts_have_names(tab: Browser, audit_page: Pat
     assert all("ends at" in one or "is off by" in one for one in charts)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
 def test_no_line_ends_within_a_number(tab: Browser, comparison_page: Path, audit_page: Path, width: int) -> None:
     for page in (comparison_page, audit_page):
         tab.show(page, width=width)
@@ -195,6 +197,7 @@ def test_no_line_ends_within_a_number(tab: Browser, comparison_page: Path, audit
     assert tab.run(CUT), "this test could not fail"
 
 
+@pytest.mark.slow
 def test_a_table_wider_than_the_window_says_that_it_scrolls(tab: Browser, comparison_page: Path) -> None:
     said = "document.querySelector('#results .scroll').dataset.more"
     hint = "getComputedStyle(document.querySelector('#results .scroll'), '::before').content"
@@ -229,6 +232,7 @@ def test_seven_schemes_print_on_ten_pages(tab: Browser, tmp_path: Path) -> None:
     assert 5 <= pages(tab.printed()) <= 10
 
 
+@pytest.mark.slow
 def test_on_paper_it_is_light_and_open_and_has_no_switches(tab: Browser, comparison_page: Path) -> None:
     tab.show(comparison_page, dark=True)
     tab.media("print", dark=True)

@@ -72,7 +72,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(one, id=name, marks=pytest.mark.slow if name == "densenet" else ()) for name, one in MODELS.items()],
+)
 def test_an_export_is_as_good_as_the_server_and_has_other_numbers(
     tmp_path: Path, small: Small, settings: dict[str, object]
 ) -> None:

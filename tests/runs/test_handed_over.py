@@ -171,9 +171,8 @@ SEEN_BELOW = ("resume", "compare")
 
 
 def _once(name: str, setting: str) -> Any:
-    """An audit is long, and one that runs named code stands for all: the others are slow."""
-    again = name.startswith("audit") and (name, setting) != ("audit, by its settings", "scheme")
-    return pytest.param(name, setting, marks=pytest.mark.slow if again else ())
+    """An audit is long: that it runs named code is slow, and that it runs no other is seen above."""
+    return pytest.param(name, setting, marks=pytest.mark.slow if name.startswith("audit") else ())
 
 
 @pytest.mark.parametrize(("name", "setting"), [_once(*case) for case in CASES if case[0] not in SEEN_BELOW])

@@ -40,9 +40,8 @@ def test_the_reference_digit_is_reconstructed_with_a_prior_of_other_digits() -> 
     assert result.label_found
 
 
-@pytest.mark.parametrize(
-    "model", ["mlp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("lenet-sigmoid", "cnn"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "lenet-sigmoid", "cnn"])
 def test_digits_are_found_on_every_small_model(model: str) -> None:
     found = []
     for i in range(1 if model == "lenet-sigmoid" else 3):
@@ -62,7 +61,8 @@ def test_batches_are_reconstructed(count: int) -> None:
     assert sorted(result.labels.tolist()) == sorted(y.tolist())
 
 
-@pytest.mark.parametrize("hiding", [pytest.param("noise", marks=pytest.mark.slow), "mask"])
+@pytest.mark.slow
+@pytest.mark.parametrize("hiding", ["noise", "mask"])
 def test_noise_and_a_mask_leave_no_more_than_a_blind_guess(hiding: str) -> None:
     x, y = TEST.x[:1], TEST.y[:1]
     problem = unprotected("lenet-sigmoid", x, y)

@@ -78,7 +78,7 @@ def test_an_overfitted_model_gives_its_members_away() -> None:
     assert min(success.low, area.low) > CHANCE
 
 
-@pytest.mark.parametrize(("seen", "shuffled"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("seen", "shuffled"), [pytest.param(False, False, marks=pytest.mark.slow), (True, True)])
 def test_a_model_that_never_saw_the_members_or_shuffled_memberships_give_chance(seen: bool, shuffled: bool) -> None:
     """Four figures at 99.9 %: a false alarm in at most 0.4 % of seeds."""
     success, area = pooled(seen=seen, shuffled=shuffled)

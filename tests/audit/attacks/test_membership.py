@@ -83,14 +83,16 @@ def attacked(features: Features, *, seen: bool = True, shuffled: bool = False) -
     return pooled(guesses)
 
 
-@pytest.mark.parametrize("features", ["outputs", "classes", "layers", "gradients"])
+@pytest.mark.parametrize(
+    "features", ["outputs", pytest.param("classes", marks=pytest.mark.slow), "layers", "gradients"]
+)
 def test_an_overfitted_model_gives_its_members_away(features: Features) -> None:
     success, area = attacked(features)
     assert success.value > 0.6
     assert min(success.low, area.low) > CHANCE
 
 
-@pytest.mark.parametrize("features", ["outputs", "layers"])
+@pytest.mark.parametrize("features", ["outputs", pytest.param("layers", marks=pytest.mark.slow)])
 def test_a_model_that_never_saw_the_members_gives_nothing_away(features: Features) -> None:
     """Four figures at 99.9 %: a false alarm in at most 0.4 % of seeds."""
     success, area = attacked(features, seen=False)
@@ -115,7 +117,7 @@ def test_a_model_of_the_square_loss_gives_its_members_away() -> None:
     assert pooled(guesses)[0].value > 0.6
 
 
-@pytest.mark.parametrize(("features", "told"), [("second", True), ("third", False)])
+@pytest.mark.parametrize(("features", "told"), [("second", True), pytest.param("third", False, marks=pytest.mark.slow)])
 def test_the_second_layer_from_the_end_gives_members_away_by_itself(features: Features, told: bool) -> None:
     """Square loss, eight models, 99.9 %; the third layer, hardly trained, says nothing yet."""
     guesses = []

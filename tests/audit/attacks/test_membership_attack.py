@@ -74,17 +74,21 @@ def test_without_protection_an_overfitted_model_gives_its_members_away(attempt: 
     assert area > 0.65
 
 
-@pytest.mark.parametrize("attempt", ["membership", "likelihood"])
+@pytest.mark.parametrize("attempt", ["membership", pytest.param("likelihood", marks=pytest.mark.slow)])
 def test_head_noise_confuses_whoever_takes_the_outputs_as_they_are(attempt: str) -> None:
     assert judged("lossless", attempt)[1] < judged("fedavg", attempt)[1] - 0.2
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.parametrize(
+    "attempt", ["membership", *(pytest.param(one, marks=pytest.mark.slow) for one in ("layers", "likelihood"))]
+)
 def test_whoever_calibrates_first_does_as_well_as_without_protection(attempt: str) -> None:
     assert judged("lossless", attempt, adaptive=True)[1] == pytest.approx(judged("fedavg", attempt)[1], abs=0.05)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer", [one if one == "second" else pytest.param(one, marks=pytest.mark.slow) for one in LAYERS]
+)
 def test_hidden_layers_say_the_same_whatever_their_scales(layer: str) -> None:
     """Standardised activations do not know the secret scales, so not even the naive attack is hindered by them."""
     hidden = layer in ("second", "third")
@@ -93,6 +97,7 @@ def test_hidden_layers_say_the_same_whatever_their_scales(layer: str) -> None:
     assert area == pytest.approx(judged("fedavg", "layers", layer=layer)[1], abs=0.01 if hidden else 0.05)
 
 
+@pytest.mark.slow
 def test_the_nearer_a_layer_is_to_the_end_the_more_it_says() -> None:
     areas = {layer: judged("fedavg", "layers", layer=layer)[1] for layer in LAYERS}
     assert min(areas["last"], areas["three"]) > areas["second"] > 0.65
