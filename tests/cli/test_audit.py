@@ -175,8 +175,19 @@ def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(ran: Path,
     again = found()
     assert "1 of 1 trials are in" in str(again["said"])
     assert again["seconds"] == first["seconds"]
-    file.write_text(OWN.replace("DIGIT", "4"))
-    assert found()["value"] != first["value"], "another code finds another thing"
+
+
+@pytest.mark.slow
+def test_an_attack_of_ones_own_that_was_changed_is_tried_again(ran: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    command = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attacks", "constant")
+    values = set()
+    for digit in ("3", "4"):
+        file.write_text(OWN.replace("DIGIT", digit))
+        done = fedveil(*command, "--attack", f"{file}:constant", "--json")
+        assert done.code == 0, done.error
+        values |= {one["value"] for one in json.loads(done.output)["findings"]}
+    assert len(values) == 2, "another code finds another thing"
 
 
 def test_where_every_attack_tried_failed_the_exit_code_says_so_and_the_reason_names_the_line(
