@@ -54,8 +54,8 @@ def finished(
 ) -> tuple[Run, dict[str, Any], Weights]:
     """A run that its server found nothing wrong with, its summary, and the local engine's model of the same run.
 
-    With `killed`, the last client's worker is killed in the first round: its courier starts another, which answers the message
-    or repeats the answer that the first one kept.
+    With `killed`, the last client's worker is killed in the first round: its courier starts another, which answers the
+    message or repeats the answer that the first one kept.
     """
     settings["clients"] = cluster.nodes
     home = cluster.places.home(cluster.nodes - 1)
