@@ -21,11 +21,11 @@ class Done:
     error: str
 
 
-def fedveil(*arguments: str | int | float | Path, columns: int = 200) -> Done:
-    """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal, as wide as `columns`."""
+def fedveil(*arguments: str | int | float | Path) -> Done:
+    """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal."""
     from fedveil.cli import main
 
-    with mock.patch.dict("os.environ", {"COLUMNS": str(columns), "TERM": "dumb"}):
+    with mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}):
         return _heard(main, ["fedveil", *map(str, arguments)])
 
 
