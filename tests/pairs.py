@@ -1,4 +1,4 @@
-"""Two lists of cases, crossed: what the default suite takes of the product, and what `make test-all` adds."""
+"""Cases of a test, or two lists of them crossed: what the default suite takes, and what `make test-all` adds."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ def crossed(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] 
             marks = () if row % len(columns) == column % len(rows) else pytest.mark.slow
             pairs.append(pytest.param(one, other, id=f"{name}-{beside}", marks=marks))
     return pairs
+
+
+def chosen(cases: Mapping[str, Any], *, slow: Sequence[str]) -> list[Any]:
+    """Every case as a parameter; those named are slow."""
+    assert set(slow) < set(cases)
+    return [pytest.param(case, id=name, marks=pytest.mark.slow if name in slow else ()) for name, case in cases.items()]
 
 
 def _named(cases: Mapping[str, Any] | Sequence[Any]) -> list[tuple[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 from fedveil.audit.attack import attacks
 from fedveil.audit.findings import TAKEN_OUT, Finding
 from fedveil.audit.running import Audit
+from fedveil.cli.audit import _refuse_nothing_but_failures as refuse_nothing_but_failures
 from fedveil.cli.audit import _show as show
 from fedveil.errors import AttackError, CheckpointError, ConfigError, FedVeilError
 from shell import Done, fedveil
@@ -175,8 +176,19 @@ def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(ran: Path,
     again = found()
     assert "1 of 1 trials are in" in str(again["said"])
     assert again["seconds"] == first["seconds"]
-    file.write_text(OWN.replace("DIGIT", "4"))
-    assert found()["value"] != first["value"], "another code finds another thing"
+
+
+@pytest.mark.slow
+def test_an_attack_of_ones_own_that_was_changed_is_tried_again(ran: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    command = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attacks", "constant")
+    values = set()
+    for digit in ("3", "4"):
+        file.write_text(OWN.replace("DIGIT", digit))
+        done = fedveil(*command, "--attack", f"{file}:constant", "--json")
+        assert done.code == 0, done.error
+        values |= {one["value"] for one in json.loads(done.output)["findings"]}
+    assert len(values) == 2, "another code finds another thing"
 
 
 def test_where_every_attack_tried_failed_the_exit_code_says_so_and_the_reason_names_the_line(
@@ -193,8 +205,23 @@ def test_where_every_attack_tried_failed_the_exit_code_says_so_and_the_reason_na
     assert found["verdict"] == "failed"
     assert "failed: AttributeError: " in found["reason"]
     assert found["reason"].endswith(f"(majority.py, line {line})")
-    done = fedveil(*own, "--attacks", "constant,received")
-    assert done.code == 0, "another one came to an end"
+
+
+def test_where_another_attack_came_to_an_end_a_failed_one_is_no_error(tmp_path: Path) -> None:
+    words = ("a client", "members", "membership", "the model it receives", False, "members told")
+    failed = Finding("client/own", *words, verdict="failed")
+    ended = Finding("client/membership", *words, verdict="not effective")
+    with pytest.raises(AttackError, match="Every attack that was tried failed"):
+        refuse_nothing_but_failures(Audit("fedavg", (failed,), {}, tmp_path, 1.0))
+    refuse_nothing_but_failures(Audit("fedavg", (failed, ended), {}, tmp_path, 1.0))
+
+
+@pytest.mark.slow
+def test_where_another_attack_came_to_an_end_the_exit_code_is_none(ran: Path, tmp_path: Path) -> None:
+    file = tmp_path / "majority.py"
+    file.write_text(OWN.replace("torch.eye(10)[DIGIT]", "torch.no_such_thing"))
+    own = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attack", f"{file}:constant")
+    assert fedveil(*own, "--attacks", "constant,received").code == 0
 
 
 def test_what_a_stored_audit_says_of_own_code_is_never_run(ran: Path, tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ def test_a_run_is_quiet_where_no_terminal_is(ran: Path, tmp_path: Path) -> None:
     assert (done.code, done.output, done.error) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_no_progress_bar_bytes_reach_a_pipe(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fedveil", "run", *map(str, SMALL), "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, check=True)

@@ -24,7 +24,7 @@ from fedveil.roles.server import ServerState
 from fedveil.runs.job import Job
 from fedveil.uplink import grid
 from fedveil.uplink.unmasking import Unmask
-from pairs import crossed
+from pairs import chosen, crossed
 
 pytest.importorskip("tenseal")
 
@@ -130,14 +130,21 @@ def test_a_share_of_one_is_everything_hidden(cipher: dict[str, Any], case: str) 
 NOISED = {name: case for name, case in CASES.items() if name != "batch norm"}
 
 
-@pytest.mark.parametrize("case", NOISED.values(), ids=NOISED)
+@pytest.mark.parametrize("case", chosen(NOISED, slow=["everybody", "two epochs, no momentum"]))
 def test_a_share_of_zero_is_dp_fedavg(case: dict[str, Any]) -> None:
     theirs = plain("dp-fedavg", **LOUD, **case)
     check_same(held_run(of("paraaegis", share=0.0, **LOUD, **case)), *theirs, within=EXACT)
 
 
 @pytest.mark.parametrize(
-    ("cipher", "case"), [*(({}, name) for name in NOISED), (PADS, "some of many"), (ON_DROPOUT, "everybody")]
+    ("cipher", "case"),
+    [
+        ({}, "some of many"),
+        (PADS, "some of many"),
+        (ON_DROPOUT, "everybody"),
+        pytest.param({}, "everybody", marks=pytest.mark.slow),
+        pytest.param({}, "two epochs, no momentum", marks=pytest.mark.slow),
+    ],
 )
 def test_noise_then_a_cipher_is_dp_fedavg(cipher: dict[str, Any], case: str) -> None:
     theirs = plain("dp-fedavg", **LOUD, **CASES[case])
@@ -145,7 +152,16 @@ def test_noise_then_a_cipher_is_dp_fedavg(cipher: dict[str, Any], case: str) -> 
     check_same(held_run(one), *theirs, within=EXACT if cipher else rounding(one))
 
 
-@pytest.mark.parametrize(("case", "strategy"), [*((name, "max") for name in CASES), ("batch norm", "random")])
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        ("some of many", "max"),
+        ("batch norm", "random"),
+        pytest.param("everybody", "max", marks=pytest.mark.slow),
+        pytest.param("batch norm", "max", marks=pytest.mark.slow),
+        pytest.param("two epochs, no momentum", "max", marks=pytest.mark.slow),
+    ],
+)
 def test_both_ciphers_end_in_the_same_model(case: str, strategy: str) -> None:
     one, other = (of("paraaegis", strategy=strategy, **LOUD, **cipher, **CASES[case]) for cipher in ({}, PADS))
     ours, theirs = held_run(one), held_run(other)
@@ -153,7 +169,14 @@ def test_both_ciphers_end_in_the_same_model(case: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "strategy", "cipher"), [*((name, "max", PADS) for name in CASES), ("everybody", "min", ON_DROPOUT)]
+    ("case", "strategy", "cipher"),
+    [
+        ("some of many", "max", PADS),
+        ("everybody", "min", ON_DROPOUT),
+        pytest.param("everybody", "max", PADS, marks=pytest.mark.slow),
+        pytest.param("batch norm", "max", PADS, marks=pytest.mark.slow),
+        pytest.param("two epochs, no momentum", "max", PADS, marks=pytest.mark.slow),
+    ],
 )
 def test_counting_tags_and_summing_ballots_elect_the_same(case: str, strategy: str, cipher: dict[str, Any]) -> None:
     given = {"strategy": strategy, "share": 0.3, "share_decay": 0.8, **LOUD, **cipher, **CASES[case]}
@@ -179,17 +202,28 @@ DIVIDED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", DIVIDED.values(), ids=DIVIDED)
+@pytest.mark.parametrize(
+    "how",
+    chosen(DIVIDED, slow=["a tenth, tags, pads", "a tenth, ballots, ckks", "a lot", "less than everything"]),
+)
 def test_without_noise_and_clipping_dividing_changes_nothing(
     without_noise: dict[str, Any], how: dict[str, Any]
 ) -> None:
-    theirs = trained(of("fedavg", clients=how.get("clients", 6)))
+    theirs = plain(clients=how.get("clients", 6))
     one = of("paraaegis", **without_noise, **how)
     within = EXACT if "cipher" in how or how.get("share") == 0.0 else rounding(one)
     check_same(held_run(one), *theirs, within=within)
 
 
-@pytest.mark.parametrize("name", ["a tenth, tags, pads", "half of it, ballots, pads", "a lot", "ever less"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a tenth, tags, pads",
+        "a lot",
+        pytest.param("half of it, ballots, pads", marks=pytest.mark.slow),
+        pytest.param("ever less", marks=pytest.mark.slow),
+    ],
+)
 def test_batch_statistics_travel_hidden_and_arrive(without_noise: dict[str, Any], name: str) -> None:
     theirs = plain(options=BATCH_NORM)
     ours = held_run(of("paraaegis", options=BATCH_NORM, **without_noise, **DIVIDED[name]))
@@ -212,8 +246,7 @@ def votes_of(monkeypatch: pytest.MonkeyPatch, strategy: str, vote: str) -> tuple
     return seen, held_run(of("paraaegis", strategy=strategy, vote=vote, share=0.2, share_decay=0.9, **LOUD, **PADS))
 
 
-@pytest.mark.parametrize("vote", ["tags", "histogram"])
-@pytest.mark.parametrize("strategy", ["max", "min"])
+@pytest.mark.parametrize(("strategy", "vote"), crossed(["max", "min"], ["tags", "histogram"]))
 def test_winners_are_the_coordinates_most_clients_named_and_the_same_for_all(
     monkeypatch: pytest.MonkeyPatch, strategy: str, vote: str
 ) -> None:

@@ -30,11 +30,11 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     out = tmp_path_factory.mktemp("compare") / "c"
-    return compare(["fedavg", "nadp"], out=out, seeds=[1, 2], jobs=1, epsilon=3.0, **SMALL)
+    return compare(["fedavg", "nadp"], out=out, seeds=[2], jobs=1, epsilon=3.0, **SMALL)
 
 
 def test_every_cell_is_the_run_folder_of_an_ordinary_run(done: Comparison, tmp_path: Path) -> None:
-    assert [one.state for one in done.standings] == ["finished"] * 4
+    assert [one.state for one in done.standings] == ["finished"] * 2
     config = RunConfig(scheme="nadp", seed=2, epsilon=3.0, **SMALL)
     alone = session.run(config, tmp_path / "run", quiet=True)
     folder = done.out / "nadp" / "seed-2"
@@ -51,9 +51,7 @@ def test_compare_json_holds_every_run_and_scheme(done: Comparison) -> None:
     written = json.loads(done.file.read_text())
     assert written == json.loads(json.dumps(done.results))
     assert [(one["scheme"], one["seed"], one["ok"]) for one in written["runs"]] == [
-        ("fedavg", 1, True),
         ("fedavg", 2, True),
-        ("nadp", 1, True),
         ("nadp", 2, True),
     ]
     for one in written["runs"]:
@@ -145,6 +143,7 @@ def mortal(setting, *, at: int = 2):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_fails_its_cell_only_and_schemes_may_be_added(tmp_path: Path) -> None:
     out = tmp_path / "c"
     (tmp_path / "mine.py").write_text(MORTAL)

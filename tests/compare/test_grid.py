@@ -58,7 +58,7 @@ def run(folder: Path, numbers: range, **settings: Any) -> dict[int, list[Report]
     return heard
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_cells_that_fail_or_die_take_no_other_with_them(folder: Path, jobs: int) -> None:
     heard = run(folder, range(6), jobs=jobs, threads=1, log=folder / "log")
     assert all(reports[0] == {"kind": "start"} for reports in heard.values())

@@ -41,6 +41,7 @@ def test_three_hospitals_policy_is_the_one_the_page_shows() -> None:
     assert tomllib.loads(shown) == tomllib.loads(used)
 
 
+@pytest.mark.slow
 def test_three_hospitals_keep_to_their_own_limit(tmp_path: Path) -> None:
     """A server that asks for more than a hospital's file allows gets what the file allows."""
     done = example(
@@ -76,7 +77,7 @@ def check_banks(output: str) -> None:
 
 
 def test_a_bank_consortium_on_a_made_up_table_says_so(tmp_path: Path) -> None:
-    done = example("bank_consortium.py", "--rounds", "4", folder=tmp_path)
+    done = example("bank_consortium.py", "--rounds", "2", folder=tmp_path)
     assert done.code == 0, done.error
     assert done.output.startswith("NOT REAL DATA")
     check_banks(done.output)

@@ -36,7 +36,9 @@ def test_an_app_describes_the_run_it_was_made_for(tmp_path: Path, config: RunCon
         assert name in written, "what most people change is there to be changed"
 
 
-@pytest.mark.parametrize("own_data", [False, True], ids=["named", "own"])
+@pytest.mark.parametrize(
+    "own_data", [pytest.param(False, id="named", marks=pytest.mark.slow), pytest.param(True, id="own")]
+)
 def test_flower_builds_it_without_a_warning(tmp_path: Path, own_data: bool) -> None:
     pytest.importorskip("flwr")
     from fedveil.flower.commands import environment, program

@@ -319,9 +319,9 @@ class Dying(InProcessGrid):
         pytest.param("lossless", "Train", id="lossless"),
         pytest.param("veil-secagg", "Unmask", id="veil-secagg"),
         pytest.param("nadp", "Train", id="nadp"),
-        pytest.param("paraaegis", "Begin", id="paraaegis before a vote"),
+        pytest.param("paraaegis", "Begin", id="paraaegis before a vote", marks=pytest.mark.slow),
         pytest.param("paraaegis", "Divide", id="paraaegis between vote and upload"),
-        pytest.param("paraaegis", "Finish", id="paraaegis at the end"),
+        pytest.param("paraaegis", "Finish", id="paraaegis at the end", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_server_goes_on_from_its_last_round(scheme: str, what: str, tmp_path: Path) -> None:

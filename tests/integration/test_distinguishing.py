@@ -340,10 +340,10 @@ def less_noise(monkeypatch: pytest.MonkeyPatch, *, residual: float, pairs: float
     ("name", "residual", "pairs", "view"),
     [
         ("ldp", 2 / 3, 1.0, server),
-        ("nadp", 2 / 3, 2 / 3, server),
+        pytest.param("nadp", 2 / 3, 2 / 3, server, marks=pytest.mark.slow),
         ("nadp", 2 / 3, 1.0, server),
         ("nadp", 1.0, 0.0, one_upload),
-        ("veil-dp", 2 / 3, 2 / 3, server),
+        pytest.param("veil-dp", 2 / 3, 2 / 3, server, marks=pytest.mark.slow),
     ],
     ids=["ldp", "nadp", "nadp, residual noise", "nadp, no pair noise", "veil-dp"],
 )

@@ -82,11 +82,12 @@ def check_equal(folder: Path, reference: Path) -> None:
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
 
 
-# Before the first round, before the first checkpoint, just after one, between two, and late.
-LONGER = [pytest.param(after, marks=pytest.mark.slow) for after in (0, 3, 20, 25)]
+# Before the first round, before the first checkpoint, just after one, between two (which the default suite takes),
+# and late.
+LONGER = [pytest.param(after, marks=pytest.mark.slow) for after in (0, 1, 3, 20, 25)]
 
 
-@pytest.mark.parametrize("after", [1, 11, *LONGER])
+@pytest.mark.parametrize("after", [11, *LONGER])
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, uninterrupted: Path, after: int) -> None:
     folder = tmp_path / "run"
     written = start_and_kill(folder, after=after, operations=random.Random(after).randrange(12))

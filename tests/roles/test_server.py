@@ -27,6 +27,7 @@ from fedveil.runs.privacy_journal import accountant_for
 from fedveil.uplink.noised import NoisedSum
 from fedveil.uplink.unmasking import Unmask
 from fedveil.work import ClientData
+from pairs import crossed
 
 SUMS: dict[str, dict[str, Any]] = {
     "exact": {"scheme": "lossless"},
@@ -102,8 +103,10 @@ def opened_sum(one: Job, absent: Any, monkeypatch: pytest.MonkeyPatch) -> torch.
     return sums[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"neighbours": 8}, {"unmask": "on-dropout"}])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("settings", "seed"),
+    crossed({"all": {}, "sparse": {"neighbours": 8}, "on dropout": {"unmask": "on-dropout"}}, range(3)),
+)
 def test_whoever_is_absent_a_masked_sum_is_the_sum_of_who_is_there(
     settings: dict[str, Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
