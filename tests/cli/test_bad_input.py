@@ -101,11 +101,11 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     ),
     "no clients": (("--clients", 0), ConfigError, ("clients must be positive",)),
     "more groups than outputs": (("--head-groups", 11), ConfigError, ("head_groups = 11", "10 outputs", "1 and 10")),
-    "no groups": (("--head-groups", 0), ConfigError, ("head_groups = 0",)),
+    "no groups": (("--head-groups", 0), ConfigError, ("head_groups must be positive",)),
     "too little cover": (
         ("--model", "{p}/nets.py:squashed"),
         TraceError,
-        ("Sigmoid", "1.weight", "--min-coverage", "--scheme fedavg"),
+        ("Sigmoid", "1.weight", "--min-coverage", "trains under fedavg"),
     ),
     "head noise on no linear layer": (
         ("--model", "{p}/nets.py:ends_in_sigmoid", "--min-coverage", 0),

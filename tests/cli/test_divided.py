@@ -220,10 +220,10 @@ BAD: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("--scheme", "paraaegis", "--local-steps", 2, "--local-epochs", 2),
         ("local_steps or local_epochs, not both",),
     ),
-    "no local steps": (("--scheme", "paraaegis", "--local-steps", 0), ("local_steps must be at least 1",)),
+    "no local steps": (("--scheme", "paraaegis", "--local-steps", 0), ("local_steps must be positive",)),
     "no local epochs": (
         ("--scheme", "dp-fedavg", "--local-epochs", 0),
-        ("local_epochs must be at least",),
+        ("local_epochs must be positive",),
     ),
     "a threshold of less than half under pads": (
         ("--scheme", "paraaegis", "--cipher", "pads", "--threshold", 0.3),

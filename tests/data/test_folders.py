@@ -10,6 +10,7 @@ import torch
 
 from fedveil.config import RunConfig
 from fedveil.data import arrays, load, pictures
+from fedveil.data.dataset import Options
 from fedveil.data.lazy import LazyTensor
 from fedveil.errors import ConfigError, DataError, MissingExtraError
 from fedveil.runs.job import job_from_config
@@ -181,11 +182,11 @@ def test_a_run_on_pictures_that_stay_bytes_ends_in_the_same_model(noise: Path, m
 
 
 def test_pictures_beyond_memory_lie_in_a_file_that_nobody_sees(noise: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = pictures.read_pictures(noise).train.x
+    expected = pictures.read_pictures(noise, Options()).train.x
     monkeypatch.setattr(pictures, "_MOST_IN_MEMORY", 1000)
-    mapped = pictures.read_pictures(noise).train.x
+    mapped = pictures.read_pictures(noise, Options()).train.x
     assert isinstance(mapped, np.memmap)
     assert np.array_equal(mapped, expected)
     monkeypatch.setattr(pictures.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 10))
     with pytest.raises(DataError, match=r"pictures take 0 MiB in .*, where they cannot be kept .* TMPDIR"):
-        pictures.read_pictures(noise)
+        pictures.read_pictures(noise, Options())

@@ -187,7 +187,7 @@ class Impersonating(Twisted):
 class Failing(Twisted):
     def change(self, reply: Message) -> list[Message]:
         asked = next(one for one in self.sent if one.metadata.message_id == reply.metadata.reply_to_message_id)
-        return [Message(Error(code=2, reason="ValueError:<'4711 is the secret'>"), reply_to=asked)]
+        return [Message(Error(code=2, reason="ValueError:<'4711 is the PLANTED secret'>"), reply_to=asked)]
 
 
 FAULTS: dict[str, tuple[type[Twisted], int, str | None]] = {
@@ -214,7 +214,7 @@ def test_one_bad_client_costs_its_own_contribution_and_no_more(
     assert [row["clients"] for row in rows] == [counted + 1, counted + 1]
     if event is not None:
         assert [one["client"] for one in events(tmp_path / "run") if one["event"] == event] == [2, 2]
-    assert "4711" not in "".join(path.read_text(errors="replace") for path in (tmp_path / "run").glob("*.json*"))
+    assert "PLANTED" not in "".join(path.read_text(errors="replace") for path in (tmp_path / "run").glob("*.json*"))
 
 
 def test_a_late_answer_is_noted_and_not_counted(tmp_path: Path) -> None:

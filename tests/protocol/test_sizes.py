@@ -55,7 +55,7 @@ class Boaster(ClientData):
     def __len__(self) -> int:
         return self.claimed
 
-    def take(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def take(self, chosen: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
         everything = torch.arange(len(self.y)) if self.rows is None else self.rows
         return self.x[everything], self.y[everything]
 

@@ -196,8 +196,10 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path, straight: Path) -> N
             predict_file(straight, tmp_path / bad)
     with pytest.raises(ConfigError, match="not the data this model was trained on"):
         predict_dataset(straight, dataset="breast-cancer", part="test")
-    with pytest.raises(ConfigError, match="part must be test or train"):
+    with pytest.raises(ConfigError, match="have no validation part"):
         predict_dataset(straight, dataset=None, part="validation")
+    with pytest.raises(ConfigError, match="part must be test, train or validation"):
+        predict_dataset(straight, dataset=None, part="whole")
 
 
 def test_an_export_tells_the_seed_of_a_simulation_only(tmp_path: Path, small: Small) -> None:

@@ -378,7 +378,7 @@ def test_a_regression_writes_values_and_knows_no_classes(tmp_path: Path) -> None
     session.run(config, tmp_path / "run", quiet=True)
     given = fedveil.load(tmp_path / "run").predict([{"a": 3, "price": 7.5}, {"a": 4, "price": None}])
     assert given.mse == pytest.approx((float(given.outputs[0, 0]) - 7.5) ** 2, rel=1e-5)
-    with pytest.raises(ConfigError, match="not classes"):
+    with pytest.raises(ConfigError, match="predicts no class"):
         given.classes  # noqa: B018
     write_predictions(tmp_path / "p.csv", given)
     assert (tmp_path / "p.csv").read_text().splitlines()[0] == "sample,output_0"

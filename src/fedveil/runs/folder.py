@@ -160,7 +160,7 @@ class RunFolder:
             yield
         except Exception:
             if self._held:  # else it is somebody else's
-                for file in (self.config_file, self._attempts):
+                for file in (self.config_file, self._attempts, self.data_file, self.events_file):
                     file.unlink(missing_ok=True)
                 self.release()
             with contextlib.suppress(OSError):

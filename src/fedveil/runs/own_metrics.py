@@ -17,7 +17,7 @@ OwnFigure = float | list[float | None] | None
 RESERVED = frozenset(
     "round loss clients seconds bytes_down bytes_up failed refused engine scheme holder dataset model rounds seed "
     "simulation train_loss parameters device dtype fedveil torch python warning coverage visible stopped "
-    "failed_rounds ledger judged data client_names class_weights best".split()
+    "failed_rounds ledger judged data client_names class_weights best loss_because diverged recovered".split()
 )
 _PREFIXES = ("test_", "validation_", "client_view_")
 
