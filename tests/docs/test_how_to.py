@@ -121,17 +121,15 @@ def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_the_command_line
     (code,) = (text for _, text in blocks("how-to/own-scheme.md") if text.startswith("# my_scheme.py"))
     assert len(code.splitlines()) <= 45
     (tmp_path / "my_scheme.py").write_text(code, encoding="utf-8")
-    (tmp_path / "run.toml").write_text(
-        "rounds = 2\nclients = 3\nseed = 1\n\n[options]\nspread = 1.2\n", encoding="utf-8"
-    )
+    (tmp_path / "run.toml").write_text("rounds = 2\nclients = 3\nseed = 1\n\n[options]\nkeep = 0.5\n", encoding="utf-8")
     own = ("--scheme", "my_scheme.py:veil_ldp", "-c", "run.toml", "-o", "depth=2", "-o", "width=8")
 
     done = fedveil("run", *own, "--out", "by-file", "-q")
     assert done.code == 0, done.error
-    assert "spread = 1.2" in (tmp_path / "by-file" / "config.toml").read_text()
-    done = fedveil("run", *own, "--set", "spread=1.3", "--out", "by-flag", "-q")
+    assert "keep = 0.5" in (tmp_path / "by-file" / "config.toml").read_text()
+    done = fedveil("run", *own, "--set", "keep=0.2", "--out", "by-flag", "-q")
     assert done.code == 0, done.error
-    assert "spread = 1.3" in (tmp_path / "by-flag" / "config.toml").read_text()
+    assert "keep = 0.2" in (tmp_path / "by-flag" / "config.toml").read_text()
     done = fedveil("run", *own, "--set", "kept=0.2", "--out", "wrong")
     assert done.code == ConfigError.exit_code
     assert "has no option 'kept'. Did you mean 'keep'?" in done.error
