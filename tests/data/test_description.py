@@ -123,3 +123,10 @@ def test_many_clients_are_counted_and_not_all_written(tmp_path: Path) -> None:
     stored = said.as_data()
     assert (len(said.clients), len(stored["clients"]), stored["clients_left_out"]) == (1200, 1000, 200)
     assert len("\n".join(said.lines())) < 2000
+
+
+def test_the_words_of_a_column_of_words_are_not_quoted() -> None:
+    names = [f"P-{number:04d}" for number in range(40)]
+    assert not Column.of("patient", names, role="group", place=str).strange
+    assert not Column.of("town", ["Bonn", "Trier"] * 20, role="input", place=str).strange
+    assert Column.of("age", [*map(str, range(39)), "forty"], role="input", place=str).strange == ("'forty' (39)",)

@@ -223,3 +223,22 @@ def test_ham10000_lesions_are_in_one_part_each(shared_data: Callable[[str], Path
     assert len({*lesion[rows.train].tolist()} & {*lesion[rows.test].tolist()}) > 500
     assert not {*lesion[whole.train].tolist()} & {*lesion[whole.test].tolist()}
     assert (shares(y, whole.test) - 0.2).abs().max() < 0.005  # by rows it is up to 0.039
+
+
+@pytest.mark.parametrize("ending", ["csv", "npz"])
+def test_one_patient_spelt_in_several_ways_is_one_patient(tmp_path: Path, ending: str) -> None:
+    spellings = [["7", "7.0", "007"], ["P 1", " P  1", "P 1 "], ["Zo\u00eb", "Zoe\u0308", "Zo\u00eb "]]
+    owners = [name for turn in range(3) for names in spellings for name in (names[turn], f"{turn} other")]
+    x = np.arange(len(owners), dtype=np.float32)
+    file = tmp_path / f"visits.{ending}"
+    if ending == "npz":
+        np.savez(file, x=x[:, None], y=np.arange(len(owners)) % 2, patient=np.array(owners))
+        split = load(file, group="patient", test_fraction=0.4)
+    else:
+        rows = [f'{number},{int(number) % 2},"{owner}"' for number, owner in zip(x, owners, strict=True)]
+        file.write_text("\n".join(["x,y,patient", *rows]), encoding="utf-8")
+        split = load(file, target="y", group="patient", test_fraction=0.4)
+    assert len(split.train.group_names) == 6
+    assert split.train.groups is not None
+    assert split.test.groups is not None
+    assert not {*split.train.groups.tolist()} & {*split.test.groups.tolist()}

@@ -41,6 +41,19 @@ def test_a_lost_or_shortened_journal_is_refused_and_not_taken_for_privacy_to_spe
         session.resume(tmp_path / "run", changes={"rounds": 6}, quiet=True)
 
 
+def test_a_journal_that_tells_of_fewer_rounds_than_the_metrics_is_refused(tmp_path: Path) -> None:
+    session.run(small(checkpoint_every=2), tmp_path / "run", quiet=True)
+    run = tmp_path / "run"
+    for file in (run / "summary.json", *sorted((run / "checkpoints").glob("*4*"))):
+        file.unlink()
+    journal = run / "privacy.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    third = next(number for number, line in enumerate(lines) if json.loads(line).get("begin") == 2)
+    journal.write_text("".join(lines[:third]))
+    with pytest.raises(CheckpointError, match=r"but metrics.jsonl has rows of 4"):
+        session.resume(run, quiet=True)
+
+
 def test_a_round_that_every_clients_policy_declined_is_not_charged(tmp_path: Path) -> None:
     policy = tmp_path / "policy.toml"
     policy.write_text("max_epsilon = 2.0\n")

@@ -320,3 +320,9 @@ def test_every_name_of_rows_and_summaries_is_taken(straight: Path) -> None:
 def test_a_data_set_is_judged_as_it_is() -> None:
     data = Dataset("d", "classification", torch.zeros(4, 1), torch.tensor([0, 1, 1, 1]), outputs=2)
     assert judge(torch.eye(2)[data.y], data).baseline == "1"
+
+
+def test_two_samples_show_nothing() -> None:
+    truth = torch.tensor([[0.0], [1.0]])
+    data = Known("regression", truth)
+    assert judge(torch.tensor([[0.4], [0.6]]), data).beats_baseline is False

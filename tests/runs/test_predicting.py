@@ -382,3 +382,21 @@ def test_a_regression_writes_values_and_knows_no_classes(tmp_path: Path) -> None
         given.classes  # noqa: B018
     write_predictions(tmp_path / "p.csv", given)
     assert (tmp_path / "p.csv").read_text().splitlines()[0] == "sample,output_0"
+
+
+def test_a_file_that_is_named_is_predicted_whole_also_the_one_that_was_trained_on(tmp_path: Path) -> None:
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["a", "b", "ill"], *([n, n % 7, n % 2] for n in range(40))])
+    session.run(RunConfig(dataset=str(tmp_path / "t.csv"), target="ill", lr=0.05, **BRIEF, **NARROW), tmp_path / "run")
+    said: list[str] = []
+    whole = predict_dataset(tmp_path / "run", dataset=str(tmp_path / "t.csv"), keep=("ill",), say=said.append)
+    assert (len(whole), len(predict_dataset(tmp_path / "run", dataset=None))) == (40, 8)
+    assert "every sample is predicted" in said[0]
+    assert whole.judged is not None
+
+
+def test_raw_pixels_by_way_of_inputs_are_refused_too(tmp_path: Path) -> None:
+    session.run(RunConfig(dataset="digits", lr=0.05, **BRIEF, **NARROW), tmp_path / "run", quiet=True)
+    np.save(tmp_path / "raw.npy", np.linspace(0, 255, 128, dtype=np.float32).reshape(2, 1, 8, 8))
+    with pytest.raises(DataError, match="look like raw pixels"):
+        predict_file(tmp_path / "run", tmp_path / "raw.npy")

@@ -19,7 +19,7 @@ _MOST_ROWS, _MOST_CLASSES, _MOST_VALUES = 40, 12, 4
 
 @takes_flags(
     only=(
-        *("target", "task", "text", "group", "site", "test_fraction", "validation_fraction", "split"),
+        *("target", "task", "text", "group", "site", "picture_size", "test_fraction", "validation_fraction", "split"),
         *("partition", "alpha", "ratio", "clients", "seed"),
     )
 )

@@ -9,6 +9,7 @@ import gzip
 import lzma
 import math
 import tokenize
+import unicodedata
 import zipfile
 import zlib
 from collections.abc import Container, Iterable, Mapping
@@ -205,7 +206,8 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
         numbers = sorted({int(number) for codes in given if codes is not None for number in np.unique(codes)})
         names = tuple(map(str, numbers))
     else:
-        seen = {str(name) for codes in given if codes is not None for name in np.unique(codes).astype(np.str_)}
+        written = (str(name) for codes in given if codes is not None for name in np.unique(codes).astype(np.str_))
+        seen = set(map(owner_name, written))
         names = tuple(sorted(seen))
         if "" in seen:
             raise DataError(f"{parts[0].origin}: some {what} have no name. Fill them in or remove those samples.")
@@ -215,7 +217,17 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
 def _positions(codes: Array, names: tuple[str, ...]) -> npt.NDArray[np.int64]:
     position = {name: code for code, name in enumerate(names)}
     distinct, which = np.unique(codes, return_inverse=True)
-    return np.array([position[str(name)] for name in distinct.astype(np.str_)], np.int64)[which]
+    return np.array([position[owner_name(str(name))] for name in distinct.astype(np.str_)], np.int64)[which]
+
+
+def owner_name(text: str) -> str:
+    """One spelling of a patient's or a site's name, however it is stored: 7, 7.0 and 007 are the same."""
+    name = " ".join(unicodedata.normalize("NFC", text).split())
+    try:
+        number = float(name)
+    except ValueError:
+        return name
+    return str(int(number)) if math.isfinite(number) and number == int(number) else name
 
 
 def _targets(parts: list[Part], arrays: Arrays, task: Task | None) -> tuple[Task, int, tuple[str, ...], list[Tensor]]:

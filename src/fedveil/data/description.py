@@ -38,6 +38,12 @@ _SHOWN = 12
 _CHUNK = 4096
 
 
+def _nearly_numbers(numbers: int, present: int, distinct: int) -> bool:
+    """Whether a column of words was probably meant to hold numbers."""
+    share = numbers / max(present, 1)
+    return share >= _ALMOST_ALL or (share >= _HALF and distinct > _MANY)
+
+
 @dataclass(frozen=True)
 class Column:
     """One column of a table as it was read.
@@ -84,7 +90,9 @@ class Column:
         if kind == "numbers":
             known = {float(text) for text in distinct}
             return Column(name, role, kind, missing, len(known), numbers, span=(min(known), max(known)))
-        examples = tuple(f"{values[row].strip()[:_LONGEST]!r} ({place(row)})" for row in strange)
+        # Examples of words in a column of words would only spread what is somebody's.
+        told = strange if role == "input" and _nearly_numbers(numbers, present, len(distinct)) else []
+        examples = tuple(f"{values[row].strip()[:_LONGEST]!r} ({place(row)})" for row in told)
         frequent = [] if role == "group" else distinct.most_common(_SHOWN)
         categories = {text[:_LONGEST]: count for text, count in frequent}
         return Column(name, role, kind, missing, len(distinct), numbers, commas, examples, categories)
@@ -94,8 +102,7 @@ class Column:
         if self.role != "input":
             return
         present = rows - self.missing
-        share = self.numbers / max(present, 1)
-        if self.kind == "words" and (share >= _ALMOST_ALL or (share >= _HALF and self.distinct > _MANY)):
+        if self.kind == "words" and _nearly_numbers(self.numbers, present, self.distinct):
             odd = present - self.numbers
             more = "" if odd <= len(self.strange) else ", …"
             yield (

@@ -393,12 +393,19 @@ def _numbers(x: Array, inputs: Features, expected: Expected, where: str) -> Arra
             "were. Bring them to the scale of the training data, as floating-point numbers."
         )
     check_finite(torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)), what="x", where=where)
+    refuse_raw_pixels(x, inputs, where=where)
+    return x
+
+
+def refuse_raw_pixels(x: Array, inputs: Features, *, where: str) -> None:
+    """Refuse numbers from 0 to 255 for a model that was trained on much smaller ones."""
+    if inputs.whole or not x.size:
+        return
     if float(x.min()) >= 0 and _UNLIKE_BYTES * inputs.largest <= float(x.max()) <= 255:
         raise DataError(
             f"{where}: numbers {_range(x)} look like raw pixels, and this model was trained on numbers up to "
             f"{inputs.largest:g}. Bring them to the scale of the training data (bytes to [0, 1]: divide by 255)."
         )
-    return x
 
 
 def _range(x: Array) -> str:

@@ -22,6 +22,7 @@ from fedveil.data.arrays import (
     by_plain_name,
     files_of,
     held_out_names,
+    owner_name,
     plain_name,
     read_bytes,
 )
@@ -270,7 +271,7 @@ def several_labels(table: Table, names: Sequence[str]) -> TargetColumn:
 
 def owner_codes(table: Table, name: str, *, role: str) -> tuple[Tensor, tuple[str, ...]]:
     """The group or site of every row, numbered in sorted order of the names, and the names."""
-    raw = [value.strip() for value in table.columns[name]]
+    raw = [owner_name(value) for value in table.columns[name]]
     for row, value in enumerate(raw):
         if not value:
             raise DataError(f"{table.place(row)}: the {role} {name!r} is missing. Fill it in or remove the row.")

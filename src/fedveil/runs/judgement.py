@@ -174,9 +174,9 @@ def beats(name: str, figure: Measured) -> bool | None:
     """Whether a figure's whole interval is on the better side of its baseline."""
     if figure.value is None or figure.baseline is None:
         return None
-    if name in LOWER_IS_BETTER:
-        return (figure.value if figure.high is None else figure.high) < figure.baseline
-    return (figure.value if figure.low is None else figure.low) > figure.baseline
+    if figure.low is None or figure.high is None:  # too few samples to tell
+        return False
+    return figure.high < figure.baseline if name in LOWER_IS_BETTER else figure.low > figure.baseline
 
 
 def worse(name: str, figure: Measured) -> bool:

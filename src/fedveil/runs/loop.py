@@ -197,11 +197,17 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
     """The privacy journal of a run that goes on from `state`; a journal that knows less than that is refused."""
     privacy_journal = PrivacyJournal(job, journal)
     known = privacy_journal.accountant
-    if journal is not None and known is not None and known.rounds < state.round:
-        raise CheckpointError(
-            f"{journal} tells of {known.rounds} rounds, but the checkpoint is of round {state.round}: what was "
-            "spent is no longer known. Put the file back, or start anew with another --out."
-        )
+    if journal is None or known is None:
+        return privacy_journal
+    from fedveil.runs.folder import RunFolder  # which needs packages that in-memory training does not
+
+    done = sum("failed" not in row for row in RunFolder(journal.parent).metrics())
+    for rounds, what in ((state.round, "the checkpoint is of round"), (done, "metrics.jsonl has rows of")):
+        if known.rounds < rounds:
+            raise CheckpointError(
+                f"{journal} tells of {known.rounds} rounds, but {what} {rounds}: what was spent is no longer known. "
+                "Put the file back, or start anew with another --out."
+            )
     return privacy_journal
 
 

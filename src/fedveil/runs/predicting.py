@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedveil.config import BEFORE, RunConfig
 from fedveil.data.arrays import read_array
-from fedveil.data.new_samples import Expected, NewSamples, read_samples
+from fedveil.data.new_samples import Expected, NewSamples, read_samples, refuse_raw_pixels
 from fedveil.data.preparation import Features, Pixels
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink.export import stock
@@ -204,11 +204,17 @@ def predict_dataset(
         BEFORE | {name: value for name, value in config.items() if value is not None}, where=str(path)
     )
     trained = config.get("dataset")
-    if dataset is not None and not (isinstance(trained, str) and _same(dataset, trained)):
-        if dataset in EMBEDDED or names_code(dataset):
+    own = isinstance(trained, str) and dataset is not None and _same(dataset, trained)
+    code = dataset is not None and (dataset in EMBEDDED or names_code(dataset))
+    if dataset is not None and not (own and (code or loaded.facts.preparation is None or _has_parts(Path(dataset)))):
+        if code:
             raise ConfigError(
                 f"{dataset} is not the data this model was trained on ({trained}), and no file of new samples: give a "
                 "table, a folder of pictures or an array's file."
+            )
+        if own:
+            say(
+                f"{dataset} is what this model was trained on: every sample is predicted, also those it was trained on."
             )
         return predict_samples(loaded, dataset, keep=keep)
     if not isinstance(trained, str) or trained == "python":
@@ -221,6 +227,11 @@ def predict_dataset(
     chosen = split.parts[part]
     predictions = _answered(loaded, _outputs(loaded, chosen.x), chosen)
     return replace(predictions, split_known="seed" in config)
+
+
+def _has_parts(path: Path) -> bool:
+    """Whether a folder says itself what trains and what tests."""
+    return path.is_dir() and any(entry.name.partition(".")[0] == "train" for entry in path.iterdir())
 
 
 def _same(given: str, trained: str) -> bool:
@@ -256,6 +267,8 @@ def predict_file(
                 f"{inputs}: numbers from {low:g} to {high:g}, and pictures prepared for this model lie between "
                 f"{least:.2f} and {most:.2f}. Give raw pixels as bytes (uint8): they are prepared as in training."
             )
+    if isinstance(prepared, Features):
+        refuse_raw_pixels(x, prepared, where=str(inputs))
     return _answered(loaded, _outputs(loaded, numbers), None)
 
 
