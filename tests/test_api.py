@@ -606,3 +606,21 @@ def test_a_client_can_take_the_head_noise_off_without_labels() -> None:
     summary = fedveil.train(net, clients, test=held_out, rounds=150, lr=0.1, seed=2, progress=False).summary
     assert summary["client_view_accuracy"] < summary["test_accuracy"] - 0.1
     assert summary["client_view_uncovered_accuracy"] > summary["client_view_accuracy"] + 0.1
+
+
+def test_what_own_code_must_keep_to_is_in_the_ledger_of_a_scheme_with_noise() -> None:
+    class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.full((4,), number / 12), torch.tensor(number % 2)
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    common: dict[str, Any] = {"rounds": 1, "seed": 1, "lr": 0.1, "progress": False}
+    own = {"loss": lambda outputs, targets: (outputs.sum(1) - targets).square()}
+    noisy = fedveil.train(net, [Rows()] * 3, scheme="nadp", **own, **common)
+    bare = fedveil.train(net, [Rows()] * 3, scheme="fedavg", **own, **common)
+    words = ("depends on that sample alone", "made of one record alone")
+    assert all(any(word in note for note in noisy.ledger["notes"]) for word in words)
+    assert not any(word in note for word in words for note in bare.ledger["notes"])

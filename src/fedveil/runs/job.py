@@ -34,7 +34,7 @@ from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import Optimiser
 from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note
-from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, weights_note
+from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_notes, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
@@ -191,6 +191,8 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What the ledger says of choices that settings and the model's author made."""
         said = weights_note(self.config, self.loss)
+        if self.scheme.plan is not None:
+            said = (*said, *own_notes(self.loss, lazy=any(data.source is not None for data in self.pool.clients)))
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))

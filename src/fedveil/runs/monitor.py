@@ -49,9 +49,10 @@ def best_note(job: Job) -> tuple[str, ...]:
     if monitor is None:
         return ()
     chosen = f"the best round{_and_end(job.config)} is chosen by {monitor}"
-    if monitor.startswith("test_"):
+    own = job.metrics is not None and not monitor.startswith("validation_") and monitor in job.metrics.names
+    if monitor.startswith("test_") or own:
         chosen += ", whose figures for that round say too much for it"
-    if monitor.startswith(("validation_", "test_")):
+    if monitor.startswith(("validation_", "test_")) or own:
         return (
             f"{chosen}, on samples that the server holds: clients' data are as protected as the models that were "
             "judged, and nothing is promised about those samples",

@@ -133,6 +133,22 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
     )
 
 
+def own_notes(loss: Loss, *, lazy: bool) -> tuple[str, ...]:
+    """What a guarantee about single records takes for granted of code that is the caller's own."""
+    said = []
+    if isinstance(loss, OwnLoss):
+        said.append(
+            "the loss is the caller's own: that a sample's loss depends on that sample alone, and on nothing that the "
+            "function keeps from others, was tried on a few samples and is otherwise taken for granted"
+        )
+    if lazy:
+        said.append(
+            "samples are read by the caller's own code: that each is made of one record alone (no mixing of several) "
+            "is taken for granted"
+        )
+    return tuple(said)
+
+
 def loss_settings(given: Any) -> dict[str, Any]:
     """The settings that say what a module or function given as the loss does; one that none say is an object's name."""
     # A subclass may compute anything.

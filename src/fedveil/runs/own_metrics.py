@@ -59,9 +59,15 @@ class OwnMetrics:
                 )
         self._metrics = dict(metrics)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What the metrics are called."""
+        return frozenset(self._metrics)
+
     def figures(self, outputs: Tensor, targets: Tensor) -> dict[str, OwnFigure]:
         """Every metric of these samples, on the CPU; a metric that gives several figures by name gives name_figure."""
-        outputs, targets = outputs.detach().cpu(), targets.detach().cpu()
+        # Copies: what a metric does to its arguments is its own affair.
+        outputs, targets = outputs.detach().cpu().clone(), targets.detach().cpu().clone()
         made: dict[str, OwnFigure] = {}
         for name, metric in self._metrics.items():
             try:
