@@ -23,9 +23,14 @@ class Done:
 
 def fedveil(*arguments: str | int | float | Path) -> Done:
     """Run `fedveil ARGUMENTS`; standard output and error are those of no terminal."""
-    from fedveil.cli import main
+    from fedveil.cli import main, tables
 
-    with mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}):
+    # A console keeps the width it was made with, whoever made it first.
+    with (
+        mock.patch.dict("os.environ", {"COLUMNS": "200", "TERM": "dumb"}),
+        mock.patch.object(tables.console, "_width", 200),
+        mock.patch.object(tables.complaints, "_width", 200),
+    ):
         return _heard(main, ["fedveil", *map(str, arguments)])
 
 

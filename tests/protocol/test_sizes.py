@@ -62,7 +62,7 @@ class Boaster(ClientData):
 
 def boasted(one: Job, boasters: tuple[int, ...], claimed: int = MILLION) -> Job:
     clients = [
-        Boaster(data.client, data.x, data.y, data.rows, claimed) if data.client in boasters else data
+        Boaster(data.client, data.x, data.y, data.rows, claimed=claimed) if data.client in boasters else data
         for data in one.pool.clients
     ]
     return replace(one, pool=ClientPool(clients))

@@ -261,9 +261,15 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
     shown = {
         field.name: getattr(config, field.name)
         for field in fields(RunConfig)
-        if (field.name in _ALWAYS_SHOWN and getattr(config, field.name) is not None)
+        if field.name in _ALWAYS_SHOWN
         or (getattr(config, field.name) != _default(field) and field.name != "model_options")
     }
+    if config.lr is None:
+        from fedveil import schemes  # only here: the rest of this module needs no torch
+        from fedveil.runs.job import usual_rate
+
+        loss = config.loss or schemes.find(config.scheme).default_loss
+        shown["lr"] = usual_rate("square" if loss == "auto" and config.task == "regression" else loss)
     if own_data:
         shown.pop("dataset")
     name = _project_name(folder)

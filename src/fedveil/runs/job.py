@@ -334,7 +334,12 @@ def rate_of(config: RunConfig, loss: Loss) -> float:
 
     The gradient of the square loss grows with the error, so that a step too large makes the next one larger.
     """
-    return config.lr if isinstance(config.lr, float) else _USUAL_RATES.get(loss.name, _USUAL_RATE)
+    return config.lr if isinstance(config.lr, float) else usual_rate(loss.name)
+
+
+def usual_rate(loss: str) -> float:
+    """The learning rate that usually goes with a loss."""
+    return _USUAL_RATES.get(loss, _USUAL_RATE)
 
 
 def agreed(
