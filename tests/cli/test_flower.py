@@ -37,7 +37,7 @@ def test_init_writes_an_app_with_three_clients_and_says_what_to_type_next(tmp_pa
     assert f"fedveil flower run {tmp_path / 'app'}" in done.output
     written = prepared(tmp_path / "app", {}).config
     expected = {"scheme": "veil-secagg", "clients": 3, "cohort": 1.0, "model_options": {"depth": 2}}
-    assert written == RunConfig(**expected, checkpoint_every=1)  # a round takes seconds: none should be lost
+    assert written == RunConfig(**expected, lr=0.02, checkpoint_every=1)  # a round takes seconds: none should be lost
 
 
 def test_init_takes_a_settings_file_and_flags_win(tmp_path: Path) -> None:

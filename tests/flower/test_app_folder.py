@@ -29,7 +29,8 @@ CONFIG = RunConfig(
 @pytest.mark.parametrize("config", [RunConfig(), CONFIG], ids=["default", "full"])
 def test_an_app_describes_the_run_it_was_made_for(tmp_path: Path, config: RunConfig) -> None:
     project = create_app(tmp_path / "app", config, deadline=30.0)
-    assert prepared(tmp_path / "app", {}).config == config
+    usual = 0.02 if config.scheme == "lossless" else 0.1
+    assert prepared(tmp_path / "app", {}).config == config.with_changes(lr=usual)
     assert prepared(tmp_path / "app", {}).extras == Extras(deadline=30.0)
     written = tomllib.loads(project.read_text())["tool"]["flwr"]["app"]["config"]
     for name in ("scheme", "model", "clients", "rounds", "lr", "batch-size"):
