@@ -37,11 +37,11 @@ from fedveil.runs.preflight import preflight
 from fedveil.runs.rates import with_found_rate
 from fedveil.runs.watching import Watch
 from fedveil.schemes import SchemeInfo
+from fedveil.settings import Settings
 from fedveil.work.batches import mixed_seed
 
 if TYPE_CHECKING:
     from fedveil.runs.predicting import Model
-from fedveil.settings import Settings
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ GIVEN_OTHERWISE = tuple(
     "dataset target text group site picture_size test_fraction validation_fraction split partition alpha ratio "
     "model_options weights".split()
 )
-_LOG = logging.getLogger(__name__)
 
 
 # A command in backticks stays one.

@@ -24,7 +24,7 @@ from fedveil.data.lazy import spans
 Kind = Literal["numbers", "words", "text", "nothing"]
 Shared = dict[str, dict[str, int]]
 
-MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
+_MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 """How a cell without a value is written, in lower case."""
 
 _ALMOST_ALL, _HALF, _MANY = 0.9, 0.5, 20
@@ -69,19 +69,19 @@ class Column:
     def of(name: str, values: Sequence[str], *, role: str, place: Callable[[int], str]) -> Column:
         """Count what a column holds; `place` says where a row stands."""
         if role == "text":
-            return Column(name, role, "text", sum(text.strip().lower() in MISSING for text in values), len({*values}))
+            return Column(name, role, "text", sum(map(is_missing, values)), len({*values}))
         missing = numbers = commas = 0
         strange: list[int] = []
         distinct: Counter[str] = Counter()
         for row, raw in enumerate(values):
             text = raw.strip()
-            if text.lower() in MISSING:
+            if is_missing(text):
                 missing += 1
                 continue
             distinct[text] += 1
-            if _is_number(text):
+            if is_number(text):
                 numbers += 1
-            elif text.count(",") == 1 and _is_number(text.replace(",", ".")):
+            elif text.count(",") == 1 and is_number(text.replace(",", ".")):
                 commas += 1
             elif len(strange) < _EXAMPLES:
                 strange.append(row)
@@ -133,7 +133,13 @@ class Column:
         return named or (self.kind == "words" and self.distinct == present)
 
 
-def _is_number(text: str) -> bool:
+def is_missing(text: str) -> bool:
+    """Whether a cell says that its value is not known."""
+    return text.strip().lower() in _MISSING
+
+
+def is_number(text: str) -> bool:
+    """Whether a cell is written as a number."""
     try:
         float(text)
     except ValueError:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedveil.data import pictures, tabular
 from fedveil.data.arrays import Array, files_of, labelled, read_array, read_arrays
 from fedveil.data.dataset import Task, check_finite
+from fedveil.data.description import is_missing
 from fedveil.data.preparation import CategoryColumn, Cells, Columns, Features, Pixels, Preparation, Words, laid_out
 from fedveil.data.tabular import Table
 from fedveil.errors import ConfigError, DataError, unknown_name
@@ -223,7 +224,7 @@ def _targets(table: Table, expected: Expected) -> Tensor | None:
     target, classes = expected.preparation.target, expected.preparation.classes
     assert target is not None
     cells = [value.strip() for value in table.columns[target]]
-    known = [row for row, value in enumerate(cells) if not tabular.is_missing(value)]
+    known = [row for row, value in enumerate(cells) if not is_missing(value)]
     if not known:
         return None
     codes = {name: float(code) for code, name in enumerate(classes)}

@@ -27,7 +27,7 @@ from fedveil.data.arrays import (
     read_bytes,
 )
 from fedveil.data.dataset import Dataset, Options, Split, Task
-from fedveil.data.description import MISSING, Column
+from fedveil.data.description import Column, is_missing, is_number
 from fedveil.data.preparation import MOST_CATEGORIES, Cells, Columns, Floats, Preparation, Words, fit_columns, fit_words
 from fedveil.data.splitting import PartRows, Samples, split_rows
 from fedveil.errors import ConfigError, DataError, missing_extra, unknown_name
@@ -128,7 +128,7 @@ def _parse(path: Path, text: str) -> Table:
         raise DataError(f"{path}: the file is empty; a header line and rows are needed.")
     names = [name.strip() or f"column {i}" for i, name in enumerate(header[1], 1)]
     # Whole numbers alone may be a header: that is what a data frame without column names writes.
-    if all(_is_number(name) for name in names) and not all(name.isdigit() for name in names):
+    if all(is_number(name) for name in names) and not all(name.isdigit() for name in names):
         raise DataError(f"{path}: the first line ({', '.join(names[:5])}, …) holds numbers. Add a header line.")
     if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise DataError(
@@ -164,14 +164,6 @@ def _delimiter(text: str) -> str:
         return len(set(widths)) == 1 and widths[0] > 1, widths[0] if widths else 0
 
     return max(_DELIMITERS, key=merit)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 Rows = npt.NDArray[np.int64]
@@ -326,11 +318,6 @@ def numbers_in(table: Table, name: str) -> tuple[Floats, int | None]:
         if not abs(values[row]) <= np.finfo(np.float32).max:
             raise DataError(f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number.")
     return values, None
-
-
-def is_missing(text: str) -> bool:
-    """Whether a cell says that its value is not known."""
-    return text.strip().lower() in MISSING
 
 
 def class_name(number: float) -> str:

@@ -184,8 +184,17 @@ def train_job(
     )
     written = partial(taken_from_a_client, role, engine, state) if isinstance(role, HolderRole) else None
     try:
-        told: dict[str, Any] = {"on_round": on_round, "on_begin": on_begin, "say": say}
-        return conduct(job, engine, server, privacy_journal, state=state, written=written, **told)
+        return conduct(
+            job,
+            engine,
+            server,
+            privacy_journal,
+            state=state,
+            written=written,
+            on_round=on_round,
+            on_begin=on_begin,
+            say=say,
+        )
     finally:
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
