@@ -192,6 +192,10 @@ def test_no_line_ends_within_a_number(tab: Browser, comparison_page: Path, audit
         tab.show(page, width=width)
         tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert tab.run(CUT) == []
+        # Figures differ from run to run, and so does where lines end: in narrow columns one ends nearly everywhere.
+        for ems in range(10, 20):
+            tab.run(f"for (const text of document.querySelectorAll('#main p, #main li')) text.style.width = '{ems}em'")
+            assert tab.run(CUT) == []
     tab.run("document.querySelectorAll('td').forEach((one) => { one.style.width = one.style.maxWidth = '20px'; })")
     tab.run("document.querySelectorAll('td').forEach((one) => { one.textContent = '12.5 % and 3 s'; })")
     assert tab.run(CUT), "this test could not fail"
