@@ -18,6 +18,7 @@ from fedveil.runs import session
 from fedveil.runs.best import BestRound
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.model_file import load_model
+from fedveil.runs.monitor import Monitor
 from interrupting import interrupted_run, same_tensors
 
 # A rate at which the loss goes up and down: the best round is none of the last ones.
@@ -89,6 +90,7 @@ def test_early_stopping_ends_the_run_and_a_resume_does_not_go_on(tmp_path: Path)
     [
         ({"monitor": None, "early_stopping": 3}, "--monitor loss"),
         ({"monitor": "validation_accuracy"}, "hold one out"),
+        ({"monitor": "test_acuracy"}, "Did you mean 'test_accuracy'"),
         ({"evaluate_every": 0}, "set evaluate_every"),
         ({"scheme": "ldp", "monitor": "loss"}, "do not tell their training loss"),
         ({"early_stopping": 0}, "must be positive"),
@@ -131,14 +133,38 @@ def test_in_memory_too() -> None:
 
 
 def test_what_is_better_and_how_long_is_waited() -> None:
-    best = BestRound("validation_accuracy", patience=2)
+    best = BestRound(Monitor("validation_accuracy", higher_is_better=True), patience=2)
     for round, value in enumerate([0.5, math.nan, 0.7, None, 0.7, 0.6], start=1):
         best.check()
         best.hear({"round": round, "validation_accuracy": value}, None)
     assert (best.round, best.value) == (3, 0.7)
     with pytest.raises(StopTraining, match="validation_accuracy"):
         best.check()
-    lower = BestRound("validation_mse")
+    lower = BestRound(Monitor("validation_mse", higher_is_better=False))
     for round, value in enumerate([3.0, 2.0, 2.5], start=1):
         lower.hear({"round": round, "validation_mse": value}, None)
     assert lower.round == 2
+
+
+@pytest.mark.parametrize("declared", [False, True, None])
+def test_a_metric_of_ones_own_says_itself_whether_more_is_better(declared: bool | None) -> None:
+    """By its name, a Brier score used to count as one of which more is better."""
+
+    def brier_score(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.softmax(1)[:, 1] - targets).square().mean()
+
+    if declared is not None:
+        brier_score.higher_is_better = declared  # type: ignore[attr-defined]
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    data = [(x, (x[:, 0] > 0).long())] * 2
+    given: dict[str, Any] = {"scheme": "fedavg", "seed": 1, "progress": False, "lr": 0.5, "rounds": 4}
+    given |= {"test": data[0], "metrics": {"brier_score": brier_score}, "monitor": "brier_score"}
+    net = nn.Linear(4, 2)
+    if declared is None:
+        with pytest.raises(ConfigError, match="higher_is_better, True or False"):
+            fedveil.train(net, data, **given)
+        return
+    done = fedveil.train(net, data, **given)
+    scores = [row["brier_score"] for row in done.metrics]
+    assert scores == sorted(scores, reverse=True), "otherwise this test shows nothing"
+    assert done.summary["best"]["round"] == (1 if declared else 4)

@@ -177,14 +177,58 @@ def test_sites_are_judged_one_by_one() -> None:
 
 
 def test_samples_of_many_patients_are_taken_patient_by_patient() -> None:
-    data = binary(samples=50)
-    outputs, patients = logits(data, 1.0), torch.arange(50).repeat_interleave(4)
+    data = binary(samples=150)
+    outputs, patients = logits(data, 1.0), torch.arange(150).repeat_interleave(4)
     fourfold = Known("classification", data.y[patients], data.labels, patients)
     judged, alone = judge(outputs[patients], fourfold), judge(outputs, data)
-    assert judged.clusters == 50
+    assert judged.clusters == 150
     for name, figure in judged.figures.items():
         assert figure.value == pytest.approx(alone.figures[name].value)
         assert (figure.low, figure.high) == pytest.approx((alone.figures[name].low, alone.figures[name].high), abs=0.02)
+
+
+def patients(skills: Tensor, *, pictures: int = 20) -> tuple[Tensor, Known]:
+    """Outputs for the pictures of some patients, every other one ill; each patient's are as good as its skill."""
+    who = torch.arange(len(skills)).repeat_interleave(pictures)
+    y = who % 2
+    margin = skills[who] * (2 * y - 1) + 0.1 * noise(len(who))
+    return torch.stack([-margin / 2, margin / 2], 1), Known("classification", y, ("no", "yes"), who)
+
+
+def test_ten_patients_can_show_that_a_model_is_good_and_do_not_show_it_by_chance() -> None:
+    """Of models that guess patient by patient a third used to beat the baseline; at 2.5 % more than 2 of 20 do with a
+    chance of 0.01, and the seeds are fixed. tests/runs/test_intervals.py has the rates."""
+    beating = sum(bool(judge(*patients(noise(10, seed=seed), pictures=8)).beats_baseline) for seed in range(20))
+    assert beating <= 2
+    good = judge(*patients(torch.ones(10)))
+    assert (good.clusters, good.beats_baseline) == (10, True)
+    alone = judge(*patients(torch.ones(2), pictures=200))
+    assert alone.beats_baseline is False
+    assert "is not shown to beat" in alone.verdict
+
+
+def test_one_patient_shows_nothing_and_the_verdict_says_why() -> None:
+    outputs, data = patients(torch.ones(2))
+    one = Known("classification", data.y, data.labels, torch.zeros(len(data.y)).long())
+    judged = stored(judge(outputs, one))
+    assert all(figure.low is None for figure in judged.figures.values())
+    assert judged.beats_baseline is False
+    assert "100.0 %, with no interval: it stands on one group" in judged.verdict
+
+
+def test_patients_stay_patients_within_a_site() -> None:
+    outputs, data = patients(noise(12))
+    known = Known("classification", data.y, data.labels, data.groups, torch.arange(240) // 120)
+    free = Known("classification", data.y, data.labels, None, torch.arange(240) // 120)
+    ours, naive = (judge(outputs, each).parts[0].figures["accuracy"] for each in (known, free))
+    assert ours.low is not None
+    assert naive.low is not None
+    assert ours.low < naive.low - 0.05
+
+
+def test_no_samples_are_nothing_to_judge_by() -> None:
+    with pytest.raises(DataError, match="nothing to judge"):
+        judge(torch.zeros(0, 2), Known("classification", torch.zeros(0).long()))
 
 
 def test_square_loss_scores_become_the_probabilities_they_estimate() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from fedveil.cli.tables import plainly, table
 from fedveil.errors import unknown_name
+from fedveil.runs.intervals import Measured
 from fedveil.runs.judgement import TITLES, Judgement, Subset, bracket, judgement_from, shown, told
-from fedveil.runs.metrics import Measured
 
 _MOST_ROWS = 12
 _BY_CLASS = {"classification": ("recall", "precision", "f1", "auroc"), "multilabel": ("accuracy", "auroc", "f1")}

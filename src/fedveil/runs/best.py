@@ -12,18 +12,17 @@ from fedveil.errors import CheckpointError, ConfigError, StopTraining
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row
 from fedveil.runs.job import Job
-from fedveil.runs.monitor import monitor_of
-
-_LESS_IS_BETTER = ("loss", "mse", "mae", "rmse", "error", "brier")
+from fedveil.runs.monitor import Monitor, monitor_of
 
 
 class BestRound:
     """The best round so far. Only a figure that is strictly better makes another round the best one."""
 
-    def __init__(self, monitor: str, patience: int | None = None) -> None:
-        self.monitor = monitor
+    def __init__(self, monitor: Monitor, patience: int | None = None) -> None:
+        self.monitor = monitor.name
+        self._by = monitor
         self._patience = patience
-        self._sign = 1.0 if monitor.endswith(_LESS_IS_BETTER) else -1.0
+        self._sign = -1.0 if monitor.higher_is_better else 1.0
         self.round = 0
         self.value = math.nan
         self.weights: Weights | None = None
@@ -78,7 +77,7 @@ class BestRound:
                 f"The model of round {self.round}, the best by {self.monitor}, is not there: the best round from here "
                 "on is kept instead."
             )
-            self.__init__(self.monitor, self._patience)  # type: ignore[misc]
+            self.__init__(self._by, self._patience)  # type: ignore[misc]
 
     def as_data(self) -> dict[str, Any]:
         """For the summary."""
@@ -100,6 +99,6 @@ def best_of(job: Job) -> BestRound | None:
         return None
     if not job.model_here:
         raise ConfigError(
-            f"monitor = {monitor!r}, but the model lives with clients elsewhere: nobody here can keep it."
+            f"monitor = {monitor.name!r}, but the model lives with clients elsewhere: nobody here can keep it."
         )
     return BestRound(monitor, config.early_stopping)

@@ -19,48 +19,61 @@ from torch import Tensor
 
 from fedveil.errors import DataError
 from fedveil.plain import made
-from fedveil.runs.metrics import (
-    BINS,
+from fedveil.runs.intervals import (
     Array,
     Bits,
     Codes,
     Figures,
     Measured,
+    mean_of_shares,
+    missing,
+    recoded,
+    share_of,
+)
+from fedveil.runs.metrics import (
+    BINS,
     auroc,
-    bootstrapped,
     class_columns,
     class_figures,
+    counted,
     error_columns,
     error_figures,
     label_columns,
     label_figures,
-    missing,
     ranked,
-    share_of,
     total,
 )
 
-TITLES = {
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced accuracy",
-    "auroc": "AUROC",
-    "average_precision": "average precision",
-    "f1": "F1",
-    "kappa": "Cohen's kappa",
-    "ece": "calibration error",
-    "exact_match": "all labels right",
-    "recall": "recall",
-    "precision": "precision",
-    "mae": "MAE",
-    "rmse": "RMSE",
-    "mse": "MSE",
-    "r2": "R²",
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a figure before it is measured."""
+
+    title: str
+    higher_is_better: bool = True
+    share: bool = False
+    """Whether people read it in per cent."""
+
+
+KINDS = {
+    "accuracy": Kind("accuracy", share=True),
+    "balanced_accuracy": Kind("balanced accuracy", share=True),
+    "auroc": Kind("AUROC"),
+    "average_precision": Kind("average precision"),
+    "f1": Kind("F1"),
+    "kappa": Kind("Cohen's kappa"),
+    "ece": Kind("calibration error", higher_is_better=False),
+    "exact_match": Kind("all labels right", share=True),
+    "recall": Kind("recall", share=True),
+    "precision": Kind("precision", share=True),
+    "mae": Kind("MAE", higher_is_better=False),
+    "rmse": Kind("RMSE", higher_is_better=False),
+    "mse": Kind("MSE", higher_is_better=False),
+    "r2": Kind("R²"),
 }
-LOWER_IS_BETTER = frozenset({"ece", "mae", "rmse", "mse"})
-_SHARES = frozenset({"accuracy", "balanced_accuracy", "exact_match", "recall", "precision"})
+TITLES = {name: kind.title for name, kind in KINDS.items()}
 _MOST_PARTS = 50
 _MOST_CLASSES = 50  # of a confusion matrix, or more is stored than anybody reads
-_ENOUGH_CLUSTERS = 30  # below, resampling clusters says less than resampling samples
 IMBALANCED = 0.6
 _UNDEFINED = {
     "kappa": "all samples and all answers are of one class",
@@ -176,21 +189,21 @@ def beats(name: str, figure: Measured) -> bool | None:
         return None
     if figure.low is None or figure.high is None:  # too few samples to tell
         return False
-    return figure.high < figure.baseline if name in LOWER_IS_BETTER else figure.low > figure.baseline
+    return figure.low > figure.baseline if KINDS[name].higher_is_better else figure.high < figure.baseline
 
 
 def worse(name: str, figure: Measured) -> bool:
     """Whether it is wholly on the other side."""
     if figure.low is None or figure.high is None or figure.baseline is None:
         return False
-    return figure.low > figure.baseline if name in LOWER_IS_BETTER else figure.high < figure.baseline
+    return figure.high < figure.baseline if KINDS[name].higher_is_better else figure.low > figure.baseline
 
 
 def shown(name: str, value: float | None) -> str:
     """A figure the way people read it."""
     if value is None:
         return "–"
-    if name in _SHARES:
+    if KINDS[name].share:
         return f"{100 * value:.1f} %"
     return f"{value:.4g}" if name in ("mae", "rmse", "mse") else f"{round(value, 3) + 0.0:.3f}"
 
@@ -219,6 +232,8 @@ def _verdict(judged: Judgement) -> str:
         return f"The model beats {against}: {ours}."
     if worse(name, figure):
         said = f"The model is worse than {against}: {ours}."
+    elif above and figure.low is None:
+        said = f"The model is not shown to beat {against}: {ours}, with {figure.reason}."
     elif above:
         said = f"The model is not shown to beat {against}: {ours} reaches down to it."
     else:
@@ -318,13 +333,14 @@ def judge(
         true_weight: That of the square loss.
 
     Raises:
-        DataError: There are not as many outputs as samples.
+        DataError: There are no samples, or not as many outputs as samples.
     """
+    if not len(data.y):
+        raise DataError("There is nothing to judge a model by: the samples are none. Give at least one.")
     if len(outputs) != len(data.y):
         raise DataError(f"{len(outputs)} outputs for {len(data.y)} samples: give one row for each.")
     names = data.labels or tuple(str(number) for number in range(outputs.shape[1]))
-    groups = None if data.groups is None else np.unique(data.groups.cpu().numpy(), return_inverse=True)
-    clusters = None if groups is None or len(groups[0]) < _ENOUGH_CLUSTERS else groups[1].astype(np.int64)
+    clusters = None if data.groups is None else recoded(data.groups.cpu().numpy())
     finite = torch.isfinite(outputs).flatten(1).all(1)
     if not bool(finite.all()):
         return _without_figures(data, int((~finite).sum()))
@@ -344,11 +360,13 @@ def judge(
     judged = samples.judged()
     places = data.groups if data.sites is None else data.sites
     names = data.group_names if data.sites is None else data.site_names
+    if data.sites is None:  # a group by itself: its samples are all there is
+        samples = dataclasses.replace(samples, clusters=None)
     parts = () if places is None else _parts(samples, places.cpu().numpy(), names)
     return dataclasses.replace(
         judged,
         probabilities=how,
-        clusters=None if groups is None or clusters is None else len(groups[0]),
+        clusters=None if clusters is None else int(clusters.max()) + 1,
         parts=parts,
         parted_by="" if not parts else "group" if data.sites is None else "site",
     )
@@ -422,9 +440,10 @@ class _Arrays:
     names: Sequence[str]
 
     def at(self, rows: Bits) -> _Arrays:
-        """Some of them; in a part, samples are taken one by one."""
+        """Some of them."""
+        clusters = None if self.clusters is None else recoded(self.clusters[rows])
         return dataclasses.replace(
-            self, truth=self.truth[rows], chances=self.chances[rows], scores=self.scores[rows], clusters=None
+            self, truth=self.truth[rows], chances=self.chances[rows], scores=self.scores[rows], clusters=clusters
         )
 
     def judged(self) -> Judgement:
@@ -444,8 +463,9 @@ class _Arrays:
         share = counts[most] / len(truth)
         columns = class_columns(truth, answer, confidence, classes=classes)
         alone = class_columns(truth, np.full_like(truth, most), np.full(len(truth), share), classes=classes)
-        counted = bootstrapped(columns, class_figures, constant=alone, clusters=self.clusters, undefined=_UNDEFINED)
+        made = counted(columns, class_figures, constant=alone, clusters=self.clusters, undefined=_UNDEFINED)
         members = truth[:, None] == np.arange(classes)
+        there = members[:, counts > 0]
         (ranking, aurocs), (precision, precisions) = (
             ranked(members, self.scores, self.clusters, kind=kind) for kind in ("auroc", "average_precision")
         )
@@ -457,12 +477,12 @@ class _Arrays:
         accuracy = dataclasses.replace(share_of(hits, self.clusters), baseline=float(share))
         figures = {
             "accuracy": accuracy,
-            "balanced_accuracy": counted["balanced_accuracy"][0],
+            "balanced_accuracy": self._mean(there & hits[:, None], there, made["balanced_accuracy"][0]),
             "auroc": ranking,
             "average_precision": precision,
-            "f1": counted["f1"][0],
-            "kappa": counted["kappa"][0],
-            "ece": counted["ece"][0],
+            "f1": made["f1"][0],
+            "kappa": made["kappa"][0],
+            "ece": made["ece"][0],
         }
         answered = [answer == number for number in range(classes)]
         each = tuple(
@@ -472,7 +492,7 @@ class _Arrays:
                 {
                     "recall": self._share(hits, members[:, number], "no sample is of this class"),
                     "precision": self._share(hits, answered[number], "no sample was called this class"),
-                    "f1": counted["each f1"][number],
+                    "f1": made["each f1"][number],
                     "auroc": aurocs[number],
                     "average_precision": precisions[number],
                 },
@@ -498,14 +518,19 @@ class _Arrays:
     def _share(self, hits: Bits, among: Bits, reason: str) -> Measured:
         if not among.any():
             return missing(reason)
-        clusters = None if self.clusters is None else np.unique(self.clusters[among], return_inverse=True)[1]
-        return share_of(hits[among], clusters)
+        return share_of(hits[among], None if self.clusters is None else recoded(self.clusters[among]))
+
+    def _mean(self, hits: Bits, members: Bits, like: Measured) -> Measured:
+        """A figure that is the mean of shares, with the interval that belongs to such a mean."""
+        if like.value is None:
+            return like
+        return dataclasses.replace(mean_of_shares(hits, members, self.clusters), baseline=like.baseline)
 
     def _labels(self) -> Judgement:
         truth, answer = self.truth > 0.5, self.chances >= 0.5
         shares = np.broadcast_to(truth.mean(0), truth.shape)
         confidence = np.where(answer, self.chances, 1 - self.chances)
-        counted = bootstrapped(
+        made = counted(
             label_columns(truth, answer, confidence),
             label_figures,
             constant=label_columns(truth, shares >= 0.5, np.maximum(shares, 1 - shares)),
@@ -515,22 +540,23 @@ class _Arrays:
         (ranking, aurocs), (precision, precisions) = (
             ranked(truth, self.scores, self.clusters, kind=kind) for kind in ("auroc", "average_precision")
         )
+        right = truth == answer
         whole = dataclasses.replace(
-            share_of((truth == answer).all(1), self.clusters),
+            share_of(right.all(1), self.clusters),
             baseline=float((truth == (shares >= 0.5)).all(1).mean()),
         )
-        names = ("accuracy", "balanced_accuracy", "f1", "ece")
-        figures = {name: counted[name][0] for name in names}
+        varied = truth.any(0) & ~truth.all(0)
+        both = np.hstack([truth[:, varied], ~truth[:, varied]])
         each = tuple(
             Subset(
                 self.names[number],
                 int(truth[:, number].sum()),
                 {
                     "accuracy": dataclasses.replace(
-                        share_of(truth[:, number] == answer[:, number], self.clusters),
+                        share_of(right[:, number], self.clusters),
                         baseline=float(max(truth[:, number].mean(), 1 - truth[:, number].mean())),
                     ),
-                    "f1": counted["each f1"][number],
+                    "f1": made["each f1"][number],
                     "auroc": aurocs[number],
                     "average_precision": precisions[number],
                 },
@@ -541,22 +567,24 @@ class _Arrays:
             self.task,
             len(truth),
             {
-                "accuracy": figures["accuracy"],
+                "accuracy": self._mean(right, np.ones_like(truth), made["accuracy"][0]),
                 "exact_match": whole,
-                "balanced_accuracy": figures["balanced_accuracy"],
+                "balanced_accuracy": self._mean(
+                    np.hstack([right[:, varied]] * 2) & both, both, made["balanced_accuracy"][0]
+                ),
                 "auroc": ranking,
                 "average_precision": precision,
-                "f1": figures["f1"],
-                "ece": figures["ece"],
+                "f1": made["f1"][0],
+                "ece": made["ece"][0],
             },
             constant=bool((answer == answer[:1]).all()),
             classes=each,
-            reliability=_reliability(confidence.ravel(), (truth == answer).ravel()),
+            reliability=_reliability(confidence.ravel(), right.ravel()),
         )
 
     def _regression(self) -> Judgement:
         truth = self.truth.astype(np.float64)
-        counted = bootstrapped(
+        made = counted(
             error_columns(truth, self.chances),
             error_figures,
             constant=error_columns(truth, np.broadcast_to(truth.mean(0), truth.shape)),
@@ -564,9 +592,7 @@ class _Arrays:
             undefined=_UNDEFINED,
         )
         constant = bool((self.chances == self.chances[:1]).all())
-        return Judgement(
-            self.task, len(truth), {name: figures[0] for name, figures in counted.items()}, constant=constant
-        )
+        return Judgement(self.task, len(truth), {name: figures[0] for name, figures in made.items()}, constant=constant)
 
 
 def _reliability(confidence: Array, hits: Bits) -> tuple[Bin, ...]:

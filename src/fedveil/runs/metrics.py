@@ -1,137 +1,103 @@
-"""How good outputs are, figure by figure, each with its 95 % interval.
+"""How good outputs are, figure by figure, each with its 95 % interval (`fedveil.runs.intervals`).
 
 What is counted (accuracy, F1, kappa, calibration, errors) is a formula over sums of columns, a row a sample. So one
-formula gives the figure, what a constant answer would get, and every resample of the bootstrap. What is ranked (AUROC,
-average precision) is no sum; there the interval follows from each sample's influence, which for two classes is DeLong's
-variance. Samples of one cluster (a patient's pictures) are resampled, and their influences added, as one.
+formula gives the figure, what a constant answer would get, every resample of the bootstrap, and what is left without
+a group. What is ranked (AUROC, average precision) is no sum; there the interval follows from each sample's influence,
+which for two classes is DeLong's variance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import brentq
-from scipy.stats import norm, rankdata
+from scipy.stats import rankdata
 
-Array = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.bool_]
+from fedveil.runs.intervals import (
+    AGREEMENT,
+    ERROR,
+    EXPLAINED,
+    SHARE,
+    Array,
+    Bits,
+    Codes,
+    Measured,
+    Scale,
+    Z,
+    by_influence,
+    calibration,
+    freedom,
+    group_sums,
+    jackknifed,
+    missing,
+    newcombe,
+    percentiles,
+    quantile,
+    resamples,
+    wilson,
+    worth,
+)
 
-Z = 1.959963984540054
 BINS = 15
-RESAMPLES = 1000
-FEWEST_RESAMPLES = 200
-_MOST_DRAWS = 5_000_000
-_AT_ONCE = 2_000_000
-_SEED = 0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A figure, its 95 % interval and how that was found, and what a constant answer gets; or why there is none."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    interval: str = ""
-    baseline: float | None = None
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        for number in (self.value, self.low, self.high, self.baseline):
-            if number is not None and not math.isfinite(number):
-                raise ValueError(f"{number} is no figure")
-
-
-Figures = dict[str, Measured]
-
-
-def missing(reason: str) -> Measured:
-    """A figure that is not defined."""
-    return Measured(None, reason=reason)
-
-
-def wilson(right: float, total: float) -> tuple[float, float]:
-    """Wilson's interval of a share: p with |p̂ − p| = z·√(p·(1−p)/n)."""
-    share, square = right / total, Z * Z
-    centre = (share + square / (2 * total)) / (1 + square / total)
-    half = Z * math.sqrt(share * (1 - share) / total + square / (4 * total * total)) / (1 + square / total)
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def share_of(hits: Bits | Array, clusters: Codes | None) -> Measured:
-    """A share of samples, with Wilson's interval for as many samples as they are worth.
-
-    Within clusters samples are alike: n is divided by how much larger the variance of the clusters' sums is than that
-    of independent samples.
-    """
-    total, share = len(hits), float(hits.mean())
-    worth = float(total)
-    if clusters is not None:
-        spread = float(np.square(np.bincount(clusters, weights=hits - share)).sum())
-        alone = total * share * (1 - share)
-        worth = min(worth, total * alone / spread) if spread > 0 else float(len(np.unique(clusters)))
-    return Measured(share, *wilson(share * worth, worth), "Wilson")
-
-
-def resamples(samples: int, clusters: Codes | None = None) -> Iterator[Array]:
-    """How often each sample is drawn, a row a resample, some rows at a time; always the same draws."""
-    units = samples if clusters is None else int(clusters.max()) + 1
-    count = min(RESAMPLES, max(FEWEST_RESAMPLES, _MOST_DRAWS // samples))
-    step = max(1, _AT_ONCE // samples)
-    generator = np.random.default_rng(_SEED)
-    for first in range(0, count, step):
-        rows = min(step, count - first)
-        drawn = generator.integers(units, size=(rows, units)) + units * np.arange(rows)[:, None]
-        weights = np.bincount(drawn.ravel(), minlength=rows * units).reshape(rows, units).astype(np.float64)
-        yield weights if clusters is None else weights[:, clusters]
-
 
 Formula = Callable[[Array], dict[str, Array]]
 """Figures of each row of sums: a number, or one per class; NaN where one is not defined."""
 
+_SCALES: dict[str, Scale] = {
+    "kappa": AGREEMENT,
+    "r2": EXPLAINED,
+    "mae": ERROR,
+    "rmse": ERROR,
+    "mse": ERROR,
+}
 
-def bootstrapped(
+
+def counted(
     columns: Any, formula: Formula, *, constant: Any, clusters: Codes | None, undefined: Mapping[str, str]
 ) -> dict[str, list[Measured]]:
-    """Figures of columns with percentile intervals; `constant` are the columns of the constant answer.
+    """Figures of columns with intervals: by resampling samples, or by leaving out groups where samples have any.
 
-    `undefined` says why a figure may not be there.
+    `constant` are the columns of the constant answer; `undefined` says why a figure may not be there.
     """
     figures, beside = formula(total(columns)), formula(total(constant))
-    drawn = [formula(weights @ columns) for weights in resamples(columns.shape[0], clusters)]
-    made = {}
+    units = group_sums(columns, clusters)
+    degrees = None if clusters is None else freedom(clusters)
+    drawn = _joined([formula(weights @ units) for weights in resamples(units.shape[0])])
+    left_out = formula(total(columns) - _dense(units)) if degrees else {}
+    made: dict[str, list[Measured]] = {name: [] for name in figures}
     for name, values in figures.items():
-        spread = np.concatenate([each[name] for each in drawn]).reshape(-1, values.size)
-        made[name] = [
-            replace(_percentiles(float(value), spread[:, at]), baseline=_known(baseline))
-            if math.isfinite(value)
-            else missing(undefined.get(name, "it is not defined for these samples"))
-            for at, (value, baseline) in enumerate(zip(values.ravel(), beside[name].ravel(), strict=True))
-        ]
+        for at, (value, baseline) in enumerate(zip(values.ravel().tolist(), beside[name].ravel(), strict=True)):
+            if not math.isfinite(value):
+                made[name].append(missing(undefined.get(name, "it is not defined for these samples")))
+                continue
+            if name == "ece":
+                spread = calibration(units[:, -BINS:], columns.shape[0], drawn[name][:, at], degrees)
+            elif degrees is None:
+                spread = percentiles(value, drawn[name][:, at])
+            else:
+                others = left_out.get(name, np.empty(0)).reshape(units.shape[0], -1)[:, at] if degrees else np.empty(0)
+                spread = jackknifed(value, others, degrees, _SCALES.get(name, SHARE))
+            made[name].append(replace(spread, baseline=_known(baseline)))
     return made
+
+
+def _joined(drawn: list[dict[str, Array]]) -> dict[str, Array]:
+    """The figures of all resamples, a row each."""
+    return {name: np.concatenate([each[name].reshape(len(each[name]), -1) for each in drawn]) for name in drawn[0]}
+
+
+def _dense(sums: Any) -> Array:
+    dense: Array = sums.toarray() if sparse.issparse(sums) else np.asarray(sums)
+    return dense
 
 
 def total(columns: Any) -> Array:
     """The sums of all samples, a single row."""
     return np.asarray(columns.sum(0), dtype=np.float64).reshape(1, -1)
-
-
-def _percentiles(value: float, drawn: Array) -> Measured:
-    """Efron's bias-corrected percentiles: an ECE, which resampling only makes larger, needs the correction."""
-    drawn = np.sort(drawn[np.isfinite(drawn)])
-    if not len(drawn) or drawn[-1] - drawn[0] < 1e-12 * max(1.0, abs(value)):
-        return Measured(value, reason="no interval: every resample gives the same")
-    below, above = np.searchsorted(drawn, value, "left"), np.searchsorted(drawn, value, "right")
-    shift = 2 * norm.ppf(((below + above) / 2 + 0.5) / (len(drawn) + 1))
-    low, high = np.quantile(drawn, norm.cdf([shift - Z, shift + Z]))
-    return Measured(value, float(low), float(high), "bootstrap")
 
 
 def _known(value: float) -> float | None:
@@ -278,66 +244,79 @@ def average_precision(truth: Bits, score: Array) -> tuple[float, Array]:
     return value, influence
 
 
+@dataclass(frozen=True)
+class _Ranking:
+    """A figure of a ranking: its value and influences, its chance level, and its interval where it is perfect."""
+
+    measure: Callable[[Bits, Array], tuple[float, Array]]
+    interval: str
+    chance: Callable[[float], float]
+    bound: Callable[[float, float, float, float], tuple[float, float]]
+    bound_interval: str
+
+
+_RANKED = {
+    "auroc": _Ranking(auroc, "DeLong", lambda share: 0.5, newcombe, "Newcombe"),
+    "average_precision": _Ranking(
+        average_precision,
+        "delta method",
+        lambda share: share,
+        lambda value, positive, negative, z: wilson(value * positive, positive, z),
+        "Wilson",
+    ),
+}
+
+
 def ranked(truth: Bits, score: Array, clusters: Codes | None, *, kind: str) -> tuple[Measured, list[Measured]]:
     """AUROC (`kind` "auroc") or average precision of every column, and the mean of those that are defined."""
-    measure, method, chance, bound, otherwise = _RANKED[kind]
+    ranking = _RANKED[kind]
     each: list[Measured] = []
     measured: list[tuple[float, Array, float, float, float]] = []
+    parts: list[Codes] = []
     for true, own in zip(truth.T, score.T, strict=True):
         count, samples = int(true.sum()), len(true)
         if count in (0, samples):
             each.append(missing("every sample is of this class" if count else "no sample is of this class"))
             continue
-        value, influence = measure(true, own)
-        ends, baseline = bound(value, count, samples - count), chance(count / samples)
-        spread = _by_influence(value, influence, clusters, method, Measured(value, *ends, otherwise))
-        each.append(replace(spread, baseline=baseline))
+        value, influence = ranking.measure(true, own)
+        baseline = ranking.chance(count / samples)
+        places = np.arange(samples) if clusters is None else clusters
+        sides = (places[true], places[~true])
+        parts += sides
+        degrees = freedom(*sides)
+        if clusters is None:
+            ends = ranking.bound(value, count, samples - count, Z)
+        else:
+            influence = influence * _own_share(true, clusters)
+            ends = ranking.bound(value, worth(sides[0]), worth(sides[1]), quantile(degrees) if degrees else Z)
+        each.append(replace(_interval(ranking, value, influence, clusters, degrees, ends), baseline=baseline))
         measured.append((value, influence, *ends, baseline))
     if not measured:
         return missing("every sample is of one class"), each
-    values, influences, lows, highs, baselines = (np.mean(part, axis=0) for part in zip(*measured, strict=True))
-    perfect = Measured(float(values), float(lows), float(highs), otherwise)
-    mean = _by_influence(float(values), influences, clusters, method, perfect)
+    values, influences, low, high, baselines = (np.mean(part, axis=0) for part in zip(*measured, strict=True))
+    ends = (float(low), float(high))
+    mean = _interval(ranking, float(values), influences, clusters, freedom(*parts), ends)
     return replace(mean, baseline=float(baselines)), each
 
 
-def _by_influence(value: float, influence: Array, clusters: Codes | None, method: str, otherwise: Measured) -> Measured:
-    """On the logit scale, where no interval leaves 0 … 1; `otherwise` where nothing varies: a perfect ranking."""
-    parts = influence if clusters is None else np.bincount(clusters, weights=influence)
-    error = math.sqrt(float(np.square(parts).sum())) / len(influence)
-    if error < 1e-12 or not 1e-12 < value < 1 - 1e-12:
-        return otherwise
-    centre, half = math.log(value / (1 - value)), Z * error / (value * (1 - value))
-    low, high = (1 / (1 + math.exp(-min(max(end, -700.0), 700.0))) for end in (centre - half, centre + half))
-    return Measured(value, low, high, method)
+def _own_share(true: Bits, clusters: Codes) -> Array:
+    """What influences are multiplied by, since a value is made of each group's samples too: 1/√(1 − w), by class."""
+    factor = np.ones(len(true))
+    for side in (true, ~true):
+        shares = np.bincount(clusters[side], minlength=int(clusters.max()) + 1) / side.sum()
+        factor[side] = 1 / np.sqrt(np.maximum(1 - shares, 1e-12))[clusters[side]]
+    return factor
 
 
-def newcombe(value: float, positive: int, negative: int) -> tuple[float, float]:
-    """Newcombe's interval of an AUROC (2006, method 5), Wilson's idea with the variance of Hanley and McNeil.
-
-    It has a width also where the ranking is perfect.
-    """
-    pairs = (positive + negative) / 2 - 1
-
-    def off(truth: float) -> float:
-        spread = 1 + pairs * (1 - truth) / (2 - truth) + pairs * truth / (1 + truth)
-        return (value - truth) ** 2 - Z * Z * truth * (1 - truth) * spread / (positive * negative)
-
-    tiny = 1e-9
-    low = brentq(off, tiny, value - tiny) if value > 2 * tiny and off(tiny) > 0 else 0.0
-    high = brentq(off, value + tiny, 1 - tiny) if value < 1 - 2 * tiny and off(1 - tiny) > 0 else 1.0
-    return float(low), float(high)
-
-
-_Measure = Callable[[Bits, Array], tuple[float, Array]]
-_Bound = Callable[[float, int, int], tuple[float, float]]
-_RANKED: dict[str, tuple[_Measure, str, Callable[[float], float], _Bound, str]] = {
-    "auroc": (auroc, "DeLong", lambda share: 0.5, newcombe, "Newcombe"),
-    "average_precision": (
-        average_precision,
-        "delta method",
-        lambda share: share,
-        lambda value, positive, negative: wilson(value * positive, positive),
-        "Wilson",
-    ),
-}
+def _interval(
+    ranking: _Ranking,
+    value: float,
+    influence: Array,
+    clusters: Codes | None,
+    degrees: float,
+    ends: tuple[float, float],
+) -> Measured:
+    spread = by_influence(value, influence, clusters, degrees)
+    if spread is None:
+        return Measured(value, *ends, ranking.bound_interval)
+    return replace(spread, interval=ranking.interval if spread.low is not None else "")

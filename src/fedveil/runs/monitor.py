@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, unknown_name
+from fedveil.runs.judgement import KINDS
 
 if TYPE_CHECKING:
     from fedveil.runs.job import Job
@@ -13,13 +15,32 @@ if TYPE_CHECKING:
 VALIDATION_LOSS = "validation_loss"
 
 
-def monitor_of(job: Job) -> str | None:
-    """The figure that tells the best round, if there is one."""
+# What an evaluated round's row has of each part.
+_LOSS = "loss"
+_IN_ROWS = {_LOSS: False} | {
+    name: KINDS[name].higher_is_better for name in ("accuracy", "balanced_accuracy", "f1", "auroc", "mse", "mae", "r2")
+}
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A figure by its name in rows, and whether more of it is better."""
+
+    name: str
+    higher_is_better: bool
+
+
+def monitor_of(job: Job) -> Monitor | None:
+    """The figure that tells the best round, if there is one.
+
+    Raises:
+        ConfigError: Settings name one that is not there, or that does not say whether more of it is better.
+    """
     config = job.config
     validated = job.validation is not None
     asked = config.monitor is not None or config.early_stopping is not None
     if not asked:
-        return VALIDATION_LOSS if validated and config.evaluate_every else None
+        return Monitor(VALIDATION_LOSS, higher_is_better=False) if validated and config.evaluate_every else None
     monitor = config.monitor or VALIDATION_LOSS
     part = monitor.partition("_")[0]
     if part == "validation" and not validated:
@@ -37,19 +58,36 @@ def monitor_of(job: Job) -> str | None:
             f"monitor = 'loss', but under {job.scheme.name} clients do not tell their training loss: name a figure of "
             "samples that the server holds."
         )
-    return monitor
+    return Monitor(monitor, higher_is_better=_higher_is_better(monitor, job))
+
+
+def _higher_is_better(monitor: str, job: Job) -> bool:
+    if job.metrics is not None and (own := job.metrics.behind(monitor)) is not None:
+        direction = job.metrics.higher_is_better(own)
+        if direction is None:
+            raise ConfigError(
+                f"monitor = {monitor!r}, and the metric {own!r} does not say whether more of it is better: give it an "
+                "attribute higher_is_better, True or False (metrics of torchmetrics have it)."
+            )
+        return direction
+    part, _, figure = monitor.partition("_")
+    if monitor == _LOSS or (part in ("test", "validation") and figure in _IN_ROWS):
+        return _IN_ROWS[figure or _LOSS]
+    known = [_LOSS, *(f"validation_{name}" for name in _IN_ROWS), *(f"test_{name}" for name in _IN_ROWS)]
+    raise unknown_name("monitor", monitor, [*known, *(job.metrics.names if job.metrics is not None else ())])
 
 
 def best_note(job: Job) -> tuple[str, ...]:
     """What a ledger says of the choice of a round."""
     try:
-        monitor = monitor_of(job)
+        chosen_by = monitor_of(job)
     except ConfigError:
         return ()
-    if monitor is None:
+    if chosen_by is None:
         return ()
+    monitor = chosen_by.name
     chosen = f"the best round{_and_end(job.config)} is chosen by {monitor}"
-    own = job.metrics is not None and not monitor.startswith("validation_") and monitor in job.metrics.names
+    own = job.metrics is not None and job.metrics.behind(monitor) is not None
     if monitor.startswith("test_") or own:
         chosen += ", whose figures for that round say too much for it"
     if monitor.startswith(("validation_", "test_")) or own:

@@ -64,6 +64,16 @@ class OwnMetrics:
         """What the metrics are called."""
         return frozenset(self._metrics)
 
+    def behind(self, figure: str) -> str | None:
+        """The metric that a figure of a row is of: its own name, or the beginning of name_figure."""
+        known = [name for name in self._metrics if figure == name or figure.startswith(f"{name}_")]
+        return max(known, key=len, default=None)
+
+    def higher_is_better(self, name: str) -> bool | None:
+        """Whether more of a metric is better, by its attribute of that name; None where it does not say."""
+        direction = getattr(self._metrics[name], "higher_is_better", None)
+        return direction if isinstance(direction, bool) else None
+
     def figures(self, outputs: Tensor, targets: Tensor) -> dict[str, OwnFigure]:
         """Every metric of these samples, on the CPU; a metric that gives several figures by name gives name_figure."""
         # Copies: what a metric does to its arguments is its own affair.
