@@ -293,7 +293,7 @@ def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Tr
         except BaseException as reason:
             watch.callbacks.stopped(reason)
             raise
-    watch.callbacks.end(summary)
+    watch.callbacks.finish(summary, _warn)
     kept = None if best is None or best.weights is None else _module(job, best.weights)
     return Trained(_module(job, state.weights), outcome.rows, summary, kept)
 
@@ -325,7 +325,9 @@ def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
     if job.test is None:
         raise ConfigError("metrics are computed on test samples: give them too (test).")
     job = replace(job, metrics=OwnMetrics(metrics))
-    evaluated(job, fresh_state(job))
+    _, scores = evaluated(job, fresh_state(job))
+    for name, why in scores.failed.items():
+        raise ConfigError(f"The metric {name!r} fails {why}")
     return job
 
 

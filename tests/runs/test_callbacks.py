@@ -162,3 +162,42 @@ def test_a_callback_that_fails_is_no_wish_to_stop(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         session.run(SMALL, tmp_path / "run", quiet=True, follow=[broken, told])
     assert told.heard[-1] == "stopped"
+
+
+class Clumsy(Callback):
+    """Fails when all is over."""
+
+    def end(self, summary: dict[str, Any]) -> None:
+        raise OSError("no room for the last page")
+
+    def stopped(self, reason: BaseException) -> None:
+        raise LookupError("whose fault was it?")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_callback_that_fails_at_the_end_loses_nobody_the_model(
+    tmp_path: Path, stored: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x, later = nn.Linear(4, 2), torch.randn(12, 4), Everything()
+    data = [(x, (x[:, 0] > 0).long())] * 2
+    given: dict[str, Any] = {"scheme": "fedavg", "rounds": 1, "seed": 1, "progress": False, "test": data[0]}
+    given |= {"callbacks": [Clumsy(), later], "out": tmp_path / "run" if stored else None}
+    with caplog.at_level("WARNING"):
+        done = fedveil.train(net, data, **given)
+    assert done.summary["rounds"] == 1
+    assert later.heard[-1] == "end after 1"
+    assert any("end of the callback Clumsy has failed: OSError: no room" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_callback_that_fails_when_told_of_an_error_does_not_hide_it(tmp_path: Path, stored: bool) -> None:
+    net, x = nn.Linear(4, 2), torch.randn(12, 4)
+
+    def trip(row: dict[str, Any]) -> None:
+        raise RuntimeError("the first error")
+
+    given: dict[str, Any] = {"scheme": "fedavg", "rounds": 2, "seed": 1, "progress": False}
+    given |= {"callbacks": [trip, Clumsy()], "out": tmp_path / "run" if stored else None}
+    with pytest.raises(RuntimeError, match="the first error") as caught:
+        fedveil.train(net, [(x, (x[:, 0] > 0).long())] * 2, **given)
+    assert caught.value.__notes__ == ["stopped of the callback Clumsy has failed: LookupError: whose fault was it?"]

@@ -348,6 +348,32 @@ def test_a_metric_that_cannot_work_is_refused_before_the_first_round(metrics: An
         trained(metrics=metrics)
 
 
+@pytest.mark.parametrize("stored_too", [False, True])
+def test_a_metric_that_fails_late_is_named_and_training_goes_on(
+    tmp_path: Path, stored_too: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def fragile(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:  # the first is the trial before training
+            raise ZeroDivisionError("nothing to divide by")
+        return outputs.max()
+
+    out = tmp_path / "run" if stored_too else None
+    with caplog.at_level("WARNING"):
+        result = trained(metrics={"fragile": fragile, "share": Share()}, rounds=3, out=out)
+    first, second, third = result.metrics
+    assert isinstance(first["fragile"], float)
+    assert "failed_metrics" not in first
+    assert second["fragile"] is None
+    assert "ZeroDivisionError: nothing to divide by" in second["failed_metrics"]["fragile"]
+    assert isinstance(second["share"], float)
+    assert isinstance(third["fragile"], float)
+    assert result.summary["rounds"] == 3
+    assert sum("the metric 'fragile' has failed in round 2" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_metrics_without_test_samples_are_refused() -> None:
     with pytest.raises(fedveil.errors.ConfigError, match="give them too"):
         trained(metrics={"mine": Share()}, test=None)

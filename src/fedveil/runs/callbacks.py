@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from typing import Any
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, StopTraining
 from fedveil.runs.folder import RunFolder
+
+_LOG = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -22,7 +25,8 @@ class Callback:
     """Told what happens to one run: override what you want to hear.
 
     It sees figures and the server's folder, no client's data or secrets. Any of it may raise `fedveil.StopTraining`
-    with the reason: the run then ends as if that round had been its last. What else it raises ends it as a failure.
+    with the reason: the run then ends as if that round had been its last. What else it raises ends it as a failure;
+    but what is over stays as it is: what `end` or `stopped` raises is told as a warning, and changes nothing.
     """
 
     def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[Row]) -> None:
@@ -74,7 +78,7 @@ class Callbacks(Callback):
     def __bool__(self) -> bool:
         return bool(self._each)
 
-    def _tell(self, name: str, *values: Any) -> None:
+    def _tell(self, name: str, *values: Any, warn: Say | None = None) -> None:
         for callback in self._each:
             method = getattr(callback, name, None)
             if method is None and name == "round" and not any(hasattr(callback, other) for other in _TOLD):
@@ -85,6 +89,12 @@ class Callbacks(Callback):
                 method(*(copy.deepcopy(value) if isinstance(value, dict) else value for value in values))
             except StopTraining as reason:
                 self._stop = self._stop or reason
+            except Exception as reason:
+                if warn is None:
+                    raise
+                _LOG.warning("%s of a callback has failed", name, exc_info=reason)
+                who = getattr(callback, "__qualname__", type(callback).__qualname__)
+                warn(f"{name} of the callback {who} has failed: {type(reason).__name__}: {reason}")
 
     def check(self) -> None:
         """Stop the training (StopTraining) where a callback wants it."""
@@ -114,13 +124,13 @@ class Callbacks(Callback):
         """Pass it on."""
         self._tell("kept")
 
-    def end(self, summary: dict[str, Any]) -> None:
-        """Pass it on."""
-        self._tell("end", summary)
+    def finish(self, summary: dict[str, Any], say: Say) -> None:
+        """The run is finished: pass it on. Who fails then loses nobody the model; that is said."""
+        self._tell("end", summary, warn=lambda text: say(f"{WARNING}{text}. The run is finished, and its model whole."))
 
     def stopped(self, reason: BaseException) -> None:
-        """Pass it on."""
-        self._tell("stopped", reason)
+        """Pass it on; who fails then adds a note to the reason, which stays what it is."""
+        self._tell("stopped", reason, warn=reason.add_note)
 
 
 class Progress:

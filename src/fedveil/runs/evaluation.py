@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,17 @@ class Scores:
     mse: float | None
     more: Mapping[str, float] = field(default_factory=dict)
     own: Mapping[str, OwnFigure] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Why metrics of the user's own have no figure."""
 
     def as_data(self) -> dict[str, float]:
         """test_loss, test_accuracy or test_mse, and others by name; what is no number is left out."""
         named = {"loss": self.loss, "accuracy": self.accuracy, "mse": self.mse, **self.more}
         return {f"test_{name}": value for name, value in named.items() if value is not None and math.isfinite(value)}
+
+    def own_data(self) -> dict[str, Any]:
+        """The user's own figures by name, and under failed_metrics why some are not there."""
+        return {**self.own, **({"failed_metrics": dict(self.failed)} if self.failed else {})}
 
 
 def predict(module: nn.Module, x: Tensor) -> Tensor:
@@ -56,13 +63,13 @@ def score(module: nn.Module, test: Dataset, loss: Loss) -> Scores:
 def score_outputs(output: Tensor, test: Dataset, loss: Loss, own: OwnMetrics | None = None) -> Scores:
     """Scores of a model's outputs, and what metrics of the user's `own` say of them."""
     value, more = float(loss.mean(output, test.y)), quick_figures(output, test, loss.name)
-    named = {} if own is None else own.figures(output, test.y)
+    named, failed = ({}, {}) if own is None else own.figures(output, test.y)
     if test.task == "classification":
-        return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named)
+        return Scores(value, float((output.argmax(1) == test.y).double().mean()), None, more, named, failed)
     if test.task == "multilabel":
         held = output >= (0.5 if loss.name == "square" else 0.0)  # the square loss has learned 0 and 1 themselves
-        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named)
-    return Scores(value, None, float((output - test.y).double().square().mean()), more, named)
+        return Scores(value, float((held == (test.y > 0.5)).double().mean()), None, more, named, failed)
+    return Scores(value, None, float((output - test.y).double().square().mean()), more, named, failed)
 
 
 def score_weights(architecture: Architecture, weights: Weights, test: Dataset, loss: Loss) -> Scores:

@@ -110,6 +110,8 @@ class Outcome:
     validation: dict[str, float] = field(default_factory=dict)
     stopped: str = ""
     diverged: bool = False
+    failed_metrics: set[str] = field(default_factory=set)
+    """Of which that was said."""
     lost: int = 0
     """Rounds of earlier attempts that count in the account and are not in the model this attempt began with."""
 
@@ -120,6 +122,15 @@ class Outcome:
             raise ProtocolError(f"The run cannot start: {reason}.{self._why_lost()}")
         self.stopped = reason
         say(f"The run ends after {done} round{'s' * (done != 1)}: {reason}.{self._why_lost()}")
+
+    def tell_failed(self, metrics: Mapping[str, str], say: Callable[[str], None]) -> None:
+        """Warn of metrics of the user's own that have failed, of each once: training goes on without their figures."""
+        for name in metrics.keys() - self.failed_metrics:
+            self.failed_metrics.add(name)
+            say(
+                f"{WARNING}the metric {name!r} has failed in round {self.state.round}, {metrics[name]}. It has no "
+                "figure there (see failed_metrics); training goes on."
+            )
 
     def _why_lost(self) -> str:
         if not self.lost:
@@ -279,6 +290,7 @@ def conduct(
         last = time.perf_counter()
         outcome.rows.append(row)
         _log(row)
+        outcome.tell_failed(row.get("failed_metrics", {}), say)
         if not outcome.diverged and (told := _diverges(job, outcome.rows[0], row)):
             outcome.diverged = True
             say(WARNING + told)
@@ -294,6 +306,7 @@ def conduct(
         raise ProtocolError(f"Every round failed; the last because {outcome.rows[-1]['failed']}.")
     if job.test is not None:
         outputs, outcome.scores = evaluated(job, state)
+        outcome.tell_failed(outcome.scores.failed, say)
         square = {"target_scale": job.config.target_scale, "true_weight": job.config.true_weight}
         outcome.judged = judge(outputs, job.test, loss=job.loss.name, **square)
         outcome.client_view = None if job.scheme.holder == "clients" else _client_view(job, state)
@@ -380,7 +393,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     if every and (done.round + 1) % every == 0:
         if job.test is not None:
             _, scores = evaluated(job, state)
-            row |= {**scores.as_data(), **scores.own}
+            row |= {**scores.as_data(), **scores.own_data()}
         row |= _validated(job, state)
     return row
 
@@ -487,7 +500,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if job.description is not None:
         summary["data"] = job.description.summary()
     if outcome.scores is not None:
-        summary |= {**outcome.scores.as_data(), **outcome.scores.own}
+        summary |= {**outcome.scores.as_data(), **outcome.scores.own_data()}
     if outcome.judged is not None:
         summary["judged"] = outcome.judged.as_data()
     summary |= outcome.validation

@@ -17,7 +17,8 @@ OwnFigure = float | list[float | None] | None
 RESERVED = frozenset(
     "round loss clients seconds bytes_down bytes_up failed refused engine scheme holder dataset model rounds seed "
     "simulation train_loss parameters device dtype fedveil torch python warning coverage visible stopped "
-    "failed_rounds ledger judged data client_names class_weights best loss_because diverged recovered".split()
+    "failed_rounds ledger judged data client_names class_weights best loss_because diverged recovered "
+    "failed_metrics".split()
 )
 _PREFIXES = ("test_", "validation_", "client_view_")
 
@@ -74,20 +75,25 @@ class OwnMetrics:
         direction = getattr(self._metrics[name], "higher_is_better", None)
         return direction if isinstance(direction, bool) else None
 
-    def figures(self, outputs: Tensor, targets: Tensor) -> dict[str, OwnFigure]:
-        """Every metric of these samples, on the CPU; a metric that gives several figures by name gives name_figure."""
+    def figures(self, outputs: Tensor, targets: Tensor) -> tuple[dict[str, OwnFigure], dict[str, str]]:
+        """Every metric of these samples, on the CPU, and why metrics that have failed did.
+
+        A metric that gives several figures by name gives name_figure; one that fails has the figure None.
+        """
         # Copies: what a metric does to its arguments is its own affair.
         outputs, targets = outputs.detach().cpu().clone(), targets.detach().cpu().clone()
         made: dict[str, OwnFigure] = {}
+        failed: dict[str, str] = {}
         for name, metric in self._metrics.items():
             try:
                 made |= _plain(name, _value(metric, outputs, targets))
             except Exception as reason:
-                raise ConfigError(
-                    f"The metric {name!r} fails on outputs of shape {tuple(outputs.shape)} and targets of shape "
-                    f"{tuple(targets.shape)}: {type(reason).__name__}: {' '.join(str(reason).split())[:300]}"
-                ) from reason
-        return made
+                made[name] = None
+                failed[name] = (
+                    f"on outputs of shape {tuple(outputs.shape)} and targets of shape {tuple(targets.shape)}: "
+                    f"{type(reason).__name__}: {' '.join(str(reason).split())[:300]}"
+                )
+        return made, failed
 
 
 def _value(metric: Metric, outputs: Tensor, targets: Tensor) -> object:

@@ -144,7 +144,7 @@ def continue_in(
         try:
             callbacks = Callbacks(follow)
             callbacks.begin(folder, config, folder.metrics())
-            callbacks.end(done)
+            callbacks.finish(done, say)
         finally:
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
@@ -254,7 +254,7 @@ def train_into(
         outcome.rows = [*earlier, *outcome.rows]
         summary = _leave(job, folder, outcome, told, watch.best)
         folder.note("ended", f"the run has ended after round {summary['rounds']}", round=summary["rounds"])
-        watch.callbacks.end(summary)
+        watch.callbacks.finish(summary, told)
     except BaseException as reason:
         with contextlib.suppress(OSError):  # the disk may be what is full
             folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))

@@ -11,7 +11,7 @@ from torch import Tensor
 from audit.attacks.listening import Heard, listen, percent
 from federation import job
 from fedveil import data
-from fedveil.audit.attacks.extraction import fit_probe, read_head, received
+from fedveil.audit.attacks.extraction import PENALTIES, fit_probe, read_head, received
 from fedveil.errors import DataError
 from fedveil.work.gradients import head_alpha
 
@@ -91,6 +91,35 @@ def test_constant_features_are_left_out() -> None:
     probe = fit_probe(features, torch.tensor([0, 1, 0, 1, 0, 1]), outputs=2)
     assert probe(features).argmax(1).tolist() == [0, 1, 0, 1, 0, 1]
     assert bool(probe(features + torch.tensor([5.0, 0.0])).isfinite().all())
+
+
+@pytest.mark.parametrize("samples", [12, 300], ids=["more features", "more samples"])
+def test_a_probe_is_the_ridge_of_least_leave_one_out_error(samples: int) -> None:
+    """Against each sample left out in turn, for every penalty."""
+    generator = torch.Generator().manual_seed(samples)
+    features, labels = (
+        torch.randn(samples, 40, generator=generator).double(),
+        torch.randint(2, (samples,), generator=generator),
+    )
+    features[:, 0] += labels
+    probe = fit_probe(features, labels, outputs=2)
+    inputs = (features - features.mean(0)) / features.std(0, unbiased=False)
+    centred = torch.nn.functional.one_hot(labels, 2).double() - probe.offset
+    errors = {}
+    for penalty in PENALTIES:
+        hat = inputs @ torch.linalg.solve(inputs.T @ inputs + penalty * samples * torch.eye(40).double(), inputs.T)
+        left = 1 - hat.diagonal() - 1 / samples
+        errors[penalty] = float(((centred - hat @ centred) / left[:, None]).square().sum())
+    assert probe.penalty == min(errors, key=lambda penalty: errors[penalty])
+    gram = inputs.T @ inputs + probe.penalty * samples * torch.eye(40).double()
+    assert torch.allclose(probe.weight, torch.linalg.solve(gram, inputs.T @ centred))
+
+
+def test_many_samples_of_few_features_cost_what_their_features_cost() -> None:
+    """A table of forty thousand rows: a matrix of rows by rows would be 12 GB."""
+    features = torch.randn(40_000, 8, generator=torch.Generator().manual_seed(1))
+    labels = (features[:, 0] > 0).long()
+    assert percent(fit_probe(features, labels, outputs=2)(features), labels) > 95
 
 
 def test_bad_requests_are_refused() -> None:

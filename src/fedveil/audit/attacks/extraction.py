@@ -469,7 +469,8 @@ class Probe:
 def fit_probe(features: Tensor, labels: Tensor, *, outputs: int) -> Probe:
     """A probe from labelled features; the ridge penalty is chosen by the leave-one-out error.
 
-    min ‖Z·w + b − onehot‖² + λ‖w‖² over Z, the standardised features.
+    min ‖Z·w + b − onehot‖² + λ‖w‖² over Z, the standardised features. Of ZᵀZ and ZZᵀ the smaller is taken: many samples
+    of few features cost no more than their features.
     """
     if len(features) != len(labels) or not len(labels):
         raise DataError(f"A probe needs as many labels as samples, and at least one: {len(features)}, {len(labels)}.")
@@ -491,18 +492,33 @@ def _standard(features: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
 
 def _ridge(inputs: Tensor, targets: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
     offset = targets.mean(0)
-    gram = inputs @ inputs.T + penalty * len(inputs) * torch.eye(len(inputs)).to(inputs)
-    return inputs.T @ torch.linalg.solve(gram, targets - offset), offset
+    samples, features = inputs.shape
+    wide = features > samples
+    gram = inputs @ inputs.T if wide else inputs.T @ inputs
+    gram.diagonal().add_(penalty * samples)
+    centred = targets - offset
+    if wide:
+        return inputs.T @ torch.linalg.solve(gram, centred), offset
+    return torch.linalg.solve(gram, inputs.T @ centred), offset
+
+
+def _principal(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """The eigenvalues of ZZᵀ that are not 0, and their vectors."""
+    wide = inputs.shape[1] > inputs.shape[0]
+    values, vectors = torch.linalg.eigh(inputs @ inputs.T if wide else inputs.T @ inputs)
+    there = values > 1e-12 * values[-1].clamp_min(1e-300)
+    values, vectors = values[there], vectors[:, there]
+    return values, vectors if wide else inputs @ vectors / values.sqrt()
 
 
 def _best_penalty(inputs: Tensor, targets: Tensor) -> float:
     """The λ of the least leave-one-out error, e_i/(1 − H_ii) with H the hat matrix."""
-    values, vectors = torch.linalg.eigh(inputs @ inputs.T)
+    values, vectors = _principal(inputs)
     centred = targets - targets.mean(0)
     turned = vectors.T @ centred
     errors = []
     for penalty in PENALTIES:
-        shrunk = values.clamp_min(0.0) / (values.clamp_min(0.0) + penalty * len(inputs))
+        shrunk = values / (values + penalty * len(inputs))
         left = 1.0 - (vectors.square() @ shrunk) - 1.0 / len(inputs)
         residual = centred - vectors @ (shrunk[:, None] * turned)
         errors.append(float((residual / left.clamp_min(1e-6)[:, None]).square().sum()))
