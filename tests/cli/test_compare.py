@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from fedveil.cli import judged
 from fedveil.config import RunConfig
 from shell import Done, fedveil
 
@@ -47,6 +49,24 @@ def test_the_closing_tables_show_every_scheme(compared: tuple[Path, Done]) -> No
     assert "schemes train on different losses" in done.output
     assert "nadp has lr = 3 of its own" in done.output
     assert str(out / "compare.json") in done.output.replace("\n", "")
+
+
+def test_no_interval_is_cut_in_two_on_a_narrow_terminal(
+    compared: tuple[Path, Done], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    from fedveil.cli import compare, tables
+
+    results = json.loads((compared[0] / "compare.json").read_text())
+    monkeypatch.setattr(tables, "console", Console(width=80))
+    compare.show_comparison(SimpleNamespace(results=results), ["accuracy", "auroc"])  # type: ignore[arg-type]
+    shown = capsys.readouterr().out
+    for figures in results["schemes"].values():
+        for metric in ("accuracy", "auroc"):
+            if "judged" in figures:
+                assert judged.measured(figures, metric) in shown
+    assert "What it cost" in shown
 
 
 def test_a_failure_is_said_and_gives_the_exit_code(compared: tuple[Path, Done]) -> None:

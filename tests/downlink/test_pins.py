@@ -13,6 +13,8 @@ from downlink.exactness import assert_exact, free_sides, pinned_by
 from downlink.networks import IMAGE, SERIES, VECTOR, Net
 from fedveil import models
 from fedveil.downlink import trace
+from fedveil.downlink.scales import Pin, coverage, pinned, require_coverage
+from fedveil.errors import TraceError
 
 UNKNOWN: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "nn.Sigmoid": ("Sigmoid", nn.Sigmoid()),
@@ -244,3 +246,20 @@ def test_the_gru_of_the_catalogue_stays_exact() -> None:
     table = assert_exact(model, torch.tensor([[1, 2, 3, 8, 0, 0], [4, 5, 6, 7, 8, 0]]))
     assert {"sigmoid", "tanh"} <= pinned_by(table)
     assert free_sides(table)["embedding.weight"] == "out"
+
+
+def test_one_reason_for_many_parameters_is_said_once() -> None:
+    pins = [Pin("Encoder", "e", "there is no rule for it", name) for name in ("a", "b", "c")]
+    assert pinned([*pins, Pin("Tanh", "f", "there is no rule for it")]) == [
+        ("Encoder", "e", "there is no rule for it; 3 parameters: a, b, …"),
+        ("Tanh", "f", "there is no rule for it"),
+    ]
+
+
+def test_the_refusal_of_a_transformer_names_its_layer_once() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(16, 2))
+    covered = coverage(trace(model, torch.randn(2, 2, 8)), head_noise=False, secret_epsilon=True)
+    with pytest.raises(TraceError) as refused:
+        require_coverage(covered, minimum=0.9)
+    assert str(refused.value).count("TransformerEncoderLayer") == 1

@@ -48,6 +48,28 @@ def test_a_run_that_diverges_says_so_when_it_happens_and_at_the_end(
     assert any("has diverged" in text for text in events)
 
 
+def test_a_round_that_cannot_go_on_says_each_thing_once_and_promises_no_file(tmp_path: Path) -> None:
+    given = ("run", "--scheme", "fedavg", *TINY, "--lr", 1e12, "--quiet")
+    without = command(*given, "--checkpoint-every", 0, "--out", tmp_path / "without")
+    kept = command(*given, "--checkpoint-every", 1, "--out", tmp_path / "kept")
+    last = without.error.splitlines()[-1]
+    assert (without.code, last.lower().count("lower the learning rate")) == (5, 1)
+    assert "checkpoint" not in without.error.lower()
+    assert "The model of the last checkpoint is untouched (round-" in kept.error
+
+
+def test_a_run_that_has_recovered_is_not_told_to_start_anew() -> None:
+    """Ten samples, one weight: steps that overshoot at first, until a smaller rate takes over."""
+    x = torch.ones(10, 1)
+    settings = {"scheme": "fedavg", "loss": "square", "lr": 2.2, "lr_schedule": "cosine", "rounds": 60, "seed": 1}
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, 1.1)
+    done = fedveil.train(net, [(x, x)] * 2, progress=False, **settings)  # type: ignore[arg-type]
+    assert (done.summary["diverged"] > 1, done.summary["recovered"]) == (True, True)
+    assert "It has recovered. It ended at" in done.summary["warning"]
+    assert "Start anew" not in done.summary["warning"]
+
+
 @pytest.mark.parametrize(
     ("settings", "loss", "why", "rate"),
     [

@@ -123,6 +123,37 @@ def test_predict_writes_names_probabilities_and_what_was_kept(clinic: Path, tmp_
     assert (refused.code, "'patient'" in refused.error) == (DataError.exit_code, True)
 
 
+def test_a_name_that_promises_another_kind_of_file_is_refused_before_anything_is_predicted(
+    clinic: Path, tmp_path: Path
+) -> None:
+    refused = command("predict", clinic / "run", "--out", tmp_path / "p.xlsx")
+    assert (refused.code, refused.output) == (ConfigError.exit_code, "")
+    assert "written as .csv or .parquet, and not as .xlsx" in refused.error
+    assert not list(tmp_path.iterdir())
+    assert "--out FILE.csv" in command("predict", clinic / "run").output
+
+
+def test_a_data_frame_is_a_table_gaps_and_all(clinic: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = rows_of(np.random.default_rng(2), 5)
+    model = fedveil.load(clinic / "run")
+    assert torch.equal(model.predict(pandas.DataFrame(rows)).outputs, model.predict(rows).outputs)
+    frame = pandas.DataFrame(rows).astype({"age": "Int64"})
+    frame.loc[1, "age"] = pandas.NA
+    assert torch.equal(
+        model.predict(frame).outputs, model.predict([rows[0], rows[1] | {"age": None}, *rows[2:]]).outputs
+    )
+
+
+def test_weights_alone_are_no_model_and_the_error_says_what_they_are_for(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(ConfigError, match=r"zip file, as torch.save writes them.*torch\.load"):
+        fedveil.load(tmp_path / "w.pt")
+    (tmp_path / "model.txt").write_text("no model at all")
+    with pytest.raises(ConfigError, match=r"not a safetensors file .*: give a run folder"):
+        fedveil.load(tmp_path / "model.txt")
+
+
 def test_what_could_not_be_taken_as_it_is_is_said(clinic: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.csv").write_text("age,town,dose\n,D,1\n40,A,2\n")
     done = command("predict", clinic / "run", "--dataset", tmp_path / "odd.csv")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fedveil.cli import options as flag
 from fedveil.cli.options import takes_flags
-from fedveil.cli.tables import aside, complaints, percent, plainly, size, table
+from fedveil.cli.tables import aside, complaints, fits, percent, plainly, size, table
 
 if TYPE_CHECKING:
     from fedveil.compare import CellEvent, CellProgress, Comparison
@@ -126,7 +126,14 @@ def show_comparison(done: Comparison, metrics: Sequence[str] | None = None) -> N
         ]
         answers = list(dict.fromkeys(each.constant_answer for _, each in judged))
         rows.append((answers[0] if len(answers) == 1 else "a constant answer", *constant, *("–",) * 5))
-    table(f"{what}, seed {seeds}", columns, rows, right=range(1, len(columns)))
+    measured = len(names) + 1
+    if fits(columns, rows):
+        table(f"{what}, seed {seeds}", columns, rows, right=range(1, len(columns)))
+    else:  # no interval is cut in two
+        figures = [row[:measured] for row in rows]
+        table(f"{what}, seed {seeds}", columns[:measured], figures, right=range(1, measured), whole=range(1, measured))
+        costs = [(row[0], *row[measured:]) for row in rows[: len(results["schemes"])]]
+        table("What it cost", (columns[0], *columns[measured:]), costs, right=range(1, 6))
     _show_verdicts(results["schemes"])
     for note in [*_notes(results), *not_beating(judged)]:
         plainly(note)

@@ -45,7 +45,7 @@ def inspect(
     from fedveil.config import parse_model_options
     from fedveil.downlink import draw
     from fedveil.downlink.export import verify
-    from fedveil.downlink.scales import coverage
+    from fedveil.downlink.scales import coverage, pinned
     from fedveil.errors import ConfigError, unknown_name
     from fedveil.runs.callbacks import working
 
@@ -87,7 +87,7 @@ def inspect(
         table(
             "Operations that pin",
             ("operation", "where", "why"),
-            [(p.operation, p.where, p.reason) for p in covered.pins],
+            pinned(covered.pins),
         )
     else:
         console.print("no operation pins, except the model's input and output")

@@ -94,8 +94,10 @@ def predict(
     """
     from fedveil.cli.judged import show_judgement
     from fedveil.runs.callbacks import working
-    from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
+    from fedveil.runs.predicting import predict_dataset, predict_file, refuse_other_tables, write_predictions
 
+    if out is not None:
+        refuse_other_tables(out)
     with working("predicting"):
         named = flag.own_code(model=own).get("model")
         if inputs is None:
@@ -107,6 +109,8 @@ def predict(
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result)} predictions to {out}")
+    else:
+        plainly("the predictions themselves, a line a sample: --out FILE.csv")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")

@@ -45,6 +45,12 @@ def table(
     console.print(made)
 
 
+def fits(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the terminal has room for a table without a line broken."""
+    widths = (max(len(cell) for cell in cells) for cells in zip(columns, *rows, strict=True))
+    return sum(widths) + 3 * len(columns) + 1 <= console.width
+
+
 def listed(heading: str, texts: Sequence[str]) -> None:
     """A heading and its points, wrapped with an indent; nothing where there are none."""
     if not texts:

@@ -58,7 +58,7 @@ def read_samples(source: object, expected: Expected, *, keep: Sequence[str] = ()
 
     Args:
         source: A path (a table, a folder of pictures or one of them, .npz, .npy); or rows as dicts, a dict of columns,
-            texts, an array or tensor, Pillow pictures.
+            a DataFrame, texts, an array or tensor, Pillow pictures.
         expected: What the model takes and gives.
         keep: Columns of a table that the model does not take, to stand beside the predictions.
 
@@ -113,6 +113,8 @@ def _table(source: object, inputs: Columns | Words) -> Table:
         lacking = next((name for name, values in columns.items() if any(value is _ABSENT for value in values)), None)
         if strange is not None or lacking is not None:
             raise DataError(f"rows: some have {strange or lacking!r} and some do not. Give all rows the same columns.")
+    elif hasattr(source, "columns") and hasattr(source, "__getitem__"):  # a DataFrame, whose package is not needed here
+        columns = {str(name): list(source[name]) for name in source.columns}
     elif isinstance(source, Mapping):
         single = all(isinstance(value, str) or not hasattr(value, "__len__") for value in source.values())
         columns = {str(name): [values] if single else list(values) for name, values in source.items()}
@@ -139,6 +141,8 @@ def _all_of(source: object, kind: type) -> bool:
 def _cell(value: object) -> str:
     try:
         return tabular.cell_of(value.item() if isinstance(value, np.generic | Tensor) else value)
+    except TypeError:  # a gap that is not even equal or unequal to itself, as data frames have them
+        return ""
     except ValueError as reason:
         raise DataError(f"rows: {reason}.") from reason
 

@@ -196,6 +196,8 @@ class Pin:
     operation: str
     where: str
     reason: str
+    parameter: str = ""
+    """The parameter it is about, where that is what stays as it is."""
 
 
 @dataclass
@@ -232,7 +234,7 @@ class Tracing:
         self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
         if ref.name not in self.pinned_parameters:
             self.pinned_parameters.add(ref.name)
-            self.pins.append(Pin(operation, self.inside or self.where, f"parameter {ref.name}: {reason}"))
+            self.pins.append(Pin(operation, self.inside or self.where, reason, ref.name))
         if use := self.uses.get(ref.name):
             self.classes.pin(use.out)
             if use.into is not None:
@@ -511,11 +513,29 @@ def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
     return ParameterCover(entry.name, entry.shape, size, hidden, sides)
 
 
+def pinned(pins: Sequence[Pin]) -> list[tuple[str, str, str]]:
+    """Operations that pin: each with its place and its reason once, however many parameters that is about."""
+    parameters: dict[tuple[str, str, str], list[str]] = {}
+    for pin in pins:
+        parameters.setdefault((pin.operation, pin.where, pin.reason), []).extend(
+            [pin.parameter] if pin.parameter else []
+        )
+    return [(operation, where, reason + _counted(names)) for (operation, where, reason), names in parameters.items()]
+
+
+def _counted(names: Sequence[str], most: int = 2) -> str:
+    if not names:
+        return ""
+    more = ", …" if len(names) > most else ""
+    return f"; {len(names)} parameter{'s' * (len(names) != 1)}: {', '.join(names[:most])}{more}"
+
+
 def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     """Stop a run whose model would be too visible, naming what pins."""
     if coverage.fraction >= minimum:
         return
-    pins = "; ".join(f"{p.operation} at {p.where} ({p.reason})" for p in coverage.pins[:6]) or "nothing but the ends"
+    told = [f"{operation} at {where} ({why})" for operation, where, why in pinned(coverage.pins)]
+    pins = "; ".join(told[:6]) or "nothing but the ends"
     names = ", ".join(parameter.name for parameter in coverage.visible[:6])
     raise TraceError(
         f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "

@@ -291,9 +291,9 @@ def conduct(
         outcome.rows.append(row)
         _log(row)
         outcome.tell_failed(row.get("failed_metrics", {}), say)
-        if not outcome.diverged and (told := _diverges(job, outcome.rows[0], row)):
+        if not outcome.diverged and _runs_away(outcome.rows[0], row):
             outcome.diverged = True
-            say(WARNING + told)
+            say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
         try:
             if on_round is not None:
                 on_round(row, state)
@@ -370,8 +370,13 @@ def _failure(done: RoundDone) -> FedVeilError:
     numeric = {client: refusal for client, refusal in refused.items() if refusal.code is Code.NUMBERS}
     client, refusal = next(iter([*numeric.items(), *refused.items()]), (None, None))
     said = "" if refusal is None else f" Client {client}: {refusal.text.rstrip('.')}."
-    hint = " Training has probably diverged: lower the learning rate." if numeric and not done.gathered.arrived else ""
-    text = f"Round {done.round + 1} failed: {done.failed}.{said}{hint} The model of the last checkpoint is untouched."
+    hint = (
+        " Training has probably diverged: lower the learning rate (the square loss often wants 0.01 or less), or check "
+        "the clients' data."
+        if numeric and not done.gathered.arrived
+        else ""
+    )
+    text = f"Round {done.round + 1} failed: {done.failed}.{said}{hint}"
     return NumericError(text) if numeric else ProtocolError(text)
 
 
@@ -429,14 +434,12 @@ def _runs_away(first: Row, row: Row) -> bool:
     return begun is not None and begun > 0 and now is not None and not now < _TENFOLD * begun
 
 
-def _diverges(job: Job, first: Row, row: Row) -> str:
-    """What to say of a round in which training has come off; nothing if it has not."""
-    if not _runs_away(first, row):
-        return ""
+def _diverged(first: Row, row: Row) -> str:
+    """What to say of a round in which training has come off."""
     begun, now = _loss_in(first), _loss_in(row)
     return (
         f"training has diverged in round {row['round']}: the loss is {now:.4g}, after {begun:.4g} in round "
-        f"{first['round']}. {_cure(job)}"
+        f"{first['round']}."
     )
 
 
@@ -511,9 +514,10 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if away is not None:
         last, nothing = _loss_in(rows[-1]), _of_nothing(job, rows[0])
         summary["diverged"], summary["recovered"] = away["round"], last is not None and last < nothing
-        ended = "" if last is None else f" It ended at {last:.4g};"
-        untrained = f"{ended} a model that is not trained, or answers 0 to everything, has {nothing:.4g}."
-        summary["warning"] = _diverges(job, rows[0], away) + untrained
+        advice = " It has recovered." if summary["recovered"] else f" {_cure(job)}"
+        ended = "A" if last is None else f"It ended at {last:.4g}; a"
+        untrained = f" {ended} model that is not trained, or answers 0 to everything, has {nothing:.4g}."
+        summary["warning"] = _diverged(rows[0], away) + advice + untrained
     limit = job.scheme.uplink.loss_limit
     if limit is not None and losses and max(losses) >= limit:
         summary["warning"] = (

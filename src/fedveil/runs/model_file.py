@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -141,6 +142,16 @@ def _check_preparation(facts: ModelFacts, *, where: str) -> None:
         raise CheckpointError(f"{where} is damaged: its preparation is for another model than it names.")
 
 
+def _no_model(path: Path, reason: Exception) -> str:
+    if is_zipfile(path):
+        return (
+            f"{path} is a zip file, as torch.save writes them: weights, without what FedVeil needs to predict with "
+            "them. Load it into your own network with torch.load, or begin a run with it (--weights)."
+        )
+    wanted = "give a run folder, its model.safetensors, or an export"
+    return f"{path} is damaged or not a safetensors file ({reason}): {wanted}."
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """What a model file says of itself, and its tensors, whole."""
     if path.is_dir():
@@ -152,7 +163,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError, AttributeError) as reason:
-        raise ConfigError(f"{path} is damaged or not a safetensors file: {reason}") from reason
+        raise ConfigError(_no_model(path, reason)) from reason
     if metadata.get("format") != _FORMAT:
         raise ConfigError(f"{path} is a safetensors file, but not a FedVeil model.")
     if metadata.get("digest") != _digest(tensors, metadata):

@@ -105,8 +105,8 @@ class Model(nn.Module):
         """Class names and probabilities (or values) for raw samples.
 
         Args:
-            raw: A path to a table, pictures or arrays; rows as dicts, or a dict of columns; texts; an array or tensor;
-                Pillow pictures. One sample or many.
+            raw: A path to a table, pictures or arrays; rows as dicts, a dict of columns or a DataFrame; texts; an array
+                or tensor; Pillow pictures. One sample or many.
             keep: Columns of a table that the model does not take, to stand beside the predictions.
 
         Raises:
@@ -281,10 +281,22 @@ def _outputs(loaded: LoadedModel, x: Tensor) -> Tensor:
     return outputs_of(loaded.module, x if ids else x.to(next(loaded.module.parameters()).dtype))
 
 
+_TABLES = (".csv", ".parquet")
+
+
+def refuse_other_tables(path: Path) -> None:
+    """Raise a ConfigError for a name whose ending promises a kind of file that predictions are not written as."""
+    if path.suffix.lower() not in ("", *_TABLES):
+        raise ConfigError(
+            f"{path}: predictions are written as {' or '.join(_TABLES)}, and not as {path.suffix}. Give such a name."
+        )
+
+
 def write_predictions(path: Path, predictions: Predictions) -> None:
     """One line a sample, as CSV, or as parquet where the name ends so."""
+    refuse_other_tables(path)
     columns = predictions.columns
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         write_atomically(path, _as_parquet(columns))
         return
     text = io.StringIO()

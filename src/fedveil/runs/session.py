@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.data.description import Description
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError, FedVeilError
+from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
@@ -259,6 +259,9 @@ def train_into(
         with contextlib.suppress(OSError):  # the disk may be what is full
             folder.note("stopped", f"{type(reason).__name__}: {reason}".rstrip(": "))
         watch.callbacks.stopped(reason)
+        kept = sorted(folder.checkpoints.glob("round-*.safetensors"))
+        if isinstance(reason, (NumericError, ProtocolError)) and kept:
+            say(f"The model of the last checkpoint is untouched ({kept[-1].name}).")
         raise
     finally:
         folder.release()

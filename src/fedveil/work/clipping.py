@@ -238,10 +238,7 @@ def _dtype(workspace: Workspace) -> torch.dtype:
 def refuse_broken(broadcast: Broadcast, round: int) -> None:
     """Refuse to compute on a model if it, and not a client's data, holds what is not a number."""
     if not bool(broadcast.parameters.isfinite().all()):
-        raise NumericError(
-            f"The model of round {round + 1} holds numbers that are not finite: training has diverged. Lower the "
-            "learning rate. Checkpoints written so far are untouched."
-        )
+        raise NumericError(f"The model of round {round + 1} holds numbers that are not finite: training has diverged")
 
 
 @dataclass(frozen=True)

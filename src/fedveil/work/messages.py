@@ -149,8 +149,7 @@ def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, cho
     more = ", …" if len(chosen) > 5 else ""
     raise NumericError(
         f"The {sort} of client {client} {what} in round {round + 1} "
-        f"(batch of {len(chosen)} samples: local numbers {first}{more}). Lower the learning rate (the "
-        "square loss often wants 0.01 or less) or check the client's data. Checkpoints written so far are untouched."
+        f"(batch of {len(chosen)} samples: local numbers {first}{more})"
     )
 
 
