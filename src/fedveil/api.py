@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.downlink import Weights, assemble
 from fedveil.engine import ClientPool
-from fedveil.errors import ConfigError, DataError, FedVeilError
+from fedveil.errors import ConfigError, DataError, settings_as_arguments
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import WARNING, Follower, Progress, Row, working
@@ -50,37 +48,6 @@ GIVEN_OTHERWISE = tuple(
     "dataset target text group site picture_size test_fraction validation_fraction split partition alpha ratio "
     "model_options weights".split()
 )
-
-
-# A command in backticks stays one.
-_FLAG = re.compile(r"`[^`]*`|--(?P<no>no-)?(?P<name>[a-z]+(?:-[a-z]+)*)(?: (?P<value>[\w.:/-]*\w))?")
-_NO_VALUES = ("and", "if", "or", "too")
-_TAKEN = {setting.name: str(setting.type) for setting in fields(RunConfig)} | {"out": "str", "resume": "bool"}
-
-
-@contextmanager
-def _errors_in_python() -> Iterator[None]:
-    """Errors name settings as whoever called from Python writes them: loss='square' instead of --loss square."""
-    try:
-        yield
-    except FedVeilError as reason:
-        reason.args = (_FLAG.sub(_as_argument, str(reason)), *reason.args[1:])
-        raise
-
-
-def _as_argument(flag: re.Match[str]) -> str:
-    name, value = (flag["name"] or "").replace("-", "_"), flag["value"]
-    kind = _TAKEN.get(name)
-    if kind is None:  # a whole command, or a flag of some other one
-        return flag[0]
-    after = "" if value is None else f" {value}"
-    if kind.startswith("bool"):
-        return f"{name}={not flag['no']}{after}"
-    if value is None or value in _NO_VALUES:
-        return name + after
-    if kind.startswith("str"):
-        return f"{name}={value!r}"
-    return f"{name}={value}" if value[0].isdigit() else name + after
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +102,7 @@ def train(
 ) -> Trained: ...
 
 
-@_errors_in_python()
+@settings_as_arguments()
 def train(
     model: nn.Module,
     clients: Sequence[ClientSamples],
@@ -298,7 +265,7 @@ def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Tr
     return Trained(_module(job, state.weights), outcome.rows, summary, kept)
 
 
-@_errors_in_python()
+@settings_as_arguments()
 def load(run_or_file: str | Path, *, model: nn.Module | Callable[..., nn.Module] | str | None = None) -> Model:
     """A trained model that predicts for raw samples.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fedveil.errors import ConfigError, unknown_name
+from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
 
 ModelOption = int | float | str | bool
@@ -353,19 +353,23 @@ class RunConfig:
                 raise ConfigError(f"{name} must be a finite number (got {value}).")
             if (known := name.replace("-", "_")) in _FIELDS:
                 raise ConfigError(
-                    f"{known} is a setting of its own: write it as such (--{known.replace('_', '-')} {value}), not "
+                    f"{known} is a setting of its own: write it as such ({spelled(known, value)}), not "
                     "among the scheme's options."
                 )
         for name in ("record_rounds", "record_clients"):
             given = getattr(self, name)
             if given is not None and not self.record:
-                raise ConfigError(f"{name} says what to record, but nothing is recorded: set record (--record) too.")
+                raise ConfigError(
+                    f"{name} says what to record, but nothing is recorded: set record ({spelled('record', True)}) too."
+                )
             if given is not None:
                 numbers_of(given, name)
         if self.secrets == "seeded" and self.seed is None:
             raise ConfigError("secrets = 'seeded' needs a seed.")
         if self.clients == 0 and self.partition not in ("site", "group"):
-            raise ConfigError("clients must be positive (got 0), unless every site or group is one: --partition site.")
+            raise ConfigError(
+                f"clients must be positive (got 0), unless every site or group is one: {spelled('partition', 'site')}."
+            )
 
     @property
     def simulated_secrets(self) -> bool:

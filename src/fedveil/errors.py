@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -126,6 +127,35 @@ class AttackError(FedVeilError):
 
 class StopTraining(Exception):  # noqa: N818 (nothing is wrong)
     """Raised by a callback: the run ends after this round, with what it has. Its text says why."""
+
+
+_IN_PYTHON: ContextVar[bool] = ContextVar("settings are written as in Python", default=False)
+
+
+@contextmanager
+def settings_as_arguments() -> Iterator[None]:
+    """Within, texts name settings as whoever called from Python writes them."""
+    before = _IN_PYTHON.set(True)
+    try:
+        yield
+    finally:
+        _IN_PYTHON.reset(before)
+
+
+def spelled(name: str, value: object = None, *, argument: str = "") -> str:
+    """A setting as whoever is told of it writes it: --loss square on a command line, loss='square' in Python.
+
+    Args:
+        name: As `RunConfig` has it, or out or resume.
+        value: A value to give it; of what is on or off, whether it is on.
+        argument: What Python has instead, where train() has no such setting.
+    """
+    if _IN_PYTHON.get():
+        return argument or (name if value is None else f"{name}={value!r}")
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}" if value is None else f"--{flag} {value}"
 
 
 _MOST_LISTED = 20

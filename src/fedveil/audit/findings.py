@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.views import View
-from fedveil.errors import CheckpointError, ConfigError
+from fedveil.errors import CheckpointError, ConfigError, spelled
 from fedveil.plain import made, read_named
 from fedveil.runs.folder import write_atomically
 from fedveil.version import __version__
@@ -408,7 +408,8 @@ class AuditStore:
                 self._own_code = {str(name): str(digest) for name, digest in stored.get("own", {}).items()}
             elif {**stored["identity"], "quick": True} == self._identity and stored["findings"]:
                 raise ConfigError(
-                    f"{self.path} holds a full audit of this run, which a quick one would replace: give another --out, "
+                    f"{self.path} holds a full audit of this run, which a quick one would replace: give another "
+                    f"{spelled('out')}, "
                     "or leave --quick out."
                 )
             else:

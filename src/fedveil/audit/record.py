@@ -34,7 +34,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
-from fedveil.errors import CheckpointError, ConfigError, naming
+from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.own_code import refuse_code
 from fedveil.plain import made, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
@@ -131,7 +131,9 @@ class Record:
         self.folder = Path(folder)
         index = self.folder / _INDEX
         if not index.exists():
-            raise CheckpointError(f"{self.folder} holds no record: run with --record to keep what passes.")
+            raise CheckpointError(
+                f"{self.folder} holds no record: run with {spelled('record', True)} to keep what passes."
+            )
         facts = Facts.from_data(read_named(self.folder / _FACTS))
         if model is None:
             refuse_code(facts.model, where=str(self.folder / _FACTS))

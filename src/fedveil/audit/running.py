@@ -21,7 +21,7 @@ from fedveil.audit.sandbox import AttackProcess
 from fedveil.audit.subject import Effort, Subject, alike, from_folder, scene_of
 from fedveil.audit.trials import References, all_trials, missing_trials
 from fedveil.audit.views import ServerHistory, View, to_bytes
-from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, unknown_name
+from fedveil.errors import AttackError, ConfigError, FedVeilError, NotApplicableError, spelled, unknown_name
 from fedveil.runs.job import device_of
 from fedveil.version import __version__
 
@@ -279,7 +279,7 @@ def _too_long(view: View, name: str, seconds: float, limit: float) -> str:
     shape = "×".join(map(str, facts.input_shape))
     return (
         f"On inputs of {shape} under {facts.model} the attack {name!r} would take about {seconds / 60:.0f} minutes a "
-        f"view, and may take {limit / 60:g}: --minutes allows more, --device cuda is faster"
+        f"view, and may take {limit / 60:g}: --minutes allows more, {spelled('device', 'cuda')} is faster"
     )
 
 

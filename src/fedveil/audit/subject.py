@@ -33,7 +33,7 @@ from fedveil.data.lazy import LazyTensor
 from fedveil.downlink import Weights, assemble
 from fedveil.downlink.plain import Unveiled
 from fedveil.engine import ClientPool
-from fedveil.errors import CheckpointError, ConfigError
+from fedveil.errors import CheckpointError, ConfigError, spelled
 from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train
 from fedveil.runs.callbacks import Row
@@ -167,8 +167,9 @@ def from_folder(
         raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
     if not folder.record.exists():
         raise CheckpointError(
-            f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with --record "
-            "(and another --out)."
+            f"The run in {path} was not recorded, so nobody knows what each role saw: run it again with "
+            f"{spelled('record', True)} "
+            f"(and another {spelled('out')})."
         )
     config = folder.config(own, say=say)
     if not folder.model_file.exists():
@@ -493,7 +494,8 @@ def scene_of(run: Subject, effort: Effort, scratch: Path, *, say: Callable[[str]
         )
     if not (run.record.clients if run.held else run.record.find(kind="reply", phase="train")):
         raise ConfigError(
-            "No recorded client answered in a recorded round: record more clients (--record-clients 0-9) or rounds."
+            "No recorded client answered in a recorded round: record more clients "
+            f"({spelled('record_clients', '0-9')}) or rounds."
         )
     reason = _out_of_reach(run)
     if not reason or run.held:

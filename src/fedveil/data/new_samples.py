@@ -22,7 +22,7 @@ from fedveil.data.dataset import Task, check_finite
 from fedveil.data.description import is_missing
 from fedveil.data.preparation import CategoryColumn, Cells, Columns, Features, Pixels, Preparation, Words, laid_out
 from fedveil.data.tabular import Table
-from fedveil.errors import ConfigError, DataError, unknown_name
+from fedveil.errors import ConfigError, DataError, spelled, unknown_name
 
 _SHOWN = 4
 _UNLIKE_BYTES = 8.0  # so many times the largest training number, and still no more than 255: somebody's raw pixels
@@ -311,7 +311,8 @@ def _fitting(picture: Array, inputs: Pixels, *, where: str) -> Array:
     if picture.shape[:2] != inputs.shape[1:]:
         raise DataError(
             f"{where}: {picture.shape[1]}×{picture.shape[0]} pixels, and the model takes "
-            f"{inputs.shape[2]}×{inputs.shape[1]}. It was trained without --picture-size, so that nothing is resized: "
+            f"{inputs.shape[2]}×{inputs.shape[1]}. It was trained without {spelled('picture_size')}, so that nothing "
+            "is resized: "
             "bring the picture to that size as the training pictures were."
         )
     if picture.ndim == 2:

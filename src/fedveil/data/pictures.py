@@ -36,7 +36,7 @@ from fedveil.data.arrays import (
 )
 from fedveil.data.dataset import Options
 from fedveil.data.tabular import read_table
-from fedveil.errors import DataError, missing_extra, unknown_name
+from fedveil.errors import DataError, missing_extra, spelled, unknown_name
 
 _NAME = re.compile(r"(?P<prefix>.*?)(?P<part>train|t10k|test)-(?P<kind>images|labels)[.-]idx\d-ubyte(?:\.gz|\.xz)?")
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -579,7 +579,7 @@ def _picture_part(
             ours, theirs = (f"{width}×{height}" for height, width in (pixels.shape[1:3], picture.shape[:2]))
             raise DataError(
                 f"{file}: {theirs} pixels, but {named[0][1]} has {ours}. "
-                "Have them resized as they are read (--picture-size 64), or bring them to one size first."
+                f"Have them resized as they are read ({spelled('picture_size', 64)}), or bring them to one size first."
             )
         if coloured and pixels.ndim == 3:  # the first one in colour
             grey, pixels = pixels, _room(path, (*pixels.shape, 3), most)

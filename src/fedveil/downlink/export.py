@@ -30,7 +30,7 @@ from fedveil.downlink.architecture import (
 from fedveil.downlink.decomposed import Decomposed, load_multipliers
 from fedveil.downlink.rescaling import Rescaling
 from fedveil.downlink.scales import HeadSite
-from fedveil.errors import ConfigError, TraceError
+from fedveil.errors import ConfigError, TraceError, spelled
 from fedveil.secrets import OsSecrets, SecretStream
 
 
@@ -188,9 +188,11 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
                 lost.append(path)
     if lost:
         raise ConfigError(
-            f"The ε of {', '.join(lost[:4])} was drawn in secret for each group (--bn-eps secret, the default), and "
+            f"The ε of {', '.join(lost[:4])} was drawn in secret for each group ({spelled('bn_eps', 'secret')}, the "
+            "default), and "
             "torch's own GroupNorm, LayerNorm and InstanceNorm have a single one: no state_dict of the network's own "
-            "class gives the same outputs. Train with --bn-eps public, or write ONNX (`fedveil export --format onnx`)."
+            f"class gives the same outputs. Train with {spelled('bn_eps', 'public')}, or write ONNX (`fedveil export "
+            "--format onnx`)."
         )
     return module, tuple(folded)
 
@@ -231,7 +233,7 @@ def verify(
             raise TraceError(
                 f"The veiled network's output differs from the true one by {error:.1e} relative (in {mode} "
                 "mode), so some operation is not traced rightly and training under a veil would be wrong. "
-                "Nothing was trained. Use --scheme fedavg, and please report the model."
+                f"Nothing was trained. Use {spelled('scheme', 'fedavg')}, and please report the model."
             )
 
 

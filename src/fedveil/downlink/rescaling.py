@@ -21,7 +21,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture, TappedLinear, Weights, assemble
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
-from fedveil.errors import ConfigError, TraceError
+from fedveil.errors import ConfigError, TraceError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import Guarded, SecretStream
@@ -132,7 +132,7 @@ def head_site(architecture: Architecture) -> HeadSite:
     if table.head is None:
         raise TraceError(
             f"Head noise cannot be used: {table.head_refusal}. Use a model that ends in an "
-            "nn.Linear layer, or drop the head noise (--no-head-noise)."
+            f"nn.Linear layer, or drop the head noise ({spelled('head_noise', False)})."
         )
     return table.head
 

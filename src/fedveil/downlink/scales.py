@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.errors import TraceError
+from fedveil.errors import TraceError, spelled
 from fedveil.tensors import flatten
 
 PINNED = 0
@@ -540,5 +540,5 @@ def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     raise TraceError(
         f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
         f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, or "
-        "lower --min-coverage."
+        f"lower {spelled('min_coverage')}."
     )

@@ -35,7 +35,7 @@ from fedveil.downlink.scales import (
     Tracing,
     broadcast,
 )
-from fedveil.errors import TraceError
+from fedveil.errors import TraceError, spelled
 
 _TOLERANCE = 1e-3
 _Result = TypeVar("_Result")
@@ -487,7 +487,7 @@ def walk(model: nn.Module, example: Tensor) -> Tracing:
                 raise TraceError(
                     f"The model can be traced neither by torch.fx ({_first_line(fx_reason)}) nor by torch.export "
                     f"({_first_line(reason)}). Remove control flow that depends on values, "
-                    "or train it with --scheme fedavg, which needs no trace."
+                    f"or train it with {spelled('scheme', 'fedavg')}, which needs no trace."
                 ) from reason
             for name in present:  # export looked into them and saw only their forward pass
                 tracing.opaque.append(name)

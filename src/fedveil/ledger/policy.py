@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.errors import Code, ConfigError, ProtocolError, unknown_name
+from fedveil.errors import Code, ConfigError, ProtocolError, spelled, unknown_name
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of
 
@@ -74,8 +74,9 @@ class Policy:
         if self.max_epsilon is not None and repaired:
             raise ConfigError(
                 f"The client's policy allows at most ε = {self.max_epsilon:g}, but with dropouts = 'repair' the server "
-                "could tell others that this client is missing and be given the noise that covers it. Use --dropouts "
-                "tolerate, or accept the server's word with --honest-arrivals."
+                f"could tell others that this client is missing and be given the noise that covers it. Use "
+                f"{spelled('dropouts', 'tolerate')}, or accept the server's word with "
+                f"{spelled('honest_arrivals', True)}."
             )
         if self.max_epsilon is not None and not noised:
             raise ConfigError(

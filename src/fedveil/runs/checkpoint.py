@@ -13,7 +13,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedveil.downlink import Weights
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, spelled
 from fedveil.plain import made, named, parsed, read_raw
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import digest_of, write_atomically
@@ -108,7 +108,7 @@ def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[Serve
     if files:
         raise CheckpointError(
             " ".join(refused) + " No usable checkpoint is left: resume with the settings the run was started with, "
-            "or start anew with another --out."
+            f"or start anew with another {spelled('out')}."
         )
     return None, refused
 

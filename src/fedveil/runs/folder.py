@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedveil.config import BEFORE, RunConfig
 from fedveil.data.description import Description
-from fedveil.errors import CheckpointError, ConfigError, naming
+from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.ledger.statement import Ledger
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
@@ -125,13 +125,14 @@ class RunFolder:
     def require_free(self) -> None:
         """Refuse a folder that holds anything."""
         if self.path.exists() and not self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a file: give a folder with --out.")
+            raise CheckpointError(f"{self.path} is a file: give a folder with {spelled('out')}.")
         if self.path.exists() and any(not _scratch(file) for file in self.path.iterdir()):
             if self.config_file.exists():
                 raise CheckpointError(
-                    f"The folder {self.path} holds another run. Continue it with --resume, or give another --out."
+                    f"The folder {self.path} holds another run. Continue it with {spelled('resume', True)}, or give "
+                    f"another {spelled('out')}."
                 )
-            raise CheckpointError(f"The folder {self.path} holds other files: give another --out.")
+            raise CheckpointError(f"The folder {self.path} holds other files: give another {spelled('out')}.")
 
     def start(self, config: RunConfig) -> None:
         """Take an empty or new folder for a run."""
@@ -172,7 +173,8 @@ class RunFolder:
         """The settings the run was started with."""
         if not self.config_file.exists():
             raise CheckpointError(
-                f"{self.path} holds no run to resume (there is no config.toml): start it without --resume."
+                f"{self.path} holds no run to resume (there is no config.toml): start it without "
+                f"{spelled('resume', True)}."
             )
         engine = self._remembered().get("engine", "local")
         if engine != self._engine:
@@ -291,7 +293,8 @@ class RunFolder:
         reached, summary = self.reached(), self.summary()
         if reached > config.rounds:
             raise ConfigError(
-                f"The run in {self.path} has done {reached} rounds already: resume it with --rounds {reached} or more."
+                f"The run in {self.path} has done {reached} rounds already: resume it with "
+                f"{spelled('rounds', reached)} or more."
             )
         if summary is None or summary["rounds"] < config.rounds:
             return None

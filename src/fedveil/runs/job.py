@@ -23,7 +23,7 @@ from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import verify
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.engine import ClientPool
-from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, TraceError
+from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, TraceError, spelled
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
@@ -236,7 +236,7 @@ def device_of(config: RunConfig) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device = {config.device!r} is not one that FedVeil computes on: use cpu or cuda, or auto.")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device = 'cuda', but PyTorch sees no CUDA device here. Use --device cpu.")
+        raise ConfigError(f"device = 'cuda', but PyTorch sees no CUDA device here. Use {spelled('device', 'cpu')}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device = {config.device!r}, but there are {torch.cuda.device_count()} CUDA devices here.")
     return device
@@ -509,7 +509,7 @@ def _guard(config: RunConfig) -> Guard:
     policy = None if config.policy is None else read_policy(config.policy)
     if config.roster is None:
         if config.identities is not None:
-            raise ConfigError("identities are of use with a roster only: give --roster too.")
+            raise ConfigError(f"identities are of use with a roster only: give {spelled('roster')} too.")
         return Guard(policy)
     from fedveil.runs.terms import read_identities
 

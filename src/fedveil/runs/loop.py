@@ -20,7 +20,16 @@ from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
 from fedveil.downlink import assemble
 from fedveil.engine import LocalEngine
-from fedveil.errors import CheckpointError, Code, ConfigError, FedVeilError, NumericError, ProtocolError, StopTraining
+from fedveil.errors import (
+    CheckpointError,
+    Code,
+    ConfigError,
+    FedVeilError,
+    NumericError,
+    ProtocolError,
+    StopTraining,
+    spelled,
+)
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
@@ -137,7 +146,8 @@ class Outcome:
             return ""
         return (
             f" {self.lost} rounds of it were done before, and their checkpoint is not there: what clients showed in "
-            "them is spent and cannot be spent again. Put the checkpoints back, or start anew with another --out and a "
+            "them is spent and cannot be spent again. Put the checkpoints back, or start anew with another "
+            f"{spelled('out')} and a "
             "budget of its own."
         )
 
@@ -226,7 +236,7 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
         if known.rounds < rounds:
             raise CheckpointError(
                 f"{journal} tells of {known.rounds} rounds, but {what} {rounds}: what was spent is no longer known. "
-                "Put the file back, or start anew with another --out."
+                f"Put the file back, or start anew with another {spelled('out')}."
             )
     return privacy_journal
 
@@ -456,8 +466,12 @@ def _of_nothing(job: Job, first: Row) -> float:
 
 def _cure(job: Job) -> str:
     assert isinstance(job.config.lr, float)
-    noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, a smaller --clip"
-    return f"Start anew with a lower learning rate, like --lr {job.config.lr / 10:.1g}{noise}."
+    noise = (
+        ""
+        if job.scheme.plan is None
+        else f", or, if it is the noise that drowns the updates, a smaller {spelled('clip')}"
+    )
+    return f"Start anew with a lower learning rate, like {spelled('lr', float(f'{job.config.lr / 10:.1g}'))}{noise}."
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:

@@ -26,7 +26,7 @@ from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture, stock
 from fedveil.downlink.scales import Coverage, coverage
-from fedveil.errors import CheckpointError, ConfigError, TraceError, missing_extra
+from fedveil.errors import CheckpointError, ConfigError, TraceError, missing_extra, spelled
 from fedveil.models.custom import call
 from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
@@ -107,7 +107,8 @@ def load_model(
         facts = dataclasses.replace(facts, name=vouched(facts.name, model, where=str(path), say=say))
         if facts.name is None:
             raise ConfigError(
-                f"{path} holds a model that was built in Python: name what builds it, --model file.py:factory, or give "
+                f"{path} holds a model that was built in Python: name what builds it, "
+                f"{spelled('model', 'file.py:factory')}, or give "
                 "it there too: fedveil.load(file, model=net)."
             )
         facts.check_size(most=sum(tensor.numel() for tensor in tensors.values()), unlike=unlike)
@@ -146,7 +147,8 @@ def _no_model(path: Path, reason: Exception) -> str:
     if is_zipfile(path):
         return (
             f"{path} is a zip file, as torch.save writes them: weights, without what FedVeil needs to predict with "
-            "them. Load it into your own network with torch.load, or begin a run with it (--weights)."
+            "them. Load it into your own network with torch.load, or begin a run with it "
+            f"({spelled('weights', argument='train() takes that network')})."
         )
     wanted = "give a run folder, its model.safetensors, or an export"
     return f"{path} is damaged or not a safetensors file ({reason}): {wanted}."
@@ -209,7 +211,7 @@ def export_run(
     if loaded.kind == "export":
         raise ConfigError(f"{run} is an export already.")
     if out.exists():
-        raise CheckpointError(f"{out} exists already: give another --out.")
+        raise CheckpointError(f"{out} exists already: give another {spelled('out')}.")
     facts = loaded.facts
     tokens = facts.vocabulary is not None
     example = torch.zeros(2, *facts.input_shape, dtype=torch.int64 if tokens else torch.float32)
@@ -285,7 +287,7 @@ def _whole(run: Path, out: Path, model: Builder | None, say: Callable[[str], Non
     if loaded.kind == "export":
         raise ConfigError(f"{run} is an export for clients, whose layers are not those of its class: give the run.")
     if out.exists():
-        raise CheckpointError(f"{out} exists already: give another --out.")
+        raise CheckpointError(f"{out} exists already: give another {spelled('out')}.")
     return loaded
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError, unknown_name
+from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.runs.judgement import KINDS
 
 if TYPE_CHECKING:
@@ -46,8 +46,11 @@ def monitor_of(job: Job) -> Monitor | None:
     if part == "validation" and not validated:
         raise ConfigError(
             "The best round and early stopping go by a validation part, and there is none: hold one out "
-            "(--validation-fraction 0.2), or name another figure: --monitor loss (the training loss), or --monitor "
-            "test_loss, whose figures then say too much, since the test part has chosen the round."
+            f"({spelled('validation_fraction', 0.2, argument='validation=(inputs, targets)')}), or name another "
+            "figure: "
+            f"{spelled('monitor', 'loss')} (the training loss), or {spelled('monitor', 'test_loss')}, whose figures "
+            "then "
+            "say too much, since the test part has chosen the round."
         )
     if part == "test" and job.test is None:
         raise ConfigError(f"monitor = {monitor!r}, but there are no test samples.")

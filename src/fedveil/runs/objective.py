@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.config import OBJECT, RunConfig
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError, DataError, spelled
 from fedveil.protocol.parts import Scheme
 from fedveil.work import ClientData, Loss, make_loss
 from fedveil.work.own_loss import OwnLoss, own_loss, tried
@@ -45,15 +45,16 @@ def loss_of(config: RunConfig, task: str, usual: str, *, counted: Sequence[int] 
             name = "square"
     if name == "cross-entropy" and task != "classification":
         fitting = "square for regression" if task == "regression" else "binary-cross-entropy for several labels"
-        raise ConfigError(f"Cross-entropy needs classes; use --loss {fitting}.")
+        raise ConfigError(f"Cross-entropy needs classes; use {spelled('loss', fitting)}.")
     if name == "binary-cross-entropy" and task != "multilabel":
         raise ConfigError(
             "Binary cross-entropy needs labels of 0 and 1, and the task is "
-            f"{task}: use --task multilabel, or --loss cross-entropy for classes."
+            f"{task}: use {spelled('task', 'multilabel')}, or {spelled('loss', 'cross-entropy')} for classes."
         )
     if config.class_weights is not None and (task == "regression" or (task == "multilabel" and name == "square")):
         raise ConfigError(
-            "class_weights are for classes, or for several labels with --loss binary-cross-entropy: leave them out."
+            f"class_weights are for classes, or for several labels with {spelled('loss', 'binary-cross-entropy')}: "
+            "leave them out."
         )
     if config.label_smoothing and task != "classification":
         raise ConfigError("label_smoothing is for classes, of which a sample has one: leave it out.")
@@ -74,7 +75,8 @@ def _weights(config: RunConfig, task: str, counted: Sequence[int] | None) -> tup
     if counted is None:
         raise ConfigError(
             "class_weights = 'balanced' counts the classes of all clients, and here nobody may: give the weights as "
-            "numbers, --class-weights 1,4.5, from what is known of the classes without the clients' data."
+            f"numbers, {spelled('class_weights', '1,4.5')}, from what is known of the classes without the clients' "
+            "data."
         )
     samples, *counts = counted
     if not all(counts):
@@ -114,7 +116,8 @@ def check_weights(config: RunConfig, loss: Loss, scheme: Scheme, *, outputs: int
     if config.class_weights == BALANCED and (scheme.plan is not None or not scheme.readable):
         raise ConfigError(
             f"class_weights = 'balanced' counts everybody's classes in the open, and {scheme.name} promises something "
-            "about clients' data that does not cover such counts. Give the weights as numbers, --class-weights 1,4.5, "
+            "about clients' data that does not cover such counts. Give the weights as numbers, "
+            f"{spelled('class_weights', '1,4.5')}, "
             "from what is known of the classes without these data."
         )
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from fedveil import schemes
 from fedveil.downlink import Architecture, draw
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
 from fedveil.ledger.correlated import DENSE_UP_TO, NoiseGraph, NoiseLayout, by_peer, worst, worst_candidate
 from fedveil.ledger.statement import Ledger
@@ -73,7 +73,8 @@ def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     sparse = plan.layout == "pairs" and plan.neighbours is not None
     if plan.layout == "pairs" and not sparse and size > LARGEST_COMPLETE:
         raise ConfigError(
-            f"{size} clients of which every two share noise make {size * (size - 1) // 2:,} pairs. Give --neighbours: "
+            f"{size} clients of which every two share noise make {size * (size - 1) // 2:,} pairs. Give "
+            f"{spelled('neighbours')}: "
             "a few for each are enough."
         )
     if sparse and size > DENSE_UP_TO:
@@ -342,7 +343,7 @@ def _unspent(
             floor.said()
             if concrete
             else "if Ψ and Φ were hidden: given R the noise is bounded, so δ has a floor at every ε, which depends on "
-            "the smallest R of the network (name one with --model)"
+            f"the smallest R of the network (name one with {spelled('model')})"
         )
     return ledger_of(scheme, scheme.releases(architecture), None, None, simulation=False, notes=tuple(notes))
 

@@ -21,7 +21,7 @@ from fedveil.data.new_samples import Expected, NewSamples, read_samples, refuse_
 from fedveil.data.preparation import Features, Pixels
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink.export import stock
-from fedveil.errors import CheckpointError, ConfigError, DataError, missing_extra
+from fedveil.errors import CheckpointError, ConfigError, DataError, missing_extra, spelled
 from fedveil.own_code import names_code
 from fedveil.runs.callbacks import Say
 from fedveil.runs.evaluation import CHUNK
@@ -218,9 +218,11 @@ def predict_dataset(
             )
         return predict_samples(loaded, dataset, keep=keep)
     if not isinstance(trained, str) or trained == "python":
-        raise CheckpointError(f"{path} does not say what data it was trained on: give new data with --dataset.")
+        raise CheckpointError(
+            f"{path} does not say what data it was trained on: give new data with {spelled('dataset')}."
+        )
     if keep:
-        raise ConfigError("keep takes columns of new data along: name their file with --dataset.")
+        raise ConfigError(f"keep takes columns of new data along: name their file with {spelled('dataset')}.")
     split = loaded_data(settings.with_changes(seed=settings.seed or 0))
     if part not in split.parts:
         raise ConfigError(f"The data of this model have no {part} part; there are: {', '.join(split.parts)}.")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink import assemble
-from fedveil.errors import ConfigError, FedVeilError, ProtocolError
+from fedveil.errors import ConfigError, FedVeilError, ProtocolError, spelled
 from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
@@ -107,8 +107,9 @@ def _memory(job: Job, *, saved: float) -> str:
     if free is None or needed < free:
         return ""
     cures = {
-        f"a smaller --batch-size (a step of {batch} samples takes {step / 1e9:.1f} GB)": step,
-        f"fewer --head-groups or a smaller model (an upload of {upload:,} numbers takes {sums / 1e9:.1f} GB)": sums,
+        f"a smaller {spelled('batch_size')} (a step of {batch} samples takes {step / 1e9:.1f} GB)": step,
+        f"fewer {spelled('head_groups')} or a smaller model (an upload of {upload:,} numbers takes {sums / 1e9:.1f} "
+        "GB)": sums,
     }
     first = max(cures, key=lambda cure: cures[cure])
     return (
@@ -184,7 +185,7 @@ def _check_graphs(cohort: Cohort, neighbours: int, *, rounds: int) -> None:
             raise ConfigError(
                 f"Graphs of {cohort.size} clients of which each picks {neighbours} fall apart (one of "
                 f"{min(rounds, _GRAPHS)} drawn did), so that a group would be covered by its own noise alone. Raise "
-                "--neighbours; 3 are mostly enough, 5 nearly always."
+                f"{spelled('neighbours')}; 3 are mostly enough, 5 nearly always."
             )
 
 

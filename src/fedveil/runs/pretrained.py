@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, spelled
 
 # A counter that decides nothing here, and the ε that FedVeil's own files keep beside a normalisation's weights.
 _NO_WEIGHTS = ("num_batches_tracked", "epsilon")
@@ -87,7 +87,7 @@ def _check(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]], path
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
             f"The weights in {path} are not this model's: {'; '.join(wrong[:_SHOWN])}{more}. Give the model's settings "
-            "as they were (-o), or fill the model in code of your own (--model file.py:factory)."
+            f"as they were (-o), or fill the model in code of your own ({spelled('model', 'file.py:factory')})."
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fedveil.downlink import Architecture
-from fedveil.errors import CheckpointError, ConfigError, naming
+from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.accountant import Accountant, SampledAccountant
 from fedveil.ledger.correlated import NoiseLayout
@@ -200,7 +200,7 @@ class PrivacyJournal:
             except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
                 raise CheckpointError(
                     f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
-                    "the file back, or start anew with another --out."
+                    f"the file back, or start anew with another {spelled('out')}."
                 ) from reason
             self._terms = _Terms.of(job.scheme, sizes)
 
@@ -284,7 +284,8 @@ class PrivacyJournal:
                 if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
                     raise ConfigError(
                         "Under secret sampling the noise of all rounds is found together: resume with the settings the "
-                        f"run was started with (rounds = {terms.plan.target.rounds}), or start anew with another --out."
+                        f"run was started with (rounds = {terms.plan.target.rounds}), or start anew with another "
+                        f"{spelled('out')}."
                     )
             elif "joined" in entry:
                 came = _numbered(entry["joined"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fedveil.errors import ConfigError, NumericError, ProtocolError
+from fedveil.errors import ConfigError, NumericError, ProtocolError, spelled
 from fedveil.runs.job import Job, agreed
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.schemes import SchemeInfo
@@ -29,7 +29,7 @@ def with_found_rate(job: Job, *, own: SchemeInfo | None = None) -> tuple[Job, st
         raise ConfigError(
             f"lr = 'auto' tries rates on the clients' data, and {scheme.name} accounts for every round that clients "
             "are asked for: such trials would not be in its ledger. Find a rate on data that nobody has to protect "
-            "(--scheme fedavg --lr auto), and give it as a number."
+            f"({spelled('scheme', 'fedavg')} {spelled('lr', 'auto')}), and give it as a number."
         )
     losses: dict[float, float] = {}
     for rate in RATES:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.data.description import Description
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError
+from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError, spelled
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
@@ -147,7 +147,10 @@ def continue_in(
             callbacks.finish(done, say)
         finally:
             folder.release()
-        say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
+        say(
+            f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: "
+            f"{spelled('rounds')}."
+        )
         return done, _final_state(job, folder, rounds=done["rounds"])
     state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
     for reason in refused:
@@ -231,7 +234,7 @@ def train_into(
 
     watch.keep = keep
     if config.device == "auto":
-        say(f"Computing on {job.weights.parameters.device} (--device auto).")
+        say(f"Computing on {job.weights.parameters.device} ({spelled('device', 'auto')}).")
     if watch.best is not None and watch.best.monitor.startswith("test_"):
         say(f"{watch.best.monitor} chooses the round to keep: the test figures of that round then say too much for it.")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, spelled
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
@@ -38,7 +38,7 @@ def lossless(
         raise ConfigError(
             "Training under a veil takes exactly one gradient per round: the recovery identity holds at the "
             "broadcast point, and a second local step would start from parameters the server cannot undo. Use more "
-            "rounds instead, or --scheme fedavg for local training without a veil."
+            f"rounds instead, or {spelled('scheme', 'fedavg')} for local training without a veil."
         )
     return Scheme(
         name="lossless",

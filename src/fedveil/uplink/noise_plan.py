@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.errors import ConfigError, ProtocolError, unknown_name
+from fedveil.errors import ConfigError, ProtocolError, spelled, unknown_name
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, worst_collusion
 from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
 from fedveil.uplink.graph import complete, covering_graph, default_degree
@@ -179,7 +179,7 @@ class NoisePlan:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
             raise ConfigError(
                 "Secret sampling of records amplifies noise that a client adds for itself, by exact accounting: use "
-                "--scheme ldp --accounting exact."
+                f"{spelled('scheme', 'ldp')} {spelled('accounting', 'exact')}."
             )
         if self.accounting not in ACCOUNTING:
             raise unknown_name("accounting", self.accounting, ACCOUNTING)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, VectorBatchNorm
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import ConfigError, NumericError
+from fedveil.errors import ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import prepare, weighted
@@ -108,7 +108,7 @@ class ClippedSamples:
                 f"The loss {self.loss.name} of a batch is not the mean of its samples' losses, and clipping sample by "
                 "sample would train on another one: a sample alone has no share of what the batch divides by or "
                 "compares. Return one number per sample that depends on this sample alone (as reduction='none' does), "
-                "or clip whole updates, with more than one --local-steps."
+                f"or clip whole updates, with more than one {spelled('local_steps')}."
             )
         if self.sampling is not None and not 0 < self.sampling <= 1:
             raise ConfigError(f"secret_sampling must lie in (0, 1] (got {self.sampling}).")

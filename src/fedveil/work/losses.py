@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedveil.downlink.messages import PublicHead
-from fedveil.errors import ConfigError, DataError
+from fedveil.errors import ConfigError, DataError, spelled
 
 LOSSES = ("square", "cross-entropy", "binary-cross-entropy")
 
@@ -210,7 +210,9 @@ def refuse_head_noise(loss: Loss) -> None:
         raise ConfigError(
             f"Head noise with the {loss.name} loss cannot be undone: the recovery identity "
             "L = φ₀ − Σ γ_s·φ_s + v·φ_β holds because the square loss is quadratic in the output, and "
-            f"{loss.name} is not. Two ways out: train with --loss square (for classes with --target-scale and "
-            "--true-weight if needed), or keep the loss and drop the head noise (--no-head-noise); the "
+            f"{loss.name} is not. Two ways out: train with {spelled('loss', 'square')} (for classes with "
+            f"{spelled('target_scale')} and "
+            f"{spelled('true_weight')} if needed), or keep the loss and drop the head noise "
+            f"({spelled('head_noise', False)}); the "
             "hidden layers stay rescaled, but clients then see the model's true outputs."
         )
