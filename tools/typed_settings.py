@@ -8,8 +8,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
-from fedveil.api import GIVEN_OTHERWISE
 from fedveil.config import RunConfig
+from fedveil.runs.from_python import GIVEN_OTHERWISE
 
 MODULE = Path(__file__).parents[1] / "src" / "fedveil" / "settings.py"
 

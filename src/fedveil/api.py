@@ -2,52 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
-import torch
 from torch import nn
 
-from fedveil import schemes
-from fedveil.config import BEFORE, OBJECT, RunConfig, unknown_setting
-from fedveil.data import Dataset
-from fedveil.data.description import describe_parts
-from fedveil.data.intake import ClientSamples, Intake, clients_of, columns, outputs_of, task_of
-from fedveil.data.lazy import LazySamples, whole
-from fedveil.data.preparation import Preparation, numbers_like
+from fedveil.config import RunConfig
+from fedveil.data.intake import ClientSamples
+from fedveil.data.preparation import Preparation
 from fedveil.downlink import Weights, assemble
-from fedveil.engine import ClientPool
-from fedveil.errors import ConfigError, DataError, settings_as_arguments
+from fedveil.errors import ConfigError, settings_as_arguments
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import WARNING, Follower, Progress, Row, working
-from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
+from fedveil.runs.callbacks import WARNING, Follower, Progress, Row
+from fedveil.runs.from_python import job_of_objects
+from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judgement_from
-from fedveil.runs.loop import evaluated, fresh_state, summarise, train_job
-from fedveil.runs.objective import BALANCED, class_counts, listed_weights, loss_settings, own_objective
-from fedveil.runs.own_metrics import Metric, OwnMetrics
+from fedveil.runs.loop import fresh_state, summarise, train_job
+from fedveil.runs.own_metrics import Metric
 from fedveil.runs.preflight import preflight
 from fedveil.runs.rates import with_found_rate
 from fedveil.runs.watching import Watch
-from fedveil.schemes import SchemeInfo
 from fedveil.settings import Settings
-from fedveil.work.batches import mixed_seed
 
 if TYPE_CHECKING:
     from fedveil.runs.predicting import Model
 
 _LOG = logging.getLogger(__name__)
-
-# Settings about data and model that a command line needs and arguments replace.
-GIVEN_OTHERWISE = tuple(
-    "dataset target text group site picture_size test_fraction validation_fraction split partition alpha ratio "
-    "model_options weights".split()
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,64 +142,23 @@ def train(
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
-    clients = clients_of(clients)
-    info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
-    given_loss = settings.get("loss")
-    settings = _settings(settings, info)
-    # A scheme that is given as an object is code: no file may stand for it later.
-    named = scheme if isinstance(scheme, str) else f"{OBJECT}{info.name}"
-    config = settled(
-        RunConfig.from_mapping({**settings, "scheme": named, "clients": max(len(clients), 1)}, where="train()")
+    job, info = job_of_objects(
+        model,
+        clients,
+        scheme=scheme,
+        test=test,
+        validation=validation,
+        metrics=metrics or {},
+        preparation=preparation,
+        settings=settings,
+        quiet=not progress,
     )
-    # Whoever calls from Python has split the data already.
-    named_here = {"model": f"{type(model).__module__}.{type(model).__qualname__}", "dataset": "python"}
-    config = config.with_changes(**named_here, split=BEFORE["split"])
-    device, dtype = device_of(config), dtype_of(config)
-    several = config.task == "multilabel" or config.loss == "binary-cross-entropy"
-    assert config.seed is not None
-    intake = Intake(dtype=dtype, device=device, seed=partial(mixed_seed, config.seed), several=several)
-    parties = [intake.take(samples, who=f"Client {k}", number=k) for k, samples in enumerate(clients)]
-    pool = ClientPool.separate(parties)
-    task = task_of(parties, asked="multilabel" if several else config.task)
-    outputs = outputs_of(parties, task, model)
-    input_shape = tuple(pool.clients[0].x.shape[1:])
-    preparation = preparation or Preparation(numbers_like(*(client.x for client in pool.clients)))
-    facts = ModelFacts(None, {}, input_shape, outputs, task, None, preparation.classes, preparation)
-    if preparation.inputs.shape != facts.input_shape:
-        raise ConfigError(
-            f"The preparation makes samples of shape {preparation.inputs.shape}, the clients' have {facts.input_shape}."
-        )
-
-    def held_out(samples: ClientSamples | None, name: str, number: int) -> Dataset | None:
-        if samples is None:
-            return None
-        with working(f"Reading the {name} set", quiet=not progress):
-            x, y = columns(intake.take(samples, who=f"The {name} set", number=number))
-            if tuple(x.shape[1:]) != facts.input_shape:
-                raise DataError(
-                    f"The {name} set's inputs have shape {tuple(x.shape[1:])}, the clients' {facts.input_shape}."
-                )
-            return Dataset(name, task, x, whole(y), outputs=outputs)
-
-    judged = held_out(test, "test", len(clients))
-    validated = held_out(validation, "validation", len(clients) + 1)
-    own = None
-    if (config.loss or "").startswith(OBJECT):
-        own = own_objective(given_loss, config, model, pool.clients[0], dtype=dtype, device=device)
-    counts = None
-    if config.class_weights == BALANCED:
-        counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), outputs)
-    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated)
-    if metrics:
-        job = _with_metrics(job, metrics)
-    if not any(isinstance(party, LazySamples) for party in parties):  # of others, that would read every sample
-        owned = [Dataset("python", task, *columns(party), outputs=outputs) for party in parties]
-        job = replace(job, description=describe_parts(owned, test=judged, validation=validated))
-        _log_data(job)
+    if job.description is not None:
+        for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
+            _LOG.info("%s", line)
     for text in preflight(job):
         _warn(text)
-    if config.lr == "auto":
+    if job.config.lr == "auto":
         job, told = with_found_rate(job, own=info)
         _warn(told)
     if out is not None:
@@ -287,23 +230,6 @@ def load(run_or_file: str | Path, *, model: nn.Module | Callable[..., nn.Module]
     return Model(load_model(Path(run_or_file), model=model))
 
 
-def _with_metrics(job: Job, metrics: Mapping[str, Metric]) -> Job:
-    """A job with metrics that were tried once on the untrained model: none of them fails after hours of training."""
-    if job.test is None:
-        raise ConfigError("metrics are computed on test samples: give them too (test).")
-    job = replace(job, metrics=OwnMetrics(metrics))
-    _, scores = evaluated(job, fresh_state(job))
-    for name, why in scores.failed.items():
-        raise ConfigError(f"The metric {name!r} fails {why}")
-    return job
-
-
-def _log_data(job: Job) -> None:
-    assert job.description is not None
-    for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
-        _LOG.info("%s", line)
-
-
 def _warn(text: str) -> None:
     if text.startswith(WARNING):
         _LOG.warning("%s", text.removeprefix(WARNING))
@@ -316,33 +242,3 @@ def _stored_seed(out: str | Path) -> dict[str, Any]:
     file = Path(out) / "config.toml"
     stored = RunConfig.read(file) if file.exists() else {}
     return {name: stored[name] for name in ("seed", "secrets") if name in stored}
-
-
-def _settings(given: Mapping[str, Any], info: SchemeInfo) -> dict[str, Any]:
-    """Settings as a configuration has them: what only the scheme knows is an option of its own."""
-    known = {field.name: field for field in fields(RunConfig)}
-    settings: dict[str, Any] = {}
-    options = dict(given.get("options") or {})
-    for name, value in given.items():
-        if name in GIVEN_OTHERWISE:
-            raise ConfigError(f"{name!r} is not a setting of train(): model and data are given as arguments.")
-        if name in known:
-            settings |= _plain(name, value)
-        elif name in info.declared:
-            options[name] = value
-        else:
-            raise unknown_setting(name, where="train()", further=info.declared, without=GIVEN_OTHERWISE)
-    return settings | ({"options": options} if options else {})
-
-
-def _plain(name: str, value: Any) -> dict[str, Any]:
-    """A setting as text where PyTorch has an object for it; some objects say several settings."""
-    if isinstance(value, torch.device):
-        return {name: str(value)}
-    if isinstance(value, torch.dtype):
-        return {name: str(value).removeprefix("torch.")}
-    if name == "class_weights" and value is not None and not isinstance(value, str):
-        return {name: listed_weights(value)}
-    if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
-        return loss_settings(value)
-    return {name: value}

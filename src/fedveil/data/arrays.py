@@ -207,7 +207,7 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
         names = tuple(map(str, numbers))
     else:
         written = (str(name) for codes in given if codes is not None for name in np.unique(codes).astype(np.str_))
-        seen = set(map(owner_name, written))
+        seen = set(map(one_spelling, written))
         names = tuple(sorted(seen))
         if "" in seen:
             raise DataError(f"{parts[0].origin}: some {what} have no name. Fill them in or remove those samples.")
@@ -217,11 +217,11 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
 def _positions(codes: Array, names: tuple[str, ...]) -> npt.NDArray[np.int64]:
     position = {name: code for code, name in enumerate(names)}
     distinct, which = np.unique(codes, return_inverse=True)
-    return np.array([position[owner_name(str(name))] for name in distinct.astype(np.str_)], np.int64)[which]
+    return np.array([position[one_spelling(str(name))] for name in distinct.astype(np.str_)], np.int64)[which]
 
 
-def owner_name(text: str) -> str:
-    """One spelling of a patient's or a site's name, however it is stored: 7, 7.0 and 007 are the same."""
+def one_spelling(text: str) -> str:
+    """The name of a class, a patient or a site, however it is stored: 7, 7.0 and 007 are the same."""
     name = " ".join(unicodedata.normalize("NFC", text).split())
     try:
         number = float(name)

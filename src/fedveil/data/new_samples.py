@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fedveil.data import pictures, tabular
-from fedveil.data.arrays import Array, files_of, labelled, read_array, read_arrays
+from fedveil.data.arrays import Array, files_of, labelled, one_spelling, read_array, read_arrays
 from fedveil.data.dataset import Task, check_finite
 from fedveil.data.description import is_missing
 from fedveil.data.preparation import CategoryColumn, Cells, Columns, Features, Pixels, Preparation, Words, laid_out
@@ -250,7 +250,7 @@ def _coded(text: str, codes: Mapping[str, float], *, numbers: bool) -> float | N
         return codes[text]
     try:
         number = float(text)
-        return number if numbers and not codes else codes.get(tabular.class_name(number))
+        return number if numbers and not codes else codes.get(one_spelling(str(number)))
     except (ValueError, OverflowError):
         return None
 

@@ -22,7 +22,7 @@ from fedveil.data.arrays import (
     by_plain_name,
     files_of,
     held_out_names,
-    owner_name,
+    one_spelling,
     plain_name,
     read_bytes,
 )
@@ -236,7 +236,7 @@ def target(table: Table, name: str, *, task: Task | None, train: Rows | None) ->
     if (task or _inferred(numbers)) == "regression":
         return _regression(table, name, raw, numbers)
     if numbers is not None:
-        raw = [class_name(number) for number in numbers.tolist()]
+        raw = [one_spelling(str(number)) for number in numbers.tolist()]
     seen = set(raw) if train is None else {raw[row] for row in train}
     # By value where they are numbers, so that class 10 does not come before class 2.
     ordered = sorted(seen) if numbers is None else sorted(seen, key=float)
@@ -263,7 +263,7 @@ def several_labels(table: Table, names: Sequence[str]) -> TargetColumn:
 
 def owner_codes(table: Table, name: str, *, role: str) -> tuple[Tensor, tuple[str, ...]]:
     """The group or site of every row, numbered in sorted order of the names, and the names."""
-    raw = [owner_name(value) for value in table.columns[name]]
+    raw = [one_spelling(value) for value in table.columns[name]]
     for row, value in enumerate(raw):
         if not value:
             raise DataError(f"{table.place(row)}: the {role} {name!r} is missing. Fill it in or remove the row.")
@@ -318,11 +318,6 @@ def numbers_in(table: Table, name: str) -> tuple[Floats, int | None]:
         if not abs(values[row]) <= np.finfo(np.float32).max:
             raise DataError(f"{table.place(row)}: column {name!r} holds {text.strip()!r}, not a finite number.")
     return values, None
-
-
-def class_name(number: float) -> str:
-    """One spelling for 1, 1.0 and 01, which name the same class."""
-    return str(int(number)) if number == int(number) else str(number)
 
 
 _SPLIT = "split"

@@ -13,6 +13,7 @@ from fedveil.config import OBJECT, RunConfig
 from fedveil.errors import ConfigError, DataError, spelled
 from fedveil.protocol.parts import Scheme
 from fedveil.work import ClientData, Loss, make_loss
+from fedveil.work.losses import check_smoothing
 from fedveil.work.own_loss import OwnLoss, own_loss, tried
 
 BALANCED = "balanced"
@@ -56,8 +57,7 @@ def loss_of(config: RunConfig, task: str, usual: str, *, counted: Sequence[int] 
             f"class_weights are for classes, or for several labels with {spelled('loss', 'binary-cross-entropy')}: "
             "leave them out."
         )
-    if config.label_smoothing and task != "classification":
-        raise ConfigError("label_smoothing is for classes, of which a sample has one: leave it out.")
+    check_smoothing(config.label_smoothing, classes=task == "classification")
     return make_loss(
         name,
         target_scale=config.target_scale,

@@ -49,7 +49,10 @@ def _check_weights(weights: tuple[float, ...]) -> None:
         raise ConfigError("Class weights must be numbers of at least 0, and not all of them 0.")
 
 
-def _check_smoothing(smoothing: float) -> None:
+def check_smoothing(smoothing: float, *, classes: bool = True) -> None:
+    """Refuse a smoothing that is no share, or any where a sample has not one class."""
+    if smoothing and not classes:
+        raise ConfigError("label_smoothing is for classes, of which a sample has one: leave it out.")
     if not 0 <= smoothing < 1:
         raise ConfigError(f"label_smoothing must lie in [0, 1) (got {smoothing}).")
 
@@ -71,7 +74,7 @@ class CrossEntropy:
 
     def __post_init__(self) -> None:
         _check_weights(self.class_weights)
-        _check_smoothing(self.smoothing)
+        check_smoothing(self.smoothing)
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """−log softmax(output)[target], averaged."""
@@ -126,7 +129,7 @@ class SquareLoss:
         if not (self.target_scale > 0 and self.true_weight > 0):
             raise ConfigError("target_scale and true_weight must be positive numbers.")
         _check_weights(self.class_weights)
-        _check_smoothing(self.smoothing)
+        check_smoothing(self.smoothing)
 
     def residual(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """(e, w): output − ȳ, and the output weights (None where all are 1)."""
@@ -199,8 +202,7 @@ def make_loss(
         raise ConfigError("target_scale and true_weight belong to the square loss; leave them at 1.")
     if name == "cross-entropy":
         return CrossEntropy(class_weights, smoothing)
-    if smoothing:
-        raise ConfigError("label_smoothing is for classes, of which a sample has one: leave it out.")
+    check_smoothing(smoothing, classes=False)
     return BinaryCrossEntropy(class_weights)
 
 
