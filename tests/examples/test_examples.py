@@ -125,7 +125,11 @@ def test_a_bank_consortium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real
         said = typed("examples/bank-consortium.md", tmp_path)
     else:
         bank_table(raw, rows=450)
-        said = typed("examples/bank-consortium.md", tmp_path, small={"rounds = 30": "rounds = 3"})
+        said = typed(
+            "examples/bank-consortium.md",
+            tmp_path,
+            small={"rounds = 30": "rounds = 3", "--quick": "--quick --attacks closed-form"},
+        )
     run = tmp_path / "runs" / "banks"
     check(run, sites={"officials", "owners", "workers"}, better_than=0.7 if real else 0.5)
     lines = told(run, "ledger.json")["lines"]
@@ -206,7 +210,8 @@ def check(run: Path, *, sites: set[str], better_than: float) -> None:
     assert auroc(run) > better_than
     assert judged["parted_by"] == "site"
     assert {part["name"] for part in judged["parts"]} == sites
-    assert all("low" in part["figures"]["auroc"] for part in judged["parts"])
+    figures = [part["figures"]["auroc"] for part in judged["parts"]]
+    assert all("low" in figure or "no interval" in figure["reason"] for figure in figures)
     assert told(run, "audit/audit.json")["findings"]
     assert "AUROC" in (run / "report.html").read_text(encoding="utf-8")
 
