@@ -26,7 +26,7 @@ def judged(*, learned: bool, positive: float = 0.512) -> Judgement:
     """Of a model that knows the answers, or of one that always gives the same."""
     y = (torch.arange(250) < 250 * positive).long()
     data = Dataset(
-        "d", "classification", torch.zeros(250, 1), y, 2, ("ill", "well"), groups=y * 0 + torch.arange(250) % 2
+        "d", "classification", torch.zeros(250, 1), y, 2, ("ill", "well"), sites=y * 0 + torch.arange(250) % 2
     )
     constant = torch.tensor([[0.0, 1.0]]).expand(250, 2)
     return judge(torch.eye(2)[y] if learned else constant, data)
@@ -85,7 +85,7 @@ def test_one_judgement_has_figures_classes_groups_and_a_verdict(capsys: pytest.C
     for words in (
         "On 250 test samples",
         "By class",
-        "By group",
+        "By site",
         "no AUROC: every sample is of one class",
         "always ill",
     ):

@@ -109,8 +109,6 @@ def predict(
     if out is not None:
         write_predictions(out, result)
         plainly(f"wrote {len(result)} predictions to {out}")
-    else:
-        plainly("the predictions themselves, a line a sample: --out FILE.csv")
     figures = []
     if result.accuracy is not None:
         figures.append(f"accuracy {percent(result.accuracy)}")
@@ -124,3 +122,5 @@ def predict(
             "note: an export does not tell how the run split its data; if the data has no test part of its own, this "
             "split is a new one and may hold samples the model was trained on"
         )
+    if out is None:
+        plainly("the predictions themselves, a line a sample: --out FILE.csv")

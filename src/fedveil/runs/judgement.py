@@ -244,7 +244,8 @@ def _verdict(judged: Judgement) -> str:
     if ranking is None or ranking.value is None:
         return said
     if not beats("auroc", ranking):
-        return f"{said} It ranks samples no better than chance either (AUROC {told('auroc', ranking)})."
+        ranks = "is not shown to rank samples better" if ranking.value > 0.5 else "ranks samples no better"
+        return f"{said} It {ranks} than chance either (AUROC {told('auroc', ranking)})."
     fails = "" if above else ": what fails is the threshold, or the balance of classes"
     return f"{said} It does rank samples better than chance (AUROC {told('auroc', ranking)}){fails}."
 
