@@ -44,6 +44,34 @@ from fedveil.runs.intervals import (
 
 BINS = 15
 
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a figure before it is measured."""
+
+    title: str
+    higher_is_better: bool = True
+    share: bool = False
+    """Whether people read it in per cent."""
+
+
+KINDS = {
+    "accuracy": Kind("accuracy", share=True),
+    "balanced_accuracy": Kind("balanced accuracy", share=True),
+    "auroc": Kind("AUROC"),
+    "average_precision": Kind("average precision"),
+    "f1": Kind("F1"),
+    "kappa": Kind("Cohen's kappa"),
+    "ece": Kind("calibration error", higher_is_better=False),
+    "exact_match": Kind("all labels right", share=True),
+    "recall": Kind("recall", share=True),
+    "precision": Kind("precision", share=True),
+    "mae": Kind("MAE", higher_is_better=False),
+    "rmse": Kind("RMSE", higher_is_better=False),
+    "mse": Kind("MSE", higher_is_better=False),
+    "r2": Kind("R²"),
+}
+
 Formula = Callable[[Array], dict[str, Array]]
 """Figures of each row of sums: a number, or one per class; NaN where one is not defined."""
 

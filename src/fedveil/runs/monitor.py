@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, spelled, unknown_name
-from fedveil.runs.judgement import KINDS
+from fedveil.runs.metrics import KINDS
 
 if TYPE_CHECKING:
     from fedveil.runs.job import Job
