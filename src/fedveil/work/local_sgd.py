@@ -25,6 +25,7 @@ Descent = Callable[[Tensor, Tensor, float], Tensor]
 class LocalSteps(OneByOne):
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
+    A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
     Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
     """
 
@@ -34,6 +35,8 @@ class LocalSteps(OneByOne):
     steps: int | None = None
     epochs: int | None = None
     refuses: bool = True
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
     returns = "update"
     clip = None
@@ -97,9 +100,10 @@ class LocalSteps(OneByOne):
         """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
         module = workspace.module
         fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
-        fixed = fixed and self.loss.capturable
+        fixed = fixed and self.loss.capturable and not (self.momentum or self.weight_decay)
         if data.x.device.type != "cuda" or not fixed:
-            return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
+            velocity = [torch.zeros_like(parameter) for parameter in moving] if self.momentum else []
+            return lambda x, y, rate: self._descended(module, moving, velocity, x, y, rate)
         x, y = data.take(first)
         key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
         made: dict[object, object] = workspace.captured  # type: ignore[assignment]
@@ -109,12 +113,32 @@ class LocalSteps(OneByOne):
             prepare(workspace.architecture, module, broadcast)
         return lambda x, y, rate: captured(x, y, rate=rate)
 
+    def _descended(
+        self, module: nn.Module, moving: list[Tensor], velocity: list[Tensor], x: Tensor, y: Tensor, rate: float
+    ) -> Tensor:
+        """One step on one batch, of parameters and `velocity` (without momentum: none) in place; the loss before it."""
+        with torch.enable_grad():
+            value = self.loss.mean(module(x), y)
+            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        return value.detach()
 
-def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:
-    """w ← w − lr·g on one batch, in place; the loss before it."""
-    with torch.enable_grad():
-        value = loss.mean(module(x), y)
-        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-    with torch.no_grad():
-        torch._foreach_add_(moving, grads, alpha=-rate)
-    return value.detach()
+
+def descend(
+    moving: list[Tensor],
+    grads: list[Tensor] | tuple[Tensor, ...],
+    velocity: list[Tensor],
+    rate: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """v ← μ·v + g + λ·w; w ← w − lr·v in place; without momentum there is no `velocity`."""
+    if weight_decay:
+        grads = torch._foreach_add(grads, moving, alpha=weight_decay)
+    if velocity:
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, grads)
+        grads = velocity
+    torch._foreach_add_(moving, grads, alpha=-rate)
