@@ -48,6 +48,13 @@ def test_pictures_are_padded_cut_turned_and_holed_as_drawn(crop: int, flip: bool
     assert torch.equal(x, pictures(40))  # which are not changed themselves
 
 
+def test_nothing_is_asked_of_the_values_on_the_way() -> None:
+    """Tensors without values, of which nothing can be read back: no loop over samples, no waiting for a device."""
+    drawn = ALL.draw(torch.empty(12, dtype=torch.int64, device="meta"), client=1, step=2)
+    assert drawn.shape == (12, 5)
+    assert ALL.apply(pictures().to("meta"), drawn).shape == (12, 2, 7, 9)
+
+
 def test_a_sample_is_drawn_alike_in_any_batch_and_in_any_order() -> None:
     x, numbers = pictures(), torch.arange(12)
     together = ALL(x, numbers, client=4, step=7)
