@@ -10,8 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from federation import distance, held_run, job, same_bits, trained
+from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError
+from fedveil.protocol.messages import Request
 from fedveil.runs import session
 from fedveil.runs.job import agreed
 
@@ -66,6 +68,19 @@ def test_clients_that_hold_the_model_take_the_step_of_plain_averaging(scheme: st
     held = held_run(job(scheme=scheme, **hidden, **given))
     assert not any(done.failed for done in held.rounds)
     assert distance(held.model, plain.weights.parameters) < 1e-8
+
+
+def test_who_has_missed_a_round_is_lent_what_the_optimiser_remembers() -> None:
+    one = job(scheme="ckks-fedavg", cipher="pads", value_range=64.0, rounds=3, optimiser="yogi", **LOCAL)
+
+    def absent(request: Request, client: int) -> bool:
+        return client == 2 and isinstance(request, Begin) and request.round == 0
+
+    held = held_run(one, absent=absent)
+    assert [2 in done.gathered.arrived for done in held.rounds] == [False, True, True]
+    memories = [held.engine.state_of(client).held.velocity for client in range(5)]  # type: ignore[union-attr]
+    assert memories[0].shape == (2, one.architecture.size)
+    assert all(same_bits(memory, memories[0]) for memory in memories)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
