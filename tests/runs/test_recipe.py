@@ -136,6 +136,17 @@ def test_a_warm_up_carries_a_rate_at_which_training_otherwise_explodes() -> None
     assert warm[-1].loss < 0.1
 
 
+@pytest.mark.parametrize("scheme", ["fedavg", "cdp"])
+def test_pictures_are_the_same_however_clients_are_grouped(scheme: str) -> None:
+    given: dict[str, Any] = {"scheme": scheme, "rounds": 3, "batch_size": 8, "lr": 0.5, "how": "size"}
+    together, alone, plain = (
+        trained(job(**given, augment=augment, vectorise=vectorise))[0].weights.parameters
+        for augment, vectorise in (("crop:2,flip,cutout:3", True), ("crop:2,flip,cutout:3", False), (None, True))
+    )
+    assert distance(together, alone) < 1e-10
+    assert distance(together, plain) > 1e-4
+
+
 def test_a_function_of_pythons_is_taken_from_there_and_from_no_file() -> None:
     config = RunConfig(scheme="fedavg", seed=1, lr_schedule="python:halved")
     with pytest.raises(ConfigError, match=r"lr_schedule 'halved' was given as a function from Python"):

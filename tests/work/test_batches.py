@@ -96,6 +96,12 @@ def test_a_schedule_goes_as_it_says(case: str) -> None:
     assert {round: schedule.at(round) for round in expected} == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.parametrize("shape", ["cosin", True])
+def test_a_shape_that_there_is_not_is_refused(shape: Any) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown lr_schedule '{shape}'"):
+        Schedule(0.1, 1.0, shape, 10)
+
+
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "fast"])
 def test_a_schedule_of_ones_own_that_gives_no_rate_is_named_with_its_round(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"lr_schedule .* round 3 of 5"):

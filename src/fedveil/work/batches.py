@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, unknown_name
 
 _MASK = (1 << 63) - 1
 
@@ -92,6 +92,9 @@ Factor = Callable[[int, int], float]
 """What a rate is multiplied by in a round (counted from 0) of a run of so many rounds."""
 
 
+SHAPES = ("constant", "cosine", "step", "polynomial")
+
+
 @dataclass(frozen=True)
 class Schedule:
     """lr·decay^round·shape·warm-up: how the learning rate goes over a run of `rounds` rounds.
@@ -109,6 +112,10 @@ class Schedule:
     steps: tuple[float, ...] = (0.5, 0.75)
     drop: float = 0.1
     power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.shape) and self.shape not in SHAPES:
+            raise unknown_name("lr_schedule", str(self.shape), SHAPES)
 
     def at(self, round: int) -> float:
         """The learning rate of a round."""
