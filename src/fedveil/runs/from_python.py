@@ -78,12 +78,14 @@ def job_of_objects(
     counts = None
     if config.class_weights == BALANCED:
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), facts.outputs)
-    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
-    network = copy.deepcopy(model)
-    job = assemble_job(config, network, pool, held_out[0], facts, common=common, validation=held_out[1])
+    shape, augment = (given if callable(given := settings.get(name)) else None for name in ("lr_schedule", "augment"))
+    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts, shape=shape)
+    network, (judged, validated) = copy.deepcopy(model), held_out
+    job = assemble_job(config, network, pool, judged, facts, common=common, validation=validated, augment=augment)
+    job = replace(job, shape=shape)
     if metrics:
         job = _with_metrics(job, metrics)
-    return _described(job, parties, *held_out, task=task), info
+    return _described(job, parties, judged, validated, task=task), info
 
 
 def _configured(model: nn.Module, settings: Mapping[str, Any]) -> RunConfig:
@@ -163,4 +165,6 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         return {name: listed_weights(value)}
     if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
         return loss_settings(value)
+    if name in ("lr_schedule", "augment") and callable(value):
+        return {name: f"{OBJECT}{getattr(value, '__name__', type(value).__name__)}"}
     return {name: value}

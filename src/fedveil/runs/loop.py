@@ -92,9 +92,8 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
     }
     if job.scheme.holder == "server":
         return ClientRole(job.scheme, job.architecture, **own)
-    start = (
-        Held.fresh(job.weights.clone()) if state is None else Held.fresh(state.weights.clone(), state.velocity.clone())
-    )
+    begun = fresh_state(job) if state is None else state
+    start = Held.fresh(begun.weights.clone(), begun.velocity.clone())
     return HolderRole(job.scheme, job.architecture, start=start, optimiser=job.optimiser, **own)
 
 
@@ -164,7 +163,7 @@ class Outcome:
 
 def fresh_state(job: Job) -> ServerState:
     """The state before the first round."""
-    return ServerState.fresh(job.weights.clone())
+    return ServerState.fresh(job.weights.clone(), job.optimiser.start(job.weights.parameters))
 
 
 def train_job(
@@ -471,7 +470,9 @@ def _cure(job: Job) -> str:
         if job.scheme.plan is None
         else f", or, if it is the noise that drowns the updates, a smaller {spelled('clip')}"
     )
-    return f"Start anew with a lower learning rate, like {spelled('lr', float(f'{job.config.lr / 10:.1g}'))}{noise}."
+    warm = "" if job.config.warm_up else f", or with one that is warmed up, {spelled('warm_up', 0.05)}"
+    lower = spelled("lr", float(f"{job.config.lr / 10:.1g}"))
+    return f"Start anew with a lower learning rate, like {lower}{warm}{noise}."
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:

@@ -146,8 +146,8 @@ def own_notes(loss: Loss, *, lazy: bool) -> tuple[str, ...]:
         )
     if lazy:
         said.append(
-            "samples are read by the caller's own code: that each is made of one record alone (no mixing of several) "
-            "is taken for granted"
+            "samples are read or augmented by the caller's own code: that each is made of one record alone (no mixing "
+            "of several) is taken for granted"
         )
     return tuple(said)
 
