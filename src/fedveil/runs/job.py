@@ -30,11 +30,11 @@ from fedveil.models.building import parameters_of
 from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.parts import Scheme
+from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
 from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note
-from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_notes, weights_note
+from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import fill_from
 from fedveil.schemes import SchemeInfo, Setting
@@ -191,12 +191,18 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What the ledger says of choices that settings and the model's author made."""
         said = weights_note(self.config, self.loss)
-        if self.scheme.plan is not None:
-            said = (*said, *own_notes(self.loss, lazy=any(data.source is not None for data in self.pool.clients)))
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
         return (*said, *best_note(self))
+
+    @property
+    def own_assumptions(self) -> tuple[str, ...]:
+        """What an (ε, δ) takes for granted of code that is the caller's own."""
+        if self.scheme.plan is None:
+            return ()
+        sources = [data.source for data in self.pool.clients if data.source is not None]
+        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=bounded(self.scheme.work).unit)
 
     @property
     def model_here(self) -> bool:

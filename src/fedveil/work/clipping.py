@@ -19,6 +19,7 @@ from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, OneByOne, Workspace
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
+from fedveil.work.stateless import nothing_kept, refuse_changed
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
@@ -103,6 +104,7 @@ class ClippedSamples:
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        refuse_changed(self.loss)
         if not self.loss.separable:
             raise ConfigError(
                 f"The loss {self.loss.name} of a batch is not the mean of its samples' losses, and clipping sample by "
@@ -212,8 +214,12 @@ class ClippedSamples:
     ) -> Sums | None:
         pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+        witness = _witness(y, round)
         try:
-            with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
+            with (
+                seeded_dropout(engine.module, self.batches.seed, part[0].client, round),
+                nothing_kept(engine.module, self.loss, x[witness], y[witness]),
+            ):
                 return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0]))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
             workspace.vectorisable = False
@@ -221,7 +227,11 @@ class ClippedSamples:
 
     def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
         x, y = data.take(chosen, step=round)
-        with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
+        witness = _witness(y, round)
+        with (
+            seeded_dropout(workspace.module, self.batches.seed, data.client, round),
+            nothing_kept(workspace.module, self.loss, x[witness], y[witness]),
+        ):
             bound = self._bound(workspace, data)
             return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)
 
@@ -229,6 +239,11 @@ class ClippedSamples:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
         samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
         return safe_bound(self.clip, _dtype(workspace), samples)
+
+
+def _witness(y: Tensor, round: int) -> slice:
+    """The sample of a batch that is asked about before and after the others: another one every round."""
+    return slice(round % len(y), round % len(y) + 1)
 
 
 def _dtype(workspace: Workspace) -> torch.dtype:
@@ -256,6 +271,7 @@ class BoundedUpdate(OneByOne):
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        refuse_changed(self.local.loss)  # what one client leaves in it would reach the next one's update
 
     @property
     def local_training(self) -> tuple[int | None, int | None]:
@@ -290,6 +306,7 @@ class ClippedUpdate(BoundedUpdate):
             moved = self.local.run(workspace, broadcast, data, round=round)[: workspace.architecture.size]
         except NumericError:  # a refusal would tell about the data
             moved = torch.zeros_like(broadcast.parameters)
+        refuse_changed(self.local.loss)
         return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
 
 
@@ -322,4 +339,5 @@ class DividedUpdate(BoundedUpdate):
             moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
             if self.reports:  # it travels hidden, and a loss of zero would look like success
                 moved[workspace.architecture.size] = RAN_AWAY * len(data)
+        refuse_changed(self.local.loss)
         return weighted(moved / len(data), len(data))
