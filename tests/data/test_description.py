@@ -130,3 +130,11 @@ def test_the_words_of_a_column_of_words_are_not_quoted() -> None:
     assert not Column.of("patient", names, role="group", place=str).strange
     assert not Column.of("town", ["Bonn", "Trier"] * 20, role="input", place=str).strange
     assert Column.of("age", [*map(str, range(39)), "forty"], role="input", place=str).strange == ("'forty' (39)",)
+
+
+def test_groups_that_differ_only_in_case_are_named() -> None:
+    codes = {"groups": torch.tensor([0, 1, 2, 3]), "group_names": ("P7", "Q1", "p7", "q2")}
+    train = toy([1, 2, 3, 4], [0, 0, 1, 1], **codes)
+    (told,) = [text for text in describe_split(Split(train, train)).warnings if "upper and lower case" in text]
+    assert "'P7' and 'p7'" in told
+    assert "Q1" not in told

@@ -14,7 +14,7 @@ import torch
 import fedveil as package
 from fedveil.compare.plan import check_unchanged, planned
 from fedveil.config import BEFORE, RunConfig
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, DataError
 from fedveil.flower.app_folder import settings_of
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.session import resume, run
@@ -98,6 +98,28 @@ def test_a_folder_from_before_there_was_a_split_goes_on_as_it_began(visits: Path
     assert went_on["data"]["shared_groups"]["test"]["train"] > 0
     predicted = fedveil("predict", tmp_path / "old").output
     assert f"accuracy {went_on['test_accuracy']:.1%}" in predicted
+
+
+def test_parts_of_their_own_that_share_patients_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    rows = [f"{number % 7},{number / 9},{number % 2}" for number in range(40)]
+    for part, chosen in {"train": rows[:30], "test": rows[30:]}.items():
+        (tmp_path / f"{part}.csv").write_text("\n".join(["patient,score,ill", *chosen]))
+    config = RunConfig.from_mapping(
+        {**SMALL, "dataset": str(tmp_path), "target": "ill", "group": "patient", "rounds": 1, "clients": 2}
+    )
+    with pytest.raises(DataError, match=r"7 groups are in two of its parts.*--split rows"):
+        run(config, tmp_path / "refused", quiet=True)
+    assert not (tmp_path / "refused").exists()
+    said: list[str] = []
+    run(config.with_changes(split="rows"), tmp_path / "asked", quiet=True, say=said.append)
+    assert any("7 of 7 groups of the test part are in the training part too" in text for text in said)
+    # A folder of a version that took them silently goes on.
+    file = tmp_path / "asked" / "config.toml"
+    file.write_text(file.read_text().replace('split = "rows"', 'split = "auto"'))
+    for stored in (tmp_path / "asked" / "checkpoints").iterdir():
+        stored.unlink()
+    (tmp_path / "asked" / "summary.json").unlink()
+    assert resume(tmp_path / "asked", changes={"rounds": 2}, quiet=True)["rounds"] == 2
 
 
 def test_settings_that_came_later_leave_no_mark_where_they_do_nothing() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedveil.data.description import Column
 
 Task = Literal["classification", "regression", "multilabel"]
-LARGEST_PICTURE = 1 << 13
+LARGEST_PICTURE = 1 << 12
 How = Literal["auto", "random", "stratified", "rows"]
 
 

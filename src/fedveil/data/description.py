@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -288,7 +289,22 @@ def _described(
         duplicates=_duplicates(parts),
         shared_groups=_shared_groups(parts),
     )
-    return dataclasses.replace(made, warnings=tuple(_warnings(made)))
+    named = {"group": first.group_names, "site": first.site_names}
+    alike = [text for role, names in named.items() for text in _alike(role, names)]
+    return dataclasses.replace(made, warnings=(*_warnings(made), *alike))
+
+
+def _alike(role: str, names: Sequence[str]) -> Iterator[str]:
+    """A warning where names of groups or sites differ in nothing but how they are written."""
+    by_sight: dict[str, list[str]] = {}
+    for name in names:
+        by_sight.setdefault(unicodedata.normalize("NFKC", name).casefold(), []).append(name)
+    pairs = [" and ".join(repr(name[:_LONGEST]) for name in written) for written in by_sight.values() if written[1:]]
+    if pairs:
+        yield (
+            f"{role}s that differ only in upper and lower case, or in kinds of letters, count as different: "
+            f"{_listed(pairs)}. If they are one {role}, write them alike: now one may be in two parts."
+        )
 
 
 def _counts(data: Dataset, rows: Tensor | None = None) -> Counts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets as system_random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -62,6 +63,10 @@ class Link:
     loss: Literal["square", "cross-entropy", "binary-square", "binary-cross-entropy"]
     target_scale: float = 1.0
     true_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(0 < number < math.inf for number in (self.target_scale, self.true_weight)):
+            raise ValueError("outputs are scaled by numbers that cannot be used")
 
     @staticmethod
     def of(loss: Loss, task: str) -> Link | None:
