@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_the_validation_part_is_neither_trained_nor_tested_on(visits: Path, tmp_
     assert plain["test"] == more["test"]
     assert plain["train"] == more["train"] + more["validation"]
     assert more["validation"] == 36
+
+
+@pytest.mark.parametrize(("scheme", "promises"), [("ldp", True), ("fedavg", False)])
+def test_the_ledger_of_a_scheme_that_promises_something_says_what_preparing_told(
+    visits: Path, tmp_path: Path, scheme: str, promises: bool
+) -> None:
+    notes = run(of_visits(visits, scheme=scheme, rounds=1), tmp_path / "run", quiet=True)["ledger"]["notes"]
+    told = [note for note in notes if "how samples are prepared" in note]
+    assert [("mean and deviation of 1 column, all 2" in note) for note in told] == [True] * promises
+
+
+def test_inspect_data_says_which_arrays_were_taken(tmp_path: Path) -> None:
+    np.savez(tmp_path / "scans.npz", images=np.zeros((8, 3), np.float32), labels=np.arange(8) % 2, age=np.arange(8))
+    shown = " ".join(fedveil("inspect-data", tmp_path / "scans.npz", "--clients", 2).output.split())
+    assert "images was taken as the inputs and labels as the targets; age was not used" in shown
 
 
 def test_what_a_run_says_of_its_data_is_what_inspect_data_shows(visits: Path, tmp_path: Path) -> None:

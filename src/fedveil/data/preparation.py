@@ -331,6 +331,26 @@ class Preparation:
         if len(set(self.classes)) != len(self.classes):
             raise ValueError("classes have no names of their own")
 
+    @property
+    def learnt(self) -> str:
+        """What of it was computed from training samples and is somebody's: in words, empty where nothing was."""
+        inputs = self.inputs
+        if isinstance(inputs, Words):
+            return f"the {len(inputs.vocabulary):,} most frequent words"
+        if isinstance(inputs, Columns):
+            words = [column for column in inputs.columns if isinstance(column, CategoryColumn)]
+            categories, numbers = sum(len(column.categories) for column in words), len(inputs.columns) - len(words)
+            said = [
+                f"mean and deviation of {_counted(numbers)}",
+                f"all {categories:,} categories of {_counted(len(words))}",
+            ]
+            return ", ".join(text for text, count in zip(said, (numbers, len(words)), strict=True) if count)
+        return "means and deviations" if inputs.mean else ""
+
+
+def _counted(columns: int) -> str:
+    return f"{columns:,} column{'s' * (columns != 1)}"
+
 
 def laid_out(x: npt.NDArray[Any], shape: tuple[int, ...] | None, *, where: str) -> npt.NDArray[Any]:
     """An array with one sample a row, and channels before height and width.

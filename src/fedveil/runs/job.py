@@ -53,6 +53,12 @@ FROZEN = (
     "received by them and has the scales of the layers beside, so that a veil hides nothing there"
 )
 
+PREPARED = (
+    "how samples are prepared was computed from everybody's raw training samples, in the open and before any noise or "
+    "mask, and stands in the model's file ({}): whoever prepares the data or has the file knows it, and no figure here "
+    "counts it"
+)
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -196,6 +202,9 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What the ledger says of choices that settings and the model's author made."""
         said = weights_note(self.config, self.loss)
+        learnt = "" if self.facts.preparation is None else self.facts.preparation.learnt
+        if learnt and (self.scheme.plan is not None or not self.scheme.readable):
+            said = (*said, PREPARED.format(learnt))
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))

@@ -130,9 +130,10 @@ def predict_samples(loaded: LoadedModel, source: object, *, keep: Sequence[str] 
     facts = loaded.facts
     if facts.preparation is None:
         raise ConfigError(
-            "This model's file does not say how raw samples become inputs: it was written before files did, or its "
-            "clients prepared their own data. Give inputs as the model takes them: --inputs FILE.npy (in Python: call "
-            "the model)."
+            "This model's file does not say how raw samples become inputs: it was trained on other machines (Flower), "
+            "where each client prepares its own data and tells nobody how, or written before files did. Prepare new "
+            "samples as the clients did, and give them as the model takes them: --inputs FILE.npy (in Python: call the "
+            "model)."
         )
     expected = Expected(facts.preparation, facts.task, facts.outputs, facts.vocabulary)  # type: ignore[arg-type]
     samples = read_samples(source, expected, keep=keep)
