@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_a_loss_that_remembers_is_refused_before_anything_is_trained(loss: nn.Mo
     assert refused.value.code is Code.STATEFUL
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loss_that_remembers_is_refused_where_samples_and_where_updates_are_clipped(steps: int) -> None:
+    clients = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(k)), torch.arange(6) % 3) for k in range(3)]
+    settings: dict[str, Any] = {"loss": Counting(), "local_steps": steps, "rounds": 1, "seed": 1, "progress": False}
+    fedveil.train(nn.Sequential(nn.Linear(4, 3)), clients, scheme="fedavg", **settings)
+    with pytest.raises(ConfigError) as refused:
+        fedveil.train(nn.Sequential(nn.Linear(4, 3)), clients, scheme="ldp", **settings)
+    assert refused.value.code is Code.STATEFUL
+
+
 def test_randomness_of_torchs_generator_is_no_memory() -> None:
     outputs = torch.randn(9, 3, generator=torch.Generator().manual_seed(1))
     assert tried(own_loss(noisy, dtype=torch.float32, device=CPU), outputs, torch.arange(9) % 3).repeatable
@@ -103,11 +114,12 @@ class Drifting(nn.Module):
         return given  # type: ignore[no-any-return]
 
 
-def test_a_network_that_remembers_is_refused_under_noise_and_only_there() -> None:
+@pytest.mark.parametrize(("scheme", "more"), [("ldp", {}), ("ldp", {"local_steps": 2}), ("dp-fedavg", {})])
+def test_a_network_that_remembers_is_refused_under_noise_and_only_there(scheme: str, more: dict[str, int]) -> None:
     clients = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(k)), torch.arange(6) % 2) for k in range(3)]
     fedveil.train(Drifting(), clients, scheme="fedavg", rounds=1, seed=1, progress=False)
     with pytest.raises(ConfigError) as refused:
-        fedveil.train(Drifting(), clients, scheme="ldp", rounds=1, seed=1, progress=False)
+        fedveil.train(Drifting(), clients, scheme=scheme, rounds=1, seed=1, progress=False, **more)  # type: ignore[arg-type]
     assert refused.value.code is Code.STATEFUL
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Architecture, VectorBatchNorm
+from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import LARGEST, Layout
@@ -19,7 +19,7 @@ from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, OneByOne, Workspace
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
-from fedveil.work.stateless import nothing_kept, refuse_changed
+from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
@@ -287,6 +287,21 @@ class BoundedUpdate(OneByOne):
         """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
         return 2.0 * self.clip * samples
 
+    def trained(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """The client's update; in a simulation the next client is given the same network and loss."""
+        module, loss = workspace.module, self.local.loss
+        own = is_own(module) and not any(norm.training for _, norm in batch_norms(module))
+        if not own:
+            moved = self.local.run(workspace, broadcast, data, round=round)
+            refuse_changed(loss)
+            return moved
+        x, y = data.take(torch.zeros(1, dtype=torch.int64))
+        prepare(workspace.architecture, module, broadcast)
+        with nothing_kept(module, loss, x, y):
+            moved = self.local.run(workspace, broadcast, data, round=round)
+            prepare(workspace.architecture, module, broadcast)
+        return moved
+
 
 @dataclass(frozen=True)
 class ClippedUpdate(BoundedUpdate):
@@ -303,10 +318,9 @@ class ClippedUpdate(BoundedUpdate):
         _refuse_head(broadcast)
         refuse_broken(broadcast, round)
         try:
-            moved = self.local.run(workspace, broadcast, data, round=round)[: workspace.architecture.size]
+            moved = self.trained(workspace, broadcast, data, round=round)[: workspace.architecture.size]
         except NumericError:  # a refusal would tell about the data
             moved = torch.zeros_like(broadcast.parameters)
-        refuse_changed(self.local.loss)
         return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
 
 
@@ -334,10 +348,9 @@ class DividedUpdate(BoundedUpdate):
         refuse_broken(broadcast, round)
         length = workspace.layout.length - 1
         try:
-            moved = self.local.run(workspace, broadcast, data, round=round)[:length]
+            moved = self.trained(workspace, broadcast, data, round=round)[:length]
         except NumericError:
             moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
             if self.reports:  # it travels hidden, and a loss of zero would look like success
                 moved[workspace.architecture.size] = RAN_AWAY * len(data)
-        refuse_changed(self.local.loss)
         return weighted(moved / len(data), len(data))
