@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -125,7 +127,7 @@ def _repeats(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
 
 
 def answer(loss: Loss, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean loss and its gradient in the outputs, with torch's generators where they always are when it is asked."""
+    """The mean loss and its gradient in the outputs, with global generators where they always are when it is asked."""
     leaf = output.detach().clone().requires_grad_()
     with generators_at_zero(output.device), torch.enable_grad():
         value = loss.mean(leaf, target)
@@ -135,14 +137,21 @@ def answer(loss: Loss, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def generators_at_zero(device: torch.device) -> Iterator[None]:
-    """Torch's generators seeded with 0 inside, and afterwards as they were."""
+    """The global generators of torch, numpy and Python seeded with 0 inside, and afterwards as they were."""
     gpu = device.type == "cuda"
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if gpu else []):
+        random.seed(0)
+        np.random.seed(0)
         torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed every GPU for good
         if gpu:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(0)
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def same(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> bool:

@@ -29,7 +29,7 @@ def stateful(what: str) -> ConfigError:
         f"The {what} gives something else for the same sample after it has seen others, and a differential-privacy "
         "claim rests on each sample's gradient being its own: what one sample leaves behind for the next is clipped by "
         "nobody. Let it keep nothing between calls (no running means, counters or stored samples; draw random numbers "
-        "from torch's generator), or take a scheme without noise.",
+        "from the global generators of torch, numpy or Python), or take a scheme without noise.",
         code=Code.STATEFUL,
     )
 
