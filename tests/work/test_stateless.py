@@ -104,6 +104,12 @@ def test_randomness_of_global_generators_is_no_memory() -> None:
     assert tried(own_loss(noisy, dtype=torch.float32, device=CPU), outputs, torch.arange(9) % 3).repeatable
 
 
+def test_a_loss_that_takes_probabilities_alone_is_tried_with_what_it_takes() -> None:
+    outputs = torch.rand(9, 3, generator=torch.Generator().manual_seed(1))
+    labels = (outputs > 0.5).float()
+    assert tried(own_loss(nn.BCELoss(), dtype=torch.float32, device=CPU), outputs, labels).repeatable
+
+
 class Drifting(nn.Module):
     """A network that carries something from one sample to the next, in no buffer."""
 
