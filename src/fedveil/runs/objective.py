@@ -144,7 +144,7 @@ def own_assumptions(loss: Loss, model: nn.Module, sources: Sequence[Source], *, 
         )
         said.append(
             f"{named}, the caller's own code, {'keep' if ' and ' in named else 'keeps'} nothing from one sample for "
-            "another: asked again after others, it gave the same for one sample of every batch, to the last bit; the "
+            "another: asked again after others, it gave the same for one sample of every batch; the "
             "rest is taken for granted"
         )
     if sources and unit == "record":
