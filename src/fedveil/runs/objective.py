@@ -138,14 +138,11 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
 def own_assumptions(loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str) -> tuple[str, ...]:
     """What a guarantee takes for granted of code that is the caller's own, beyond what is checked as it runs."""
     said = []
-    if isinstance(loss, OwnLoss) or is_own(model):
-        named = " and ".join(
-            [*(["the loss"] if isinstance(loss, OwnLoss) else []), *(["the network"] if is_own(model) else [])]
-        )
+    owned = [*(["the loss"] if isinstance(loss, OwnLoss) else []), *(["the network"] if is_own(model) else [])]
+    if owned:
         said.append(
-            f"{named}, the caller's own code, {'keep' if ' and ' in named else 'keeps'} nothing from one sample for "
-            "another: asked again after others, it gave the same for one sample of every batch; the "
-            "rest is taken for granted"
+            f"the caller's own code ({' and '.join(owned)}) keeps nothing from one sample for another: asked again "
+            "after others, it gave the same for one sample of every batch; the rest is taken for granted"
         )
     if sources and unit == "record":
         said.append(
