@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.encryption import encryption
+from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
@@ -36,6 +37,7 @@ def main() -> int:
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),
         *(encryption(repeats=options.repeats) if device.type == "cpu" else []),
         *(hiding(repeats=options.repeats) if device.type == "cpu" else []),
+        *(gpu_rounds() if device.type == "cuda" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

@@ -18,7 +18,7 @@ from fedveil.protocol.messages import Train, Upload
 from fedveil.secrets import SeededSecrets
 from fedveil.tensors import ExactSum, flatten
 from fedveil.work import Batches, ClientData, Gradients, SquareLoss, Workspace
-from fedveil.work.gradients import CapturedStep, prepare, step
+from fedveil.work.gradients import prepare, step
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,6 @@ class Bed:
 
         return work
 
-    def captured(self, downlink: Downlink) -> Callable[[], Tensor]:
-        sent = self.veil(downlink).broadcast()
-        module = self.architecture.new_skeleton()
-        prepare(self.architecture, module, sent)
-        ready = CapturedStep(self.architecture, module, LOSS, self.x, self.y, sent.head)
-
-        def work() -> Tensor:
-            prepare(self.architecture, module, sent)
-            return ready(self.x, self.y, sent.head)
-
-        return work
-
     def plain_torch(self) -> Callable[[], Tensor]:
         """The same step written directly in PyTorch with its own BatchNorm: the peer to beat."""
 
@@ -117,27 +105,11 @@ def client_steps(device: torch.device, *, repeats: int) -> list[Row]:
     timed = interleaved(candidates, repeats=repeats)
     where = f"ResNet-20, batch 32, {device.type}"
     bound = 1.05 * 7 / 3 if device.type == "cpu" else None
-    rows = [
+    return [
         Row(f"fedavg client step ({where})", "plain PyTorch step", ratio(timed["fedavg"], timed["torch"])),
         Row("veiled step, m = 1", "plain PyTorch step", ratio(timed["m1"], timed["torch"]), bound, note="FLOPs: 2.33"),
         Row("veiled step, m = 10", "plain PyTorch step", ratio(timed["m10"], timed["torch"]), note="FLOPs: 8.33"),
     ]
-    if device.type == "cuda":
-        graphs = {
-            "eager m1": candidates["m1"],
-            "plain": bed.captured(Plain()),
-            "m1": bed.captured(head(1)),
-            "m10": bed.captured(head(10)),
-            "torch": candidates["torch"],
-        }
-        timed = interleaved(graphs, repeats=repeats)
-        rows += [
-            Row("captured veiled step, m = 1", "eager veiled step", ratio(timed["m1"], timed["eager m1"]), 1.0),
-            Row("captured veiled step, m = 1", "captured plain step", ratio(timed["m1"], timed["plain"])),
-            Row("captured veiled step, m = 10", "captured plain step", ratio(timed["m10"], timed["plain"])),
-            Row("captured veiled step, m = 1", "eager PyTorch step", ratio(timed["m1"], timed["torch"])),
-        ]
-    return rows
 
 
 def server_work(device: torch.device, *, repeats: int) -> list[Row]:

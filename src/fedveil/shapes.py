@@ -10,6 +10,7 @@ round is said by whoever receives the message: `check(message, {"cohort": 10, "p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -115,7 +116,12 @@ def declared(kind: type[Any]) -> Mapping[str, Declared]:
 
 def named(kind: type[Any]) -> str:
     """A kind of message, in a sentence."""
-    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", kind.__name__).lower()
+    return _in_words(kind.__name__)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_words(name: str) -> str:
+    words = re.sub("(?<=[a-z])(?=[A-Z])", " ", name).lower()
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words}"
 
 

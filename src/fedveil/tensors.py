@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,12 +15,16 @@ from torch import Tensor
 
 from fedveil.errors import Code, ProtocolError
 
+if TYPE_CHECKING:
+    from fedveil.captured import Replayed
+
 LARGEST = 2.0**36
 """Numbers of this size and above are taken for a training that has run away: clients refuse to send
 them, and exact sums to add them."""
 _LIMBS = 3
 _MOST_ADDENDS = int(2.0**52 / LARGEST)
 _BLOCK = 1 << 17
+_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,16 @@ class Layout:
             start += size
         return parts
 
+    def part(self, vector: Tensor, name: str) -> Tensor:
+        """A view of one section of a flat vector, in its shape."""
+        start = 0
+        for section, shape in self.sections:
+            size = math.prod(shape)
+            if section == name:
+                return vector[start : start + size].view(shape)
+            start += size
+        raise KeyError(name)
+
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         """One vector from the sections, in order."""
         return torch.cat([parts[name].reshape(-1) for name, _ in self.sections])
@@ -65,6 +81,8 @@ class ExactSum:
         # Zeros, not empty: memory that was handed back may still hold somebody's numbers.
         self._scratch = torch.zeros(2, self._block, dtype=torch.float64, device=device)
         self._addends = 0
+        self._seen: tuple[Tensor, int] | None = None
+        self._waiting: list[Tensor] = []
 
     @property
     def length(self) -> int:
@@ -80,14 +98,44 @@ class ExactSum:
             )
         if self._addends >= _MOST_ADDENDS:
             raise ProtocolError(f"more than {_MOST_ADDENDS} uploads in one round")
-        low, high = vector.aminmax() if self.length else (vector.new_zeros(()), vector.new_zeros(()))
-        if not bool((low > -LARGEST) & (high < LARGEST)):  # also catches NaN
+        if self.length and not self._in_range(vector):
             raise ProtocolError("an upload holds NaN, infinity or a number beyond 2^36", code=Code.NUMBERS)
+
+    def _in_range(self, vector: Tensor) -> bool:
+        """A look at a GPU's numbers costs a wait: rows of one tensor are looked at together; if it changes, again."""
+        whole = vector._base if vector.is_cuda else None
+        if whole is None or whole.shape[1:] != (self.length,):
+            return _all_in_range(vector)
+        if self._seen is None or self._seen[0] is not whole or self._seen[1] != whole._version:
+            if not _all_in_range(whole):
+                return _all_in_range(vector)
+            self._seen = (whole, whole._version)
+        return True
 
     def add(self, vector: Tensor) -> None:
         """Add one vector, or refuse it and stay unchanged."""
         self.check(vector)
         self._addends += 1
+        if vector.is_cuda and vector._base is not None:
+            # Launches, not sums, take a GPU's time: rows of one tensor are added together.
+            if self._waiting and self._waiting[0]._base is not vector._base:
+                self._settle()
+            self._waiting.append(vector)
+            if len(self._waiting) == len(vector._base):
+                self._settle()
+            return
+        self._add(vector)
+
+    def _settle(self) -> None:
+        """Add the rows that wait to be added together."""
+        if not self._waiting:
+            return
+        rows, self._waiting = torch.stack(self._waiting), []
+        step = max(1, _AT_ONCE // len(rows))
+        for start in range(0, self.length, step):
+            self._limbs[:, start : start + step] += _replayed(_limbs_of)(rows[:, start : start + step])
+
+    def _add(self, vector: Tensor) -> None:
         for start in range(0, self.length, self._block):
             rest, whole = self._scratch[:, : min(self._block, self.length - start)]
             limbs = self._limbs[:, start : start + self._block]
@@ -101,15 +149,45 @@ class ExactSum:
 
     def total(self) -> Tensor:
         """The sum, in float64."""
-        limbs = self._limbs.clone()
-        for place in range(_LIMBS - 1, 0, -1):  # carry, so that large limbs of opposite sign cancel exactly
-            carried = torch.round(limbs[place] / LARGEST)
-            limbs[place] -= carried * LARGEST
-            limbs[place - 1] += carried
-        result = limbs[_LIMBS - 1]
-        for place in range(_LIMBS - 2, -1, -1):
-            result = result / LARGEST + limbs[place]
-        return result
+        self._settle()
+        if self._limbs.is_cuda and self.length <= _AT_ONCE:
+            return _replayed(_carried)(self._limbs).clone()
+        return _carried(self._limbs.clone())
+
+
+def _limbs_of(rows: Tensor) -> Tensor:
+    """The limbs of the rows' sum: sums of whole numbers, and so exact in any order."""
+    rest, limbs = rows.double(), []
+    for place in range(_LIMBS):
+        whole = torch.round(rest)
+        limbs.append(whole.sum(0))
+        if place + 1 < _LIMBS:
+            rest = (rest - whole) * LARGEST
+    return torch.stack(limbs)
+
+
+def _carried(limbs: Tensor) -> Tensor:
+    """The number that limbs, which are used up, stand for."""
+    for place in range(_LIMBS - 1, 0, -1):  # carry, so that large limbs of opposite sign cancel exactly
+        carried = torch.round(limbs[place] / LARGEST)
+        limbs[place] -= carried * LARGEST
+        limbs[place - 1] += carried
+    result = limbs[_LIMBS - 1]
+    for place in range(_LIMBS - 2, -1, -1):
+        result = result / LARGEST + limbs[place]
+    return result
+
+
+@functools.lru_cache(maxsize=8)
+def _replayed(function: Callable[..., Tensor]) -> Replayed:
+    from fedveil.captured import Replayed
+
+    return Replayed(function)
+
+
+def _all_in_range(numbers: Tensor) -> bool:
+    low, high = numbers.aminmax()
+    return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

@@ -25,7 +25,6 @@ from fedveil.errors import ConfigError, TraceError
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import Guarded, SecretStream
-from fedveil.tensors import flatten
 
 _PROBE_SAMPLES = 64
 
@@ -209,8 +208,8 @@ class ScaledVeil(Guarded):
             site = self._table.head
             assert site is not None
             noise = self._head.noise()
-            parts = self._architecture.parameters.split(veiled)
-            for part in (parts[site.weight], *([] if site.bias is None else [parts[site.bias]])):
+            for name in (site.weight, *([] if site.bias is None else [site.bias])):
+                part = self._architecture.parameters.part(veiled, name)
                 part += noise.reshape([-1] + [1] * (part.dim() - 1))
             public = self._head.public
         epsilon = self._weights.epsilon.to(torch.float64) * self._norm_factor()
@@ -272,15 +271,9 @@ class ScaledVeil(Guarded):
         return max(float(alpha.square().mean().sqrt()), 1e-12)
 
     def _norm_factor(self) -> Tensor:
-        layers = self._architecture.epsilon_norms(self._architecture.skeleton)
-        sizes = zip(self._architecture.norms, (len(layer.epsilon) for layer in layers), strict=True)
-        return flatten([self._read(path, size) ** 2 for path, size in sizes], like=self._scales[:0])
+        return self._scales[self._architecture.norm_reads] ** 2
 
     def _statistics_factor(self) -> Tensor:
-        scales = [self._read(path, size) for path, size in self._architecture.statistics_sizes]
-        return flatten([part for scale in scales for part in (scale, scale**2)], like=self._scales[:0])
-
-    def _read(self, path: str, size: int) -> Tensor:
-        """The scales k that a normalisation layer reads; 1 where it has none."""
-        read = next((norm.read for norm in self._table.norms if norm.path == path), None)
-        return torch.ones_like(self._scales[:1]).expand(size) if read is None else self._scales[read]
+        reads, variances = self._architecture.statistics_reads
+        read = self._scales[reads]
+        return torch.where(variances, read**2, read)

@@ -374,11 +374,28 @@ class ScaleTable:
 
         The same R takes parameters down (Ŵ = R ∘ W) and gradients up (∇_W L = R ∘ ∇_Ŵ L).
         """
+        if flat.is_cuda:  # where launches are the cost: two look-ups and two products for all parameters
+            out, into = self._classes_of_each
+            return flat.to(torch.float64) * scales[out] * scales.reciprocal()[into]
         result = flat.to(torch.float64, copy=True)
         views = torch.split(result, [math.prod(entry.shape) for entry in self.parameters])
         for side, factors in ((self._out, scales), (self._into, scales.reciprocal())):
             _multiply(views, side, factors)
         return result
+
+    @cached_property
+    def _classes_of_each(self) -> tuple[Tensor, Tensor]:
+        """The out and in class of every single number, of all parameters in a row."""
+        device = next((ids.device for entry in self.parameters if (ids := entry.out) is not None), None)
+        pinned = torch.tensor(PINNED, dtype=torch.int32, device=device)
+
+        def each(ids: Tensor | None, entry: Scaled) -> Tensor:
+            return (pinned if ids is None else ids.to(torch.int32)).expand(entry.view).reshape(-1)
+
+        return (
+            torch.cat([each(entry.out, entry) for entry in self.parameters]),
+            torch.cat([each(entry.into, entry) for entry in self.parameters]),
+        )
 
     @cached_property
     def _out(self) -> _Side:
@@ -414,7 +431,6 @@ def _side(entries: Sequence[tuple[tuple[int, ...], Tensor | None]]) -> _Side:
 
 
 def _multiply(parts: Sequence[Tensor], side: _Side, factors: Tensor) -> None:
-    # One look-up for all factors and one call for all products: on a GPU, launches are the cost.
     if not side.which:
         return
     pieces = torch.split(factors[side.ids], [math.prod(shape) for shape in side.shapes])

@@ -63,12 +63,21 @@ class ClientPool:
                     raise DataError(
                         f"Client {number}, sample {bad}: the {what} holds NaN or infinity. Clean it before training."
                     )
+        if len(parties) > 1 and all(isinstance(party, tuple) and party[0].is_cuda for party in parties):
+            return ClientPool._joined([party for party in parties if isinstance(party, tuple)])
         return ClientPool(
             tuple(
                 ClientData(k, *party) if isinstance(party, tuple) else ClientData.reading(k, party)
                 for k, party in enumerate(parties)
             )
         )
+
+    @staticmethod
+    def _joined(parties: Sequence[tuple[Tensor, Tensor]]) -> ClientPool:
+        """On a GPU all samples in one tensor, from which the batches of many clients are looked up at once."""
+        x, y = (torch.cat([party[part] for party in parties]) for part in (0, 1))
+        parts = torch.split(torch.arange(len(y), device=y.device), [len(party[1]) for party in parties])
+        return ClientPool.shared(x, y, parts)
 
     def __len__(self) -> int:
         return len(self.clients) or self.elsewhere

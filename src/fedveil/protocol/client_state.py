@@ -56,8 +56,11 @@ class ClientState:
     epoch: int = -1
     unexplained: int = 0
 
-    def answering(self, round: int, attempt: int, *, run: str = "", epoch: int = -1) -> ClientState:
-        """The state after answering (round, attempt) in an epoch of a run; each is answered at most once.
+    def answering(
+        self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
+    ) -> ClientState:
+        """The state after answering (round, attempt) in an epoch of a run, with so much `spent` by then; each is
+        answered at most once.
 
         A new attempt may go back to an earlier round: the server resumes from a checkpoint. Where clients know each
         other it does so as another run, with new keys: within a run rounds only go forward, whatever the attempt,
@@ -76,9 +79,10 @@ class ClientState:
                 f"client {self.client} was asked for round {round + 1}, attempt {attempt}, which it has answered "
                 "or left behind; a repeated round needs a new attempt"
             )
+        spent = self.spent if spent is None else spent
         if run != self.ran:
-            return replace(self, answered=(round, attempt), ran=run, epoch=epoch, misread=0, unexplained=0)
-        return replace(self, answered=(round, attempt), epoch=epoch)
+            return replace(self, answered=(round, attempt), ran=run, epoch=epoch, spent=spent, misread=0, unexplained=0)
+        return replace(self, answered=(round, attempt), epoch=epoch, spent=spent)
 
     def revealing(self, round: int, attempt: int) -> ClientState:
         """The state after opening masks of the round it answered last; once per round and attempt."""

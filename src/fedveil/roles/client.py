@@ -294,7 +294,7 @@ class ClientRole(Participant):
         # Recorded before anything is computed: whatever happens later, this round is never answered again.
         known = context.directory
         run, epoch = ("", -1) if known is None else (known.run, known.epoch.number)
-        return replace(state.answering(request.round, request.attempt, run=run, epoch=epoch), spent=spent), context
+        return state.answering(request.round, request.attempt, run=run, epoch=epoch, spent=spent), context
 
     def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
         """One context per message: simulated clients that were sent the same one share it."""

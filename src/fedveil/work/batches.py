@@ -46,10 +46,15 @@ class Batches:
         size = self.batch_size(samples)
         if size == samples:
             return torch.arange(samples)
-        per_epoch = samples // size
-        epoch, position = divmod(step, per_epoch)
+        epoch, position = divmod(step, samples // size)
+        return self.order(client=client, samples=samples, epoch=epoch)[position * size : (position + 1) * size]
+
+    def order(self, *, client: int, samples: int, epoch: int) -> Tensor:
+        """All sample numbers in the order in which a local epoch takes them."""
+        if self.batch_size(samples) == samples:
+            return torch.arange(samples)
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, client, epoch))
-        return torch.randperm(samples, generator=generator)[position * size : (position + 1) * size]
+        return torch.randperm(samples, generator=generator)
 
 
 def has_random_layers(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,11 +18,12 @@ from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import prepare, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, OneByOne, Workspace
+from fedveil.work.messages import ClientData, Workspace
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
 from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_UPDATES_HELD = 16
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
 
 
@@ -161,10 +163,9 @@ class ClippedSamples:
 
     def _engine(self, workspace: Workspace) -> PerSample:
         key = (PerSample, self.loss)
-        made: dict[object, object] = workspace.captured  # type: ignore[assignment]
-        engine = made.get(key)
+        engine = workspace.captured.get(key)
         if not isinstance(engine, PerSample):
-            engine = made[key] = PerSample(workspace.architecture, self.loss)
+            engine = workspace.captured[key] = PerSample(workspace.architecture, self.loss)
         return engine
 
     def _groups(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
@@ -260,7 +261,7 @@ def refuse_broken(broadcast: Broadcast, round: int) -> None:
 
 
 @dataclass(frozen=True)
-class BoundedUpdate(OneByOne):
+class BoundedUpdate(ABC):
     """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
 
     local: LocalSteps
@@ -287,20 +288,50 @@ class BoundedUpdate(OneByOne):
         """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
         return 2.0 * self.clip * samples
 
-    def trained(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """The client's update; in a simulation the next client is given the same network and loss."""
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """Train locally and bound what comes of it."""
+        _, contribution = next(self.run_many(workspace, broadcast, [data], round=round))
+        if isinstance(contribution, NumericError):
+            raise contribution
+        return contribution
+
+    def run_many(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """Many clients' local training, together where the device gains by it."""
+        _refuse_head(broadcast)
+        try:
+            refuse_broken(broadcast, round)
+        except NumericError as reason:
+            yield from ((position, reason) for position in range(len(clients)))
+            return
+        for position, moved in self._trained(workspace, broadcast, clients, round=round):
+            yield position, self._bounded(workspace, broadcast, clients[position], moved)
+
+    def _trained(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The clients' updates; in a simulation all of them are given the same network and loss, which keep nothing."""
         module, loss = workspace.module, self.local.loss
-        own = is_own(module) and not any(norm.training for _, norm in batch_norms(module))
-        if not own:
-            moved = self.local.run(workspace, broadcast, data, round=round)
-            refuse_changed(loss)
-            return moved
-        x, y = data.take(torch.zeros(1, dtype=torch.int64))
-        prepare(workspace.architecture, module, broadcast)
-        with nothing_kept(module, loss, x, y):
-            moved = self.local.run(workspace, broadcast, data, round=round)
+        if not is_own(module) or any(norm.training for _, norm in batch_norms(module)):
+            for position, moved in self.local.run_many(workspace, broadcast, clients, round=round):
+                refuse_changed(loss)
+                yield position, moved
+            return
+        for start in range(0, len(clients), _UPDATES_HELD):
+            part = clients[start : start + _UPDATES_HELD]
+            x, y = part[0].take(torch.zeros(1, dtype=torch.int64))
             prepare(workspace.architecture, module, broadcast)
-        return moved
+            with nothing_kept(module, loss, x, y):
+                updates = list(self.local.run_many(workspace, broadcast, part, round=round))
+                prepare(workspace.architecture, module, broadcast)
+            yield from ((start + position, moved) for position, moved in updates)
+
+    @abstractmethod
+    def _bounded(
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+    ) -> Tensor:
+        """The contribution; a training that ran away has moved nothing, for a refusal would tell about the data."""
 
 
 @dataclass(frozen=True)
@@ -313,15 +344,14 @@ class ClippedUpdate(BoundedUpdate):
         """gradients (here w − w_k) and weight; nothing else leaves."""
         return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """Train locally, then clip how far the parameters moved; a training that ran away has moved nothing."""
-        _refuse_head(broadcast)
-        refuse_broken(broadcast, round)
-        try:
-            moved = self.trained(workspace, broadcast, data, round=round)[: workspace.architecture.size]
-        except NumericError:  # a refusal would tell about the data
-            moved = torch.zeros_like(broadcast.parameters)
-        return weighted(clipped(moved, self.clip * len(data)), len(data), share=1.0 / len(data))
+    def _bounded(
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+    ) -> Tensor:
+        if isinstance(moved, NumericError):
+            update = torch.zeros_like(broadcast.parameters)
+        else:
+            update = moved[: workspace.architecture.size]
+        return weighted(clipped(update, self.clip * len(data)), len(data), share=1.0 / len(data))
 
 
 RAN_AWAY = 1e6
@@ -343,14 +373,14 @@ class DividedUpdate(BoundedUpdate):
             return self.local.layout(architecture, tensors=tensors)
         return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """Train locally; a training that ran away has moved nothing, for a refusal would tell about the data."""
-        refuse_broken(broadcast, round)
+    def _bounded(
+        self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
+    ) -> Tensor:
         length = workspace.layout.length - 1
-        try:
-            moved = self.trained(workspace, broadcast, data, round=round)[:length]
-        except NumericError:
-            moved = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
+        if isinstance(moved, NumericError):
+            update = torch.zeros(length, dtype=broadcast.parameters.dtype, device=broadcast.parameters.device)
             if self.reports:  # it travels hidden, and a loss of zero would look like success
-                moved[workspace.architecture.size] = RAN_AWAY * len(data)
-        return weighted(moved / len(data), len(data))
+                update[workspace.architecture.size] = RAN_AWAY * len(data)
+        else:
+            update = moved[:length]
+        return weighted(update / len(data), len(data))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,12 @@ from fedveil.downlink.architecture import (
     load_parameters,
     load_statistics,
 )
-from fedveil.downlink.decomposed import has_multipliers, load_multipliers
+from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
+from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
 from fedveil.work.messages import ClientData, Workspace, check_finite, reported
 
@@ -58,6 +60,7 @@ def head_alpha(architecture: Architecture, module: nn.Module) -> Tensor:
     layer = module.get_submodule(architecture.table.head.path)
     assert isinstance(layer, TappedLinear)
     alpha = layer.tap.sum(1)
+    layer.tap = layer.tap.detach()  # it would keep this pass alive into the next, and on a GPU tie the two together
     return alpha if layer.bias is None else alpha + 1.0
 
 
@@ -123,76 +126,6 @@ def weighted(vector: Tensor, samples: int, *, share: float = 1.0, dtype: torch.d
     return result
 
 
-_WARM_UPS = 3
-
-
-class CapturedStep:
-    """`step` for one batch shape, with its inputs in fixed places that each replay reads anew.
-
-    The module's parameters are such places too: filling them (`prepare`) before a replay is enough.
-    """
-
-    def __init__(
-        self, architecture: Architecture, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
-    ) -> None:
-        self._x, self._y = x.clone(), y.clone()
-        self._head = None
-        if head is not None:
-            self._head = PublicHead(head.vector.clone(), head.groups.clone(), head.count, head.per_group)
-        self._graph, self._result = _recorded(lambda: step(architecture, module, loss, self._x, self._y, self._head))
-
-    def __call__(self, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
-        """The step's result; valid until the next call."""
-        self._x.copy_(x)
-        self._y.copy_(y)
-        if head is not None and self._head is not None:
-            self._head.vector.copy_(head.vector)
-            self._head.groups.copy_(head.groups)
-        self._graph.replay()
-        return self._result
-
-
-class CapturedDescent:
-    """One SGD step on `moving`, in place: loss, gradients, w ← w − lr·g, for one batch shape.
-
-    Capturing takes steps too: whoever makes one fills the parameters again before using it.
-    """
-
-    def __init__(self, module: nn.Module, loss: Loss, moving: Sequence[Tensor], x: Tensor, y: Tensor) -> None:
-        self._x, self._y = x.clone(), y.clone()
-        self._rate = torch.zeros((), dtype=moving[0].dtype, device=x.device)
-        self._graph, self._result = _recorded(lambda: self._step(module, loss, list(moving)))
-
-    def _step(self, module: nn.Module, loss: Loss, moving: list[Tensor]) -> Tensor:
-        with torch.enable_grad():
-            value = loss.mean(module(self._x), self._y)
-            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        with torch.no_grad():
-            torch._foreach_sub_(moving, torch._foreach_mul(grads, self._rate))
-        return value.detach()
-
-    def __call__(self, x: Tensor, y: Tensor, *, rate: float) -> Tensor:
-        """Take the step; the loss before it."""
-        self._x.copy_(x)
-        self._y.copy_(y)
-        self._rate.fill_(rate)
-        self._graph.replay()
-        return self._result.clone()
-
-
-def _recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return graph, result
-
-
 def steps(
     architecture: Architecture, module: nn.Module, loss: Loss, x: Tensor, y: Tensor, head: PublicHead | None
 ) -> Tensor:
@@ -246,8 +179,7 @@ class Gradients:
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's step."""
-        prepare(workspace.architecture, workspace.module, broadcast)
-        gradient = self._one(workspace, broadcast, data, round)
+        _, gradient = next(self.run_many(workspace, broadcast, [data], round=round))
         if isinstance(gradient, NumericError):
             raise gradient
         return gradient
@@ -255,7 +187,10 @@ class Gradients:
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """Clients of equal batch size together under vmap, a bounded number at a time, or one by one."""
+        """Clients of equal batch size together: on a GPU in captured groups, else under vmap, or one by one."""
+        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
+            yield from self._in_groups(workspace, broadcast, clients, round)
+            return
         if not self._should_vectorise(workspace, clients):
             prepare(workspace.architecture, workspace.module, broadcast)
             for position, data in enumerate(clients):
@@ -271,23 +206,37 @@ class Gradients:
             for start in range(0, len(positions), at_once):
                 yield from self._some(workspace, broadcast, clients, positions[start : start + at_once], round)
 
+    def _in_groups(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        groups, batches = groups_of(workspace), self.batches
+        task = Task(workspace.architecture, self.loss, workspace.layout.length, batches, broadcast)
+
+        def work(group: GroupStep, part: Sequence[ClientData]) -> tuple[Tensor, Tensor]:
+            group.fill(part, batches, groups.orders, [round] * len(part))
+            return group.run(broadcast)
+
+        for positions, vectors, in_range in groups.run(task, clients, partial(GroupStep, step, task), work):
+            if vectors is None:
+                prepare(workspace.architecture, workspace.module, broadcast)
+            elif not self.refuses:
+                reported(vectors, workspace.layout.split(vectors)["values"])
+            for place, position in enumerate(positions):
+                if vectors is None:
+                    yield position, self._one(workspace, broadcast, clients[position], round)
+                elif in_range or not self.refuses:
+                    yield position, vectors[place]
+                else:
+                    data = clients[position]
+                    chosen = batches.indices(client=data.client, samples=len(data), step=round)
+                    yield position, self._checked(workspace, vectors[place], data, round, chosen)
+
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
-            vector = weighted(self._step(workspace, x, y, broadcast.head), len(data))
-        return self._checked(workspace, vector, data, round, chosen)
-
-    def _step(self, workspace: Workspace, x: Tensor, y: Tensor, head: PublicHead | None) -> Tensor:
-        if x.device.type != "cuda" or has_random_layers(workspace.module) or not self.loss.capturable:
-            return step(workspace.architecture, workspace.module, self.loss, x, y, head)
-        noise = None if head is None else (head.count, head.per_group)
-        key = (self.loss, tuple(x.shape), tuple(y.shape), noise, has_multipliers(workspace.module))
-        captured = workspace.captured.get(key)
-        if captured is None:
-            captured = CapturedStep(workspace.architecture, workspace.module, self.loss, x, y, head)
-            workspace.captured[key] = captured
-        return captured(x, y, head)
+            vector = step(workspace.architecture, workspace.module, self.loss, x, y, broadcast.head)
+        return self._checked(workspace, weighted(vector, len(data)), data, round, chosen)
 
     def _some(
         self,
@@ -341,7 +290,6 @@ class Gradients:
             return self.vectorise
         if not any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules()):
             return True
-        # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy
-        # (and on a GPU, captured graphs win).
+        # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy.
         pixels = math.prod(workspace.architecture.input_shape[1:])
         return self.batches.batch_size(len(clients[0])) * pixels <= _VECTORISED_PIXELS

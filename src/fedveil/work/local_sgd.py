@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Architecture, batch_norms
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import Layout, flatten
-from fedveil.work.batches import Batches, Schedule, has_random_layers, seeded_dropout
-from fedveil.work.gradients import CapturedDescent, collect_statistics, contribution_layout, prepare, weighted
+from fedveil.work.batches import Batches, Schedule, seeded_dropout
+from fedveil.work.gradients import collect_statistics, contribution_layout, prepare, weighted
+from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, OneByOne, Workspace, check_finite, reported
+from fedveil.work.messages import ClientData, Workspace, check_finite, reported
 from fedveil.work.per_sample import trained_names
-
-Descent = Callable[[Tensor, Tensor, float], Tensor]
 
 
 @dataclass(frozen=True)
-class LocalSteps(OneByOne):
+class LocalSteps:
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
     Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
@@ -61,6 +61,53 @@ class LocalSteps(OneByOne):
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """Train locally and report how far the parameters moved."""
+        _, update = next(self.run_many(workspace, broadcast, [data], round=round))
+        if isinstance(update, NumericError):
+            raise update
+        return update
+
+    def run_many(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """On a GPU in captured groups, each client with parameters of its own; else one by one."""
+        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
+            yield from self._in_groups(workspace, broadcast, clients, round)
+            return
+        for position, data in enumerate(clients):
+            yield position, self._one(workspace, broadcast, data, round)
+
+    def _in_groups(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        groups, batches, rate = groups_of(workspace), self.batches, self.schedule.at(round)
+        # Those that take equally many steps side by side: a group goes on until the last is done.
+        order = sorted(range(len(clients)), key=lambda position: self.count(len(clients[position])))
+
+        length = self.layout(workspace.architecture, tensors=1).length
+        task = Task(workspace.architecture, self.loss, length, batches, broadcast)
+        make = partial(GroupDescent, collect_statistics, task)
+
+        def work(group: GroupDescent, part: Sequence[ClientData]) -> tuple[Tensor, Tensor]:
+            counts = [self.count(len(data)) for data in part]
+
+            def fill(step: int) -> None:
+                steps = [round * count + min(step, count - 1) for count in counts]
+                group.fill(part, batches, groups.orders, steps)
+
+            return group.run(broadcast, fill, counts, rate)
+
+        ordered = [clients[position] for position in order]
+        for places, vectors, in_range in groups.run(task, ordered, make, work):
+            for place, among in enumerate(places):
+                position, data = order[among], ordered[among]
+                if vectors is None:
+                    yield position, self._one(workspace, broadcast, data, round)
+                elif in_range:
+                    yield position, vectors[place]
+                else:
+                    yield position, self._checked(workspace, vectors[place], data, round)
+
+    def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         module = workspace.module
         prepare(workspace.architecture, module, broadcast)
         parameters: list[Tensor] = list(module.parameters())
@@ -68,17 +115,10 @@ class LocalSteps(OneByOne):
         moving: list[Tensor] = [parameter for name, parameter in module.named_parameters() if name in trained]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
-        drawn = [
-            self.batches.indices(client=data.client, samples=len(data), step=round * count + step)
-            for step in range(count)
-        ]
-        # One transfer instead of one a step, each of which a GPU would wait for.
-        there = torch.stack(drawn).to(data.x.device)
-        descend = self._descent(workspace, broadcast, moving, data, there[0])
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for step, chosen in enumerate(there):
-                x, y = data.take(chosen, step=round * count + step)
-                loss = descend(x, y, rate)
+            for step in range(round * count, (round + 1) * count):
+                x, y = data.take(self._chosen(data, step), step=step)
+                loss = _descended(module, self.loss, moving, x, y, rate)
                 losses.append(loss)
                 if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
                     break
@@ -86,28 +126,25 @@ class LocalSteps(OneByOne):
         moved = broadcast.parameters - flatten([parameter.detach() for parameter in parameters])
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
+        return self._checked(workspace, vector, data, round, steps=len(losses))
+
+    def _checked(
+        self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, *, steps: int | None = None
+    ) -> Tensor | NumericError:
+        size = workspace.architecture.size
+        values = vector[size : size + 1]
         if not self.refuses:
-            return reported(vector, workspace.layout.split(vector)["values"])
-        check_finite(vector, value, client=data.client, round=round, chosen=chosen)
+            return reported(vector, values)
+        count = self.count(len(data))
+        chosen = self._chosen(data, round * count + (count if steps is None else steps) - 1)
+        try:
+            check_finite(vector, values, client=data.client, round=round, chosen=chosen)
+        except NumericError as reason:
+            return reason
         return vector
 
-    def _descent(
-        self, workspace: Workspace, broadcast: Broadcast, moving: list[Tensor], data: ClientData, first: Tensor
-    ) -> Descent:
-        """One SGD step: captured on a GPU, where launches and not arithmetic take the time of a small batch."""
-        module = workspace.module
-        fixed = not has_random_layers(module) and not any(norm.training for _, norm in batch_norms(module))
-        fixed = fixed and self.loss.capturable
-        if data.x.device.type != "cuda" or not fixed:
-            return lambda x, y, rate: _descended(module, self.loss, moving, x, y, rate)
-        x, y = data.take(first)
-        key = (CapturedDescent, self.loss, tuple(x.shape), tuple(y.shape))
-        made: dict[object, object] = workspace.captured  # type: ignore[assignment]
-        captured = made.get(key)
-        if not isinstance(captured, CapturedDescent):
-            captured = made[key] = CapturedDescent(module, self.loss, moving, x, y)
-            prepare(workspace.architecture, module, broadcast)
-        return lambda x, y, rate: captured(x, y, rate=rate)
+    def _chosen(self, data: ClientData, step: int) -> Tensor:
+        return self.batches.indices(client=data.client, samples=len(data), step=step)
 
 
 def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:

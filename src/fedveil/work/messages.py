@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -122,25 +121,7 @@ class Workspace:
         self.module = self.architecture.new_skeleton()
         self.functional = self.architecture.new_skeleton(fused=False)
         self.vectorisable = True
-        self.captured: dict[object, Callable[..., Tensor]] = {}
-
-
-class OneByOne(ABC):
-    """Work that shares nothing between clients."""
-
-    @abstractmethod
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """One client's contribution."""
-
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """One client after the other."""
-        for position, data in enumerate(clients):
-            try:
-                yield position, self.run(workspace, broadcast, data, round=round)
-            except NumericError as reason:
-                yield position, reason
+        self.captured: dict[object, object] = {}
 
 
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
