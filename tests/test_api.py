@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import fedveil
 from fedveil.api import _FLAG, _as_argument
 from fedveil.downlink import Rescaling
-from fedveil.errors import CheckpointError, ConfigError, DataError, NumericError, TraceError
+from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, NumericError, TraceError
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting
 from fedveil.uplink.plain import Bare
@@ -506,6 +506,55 @@ def test_objects_of_pytorch_that_say_what_a_setting_says_are_taken() -> None:
     given = {"loss": nn.CrossEntropyLoss(), "device": torch.device("cpu"), "dtype": torch.float64}
     done = fedveil.train(net(), separable(2), scheme="fedavg", rounds=1, progress=False, **given)
     assert (done.summary["loss"], done.summary["dtype"]) == ("cross-entropy", "float64")
+
+
+def halved(round: int, rounds: int) -> float:
+    return 0.5 if 2 * round >= rounds else 1.0
+
+
+def mirrored(picture: torch.Tensor) -> torch.Tensor:
+    return picture.flip(-1) if float(torch.rand(())) < 0.5 else picture
+
+
+def test_a_schedule_and_an_augmentation_may_be_functions_and_resume_to_the_same_bits(tmp_path: Path) -> None:
+    data, settings = separable(3), {"seed": 1, "progress": False, "scheme": "fedavg"}
+    steps = {"lr_schedule": "step", "lr_steps": "0.5", "lr_drop": 0.5}
+    named = fedveil.train(net(), data, rounds=4, **settings, **steps)
+    done = fedveil.train(net(), data, rounds=4, lr_schedule=halved, **settings)
+    for ours, theirs in zip(done.model.parameters(), named.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+    functions: dict[str, Any] = {"lr_schedule": halved, "augment": mirrored}
+    drawn = fedveil.train(net(), data, rounds=4, **settings, **functions)
+    assert not torch.equal(next(drawn.model.parameters()), next(done.model.parameters()))
+    kept = {"out": tmp_path / "run", "checkpoint_every": 2, **settings}
+
+    def stop(row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fedveil.train(net(), data, rounds=4, callbacks=[stop], **kept, **functions)
+    again = fedveil.train(net(), data, rounds=4, resume=True, **kept, **functions)
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(again.model.parameters(), drawn.model.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"lr_schedule": lambda round, rounds: -1.0}, "lr_schedule gave -1.0 for round 1 of 1"),
+        ({"augment": lambda x: x[:1]}, r"Client 0, sample 0: augment made float32 of shape \(1,\) of float32"),
+        ({"augment": lambda x: x / 0}, "Client 0, sample 0: augment made NaN or infinity"),
+        ({"augment": lambda x: 1 // 0}, "Client 0, sample 0: augment raised ZeroDivisionError"),
+        ({"augment": "flip"}, "for pictures"),
+    ],
+)
+def test_functions_that_give_nothing_to_train_with_are_refused(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(FedVeilError, match=complaint):
+        fedveil.train(net(), separable(2), scheme="fedavg", rounds=1, progress=False, **settings)
 
 
 def own(setting: Setting, *, keep: float = 4.0) -> Scheme:

@@ -21,7 +21,7 @@ ROOT = Path(fedveil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 MOST_LINES = 700
 
-LEAVES = {*"errors own_code plain framing processes tensors secrets shapes version config data models".split()}
+LEAVES = {*"errors own_code plain framing processes captured tensors secrets shapes version config data models".split()}
 PARTS = {"downlink", "work", "noise", "uplink", "ledger", "crypto", "protocol", "roles", "client_held"}
 # Two rooms stand on two floors: what both roles must know of noise lies below the protocol, the uplinks that make it
 # above; and what a run writes down for an audit lies below runs, the audit that reads it above.
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "framing": {"errors"},
     "processes": {"errors", "framing"},
     "version": set(),
-    "tensors": {"errors"},
+    "captured": set(),
+    "tensors": {"errors", "captured"},
     "secrets": set(),
     "shapes": {"errors"},
     "config": {"errors", "own_code"},
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ledger": {"errors"},
     "noise": {"errors", "tensors", "ledger", "crypto"},
     "downlink": {"errors", "tensors", "secrets", "shapes", "ledger", "crypto"},
-    "work": {"errors", "tensors", "secrets", "ledger", "crypto", "downlink"},
+    "work": {"errors", "captured", "tensors", "secrets", "ledger", "crypto", "downlink"},
     "protocol": {"errors", "framing", "tensors", "secrets", "shapes", "downlink", "work", "noise", "ledger", "crypto"},
     "uplink": {"errors", "tensors", "secrets", "shapes", "downlink", "noise", "protocol", "ledger", "crypto"},
     "roles": {"errors", "tensors", "secrets", "shapes", "protocol", "downlink", "work", "ledger", "crypto"},

@@ -149,6 +149,24 @@ def test_none_means_the_default() -> None:
         ({"lr": "fast"}, "lr must be a positive number, or auto"),
         ({"task": "regresion"}, "Did you mean 'regression'"),
         ({"loss": "crossentropy"}, "Did you mean 'cross-entropy'"),
+        ({"warm_up": 1.0}, r"warm_up must lie in \[0, 1\)"),
+        ({"lr_schedule": "step", "lr_steps": "0.75,0.5"}, "lr_steps must be shares of the rounds in ascending order"),
+        ({"lr_schedule": "step", "lr_steps": "half"}, "lr_steps must be shares"),
+        ({"lr_schedule": "step", "lr_steps": "0.5,nan"}, "lr_steps must be shares"),
+        ({"lr_schedule": "cosine", "lr_steps": "0.5"}, "set --lr-schedule step, or leave lr_steps out"),
+        ({"lr_power": 2.0}, "lr_power is of lr_schedule = polynomial, and lr_schedule is constant"),
+        ({"optimiser": "adamm"}, "Did you mean 'adam'"),
+        ({"optimiser": "adam", "momentum": 0.9}, "momentum is of optimiser = sgd, and optimiser is adam"),
+        ({"beta1": 0.5}, "beta1 is of optimiser = adam or adagrad or yogi, and optimiser is sgd"),
+        ({"optimiser": "adagrad", "beta2": 0.9}, "beta2 is of optimiser = adam or yogi"),
+        ({"optimiser": "adam", "tau": 0.0}, "tau must be positive"),
+        ({"augment": "crop,rotate"}, "augment must be a list of crop, flip and cutout"),
+        ({"augment": "crop,crop"}, "each once"),
+        ({"augment": "crop:0"}, "sizes of 1 or more"),
+        ({"augment": "flip:2"}, "augment must be"),
+        ({"augment": ""}, "augment must be"),
+        ({"client_momentum": 1.0}, "client_momentum must lie"),
+        ({"client_lr": 0.0}, "client_lr must be positive"),
     ],
 )
 def test_a_value_out_of_range_is_named(settings: dict[str, Any], complaint: str) -> None:
@@ -206,16 +224,24 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "validation_fraction": 0.1,
         "split": "stratified",
         "label_smoothing": 0.1,
+        "lr_steps": "0.3,0.6",
+        "optimiser": "yogi",
+        "augment": "crop,flip",
     }
+    schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}
+    beside: dict[str, dict[str, Any]] = {name: {"lr_schedule": shape} for name, shape in schedules.items()}
+    beside |= {name: {"optimiser": "adam"} for name in ("beta1", "beta2", "tau")}
     for one in dataclasses.fields(config):
         if one.name in free:
             continue
+        config = RunConfig(seed=1, loss="square", **beside.get(one.name, {}))
         now = getattr(config, one.name)
         plus_one = now + 1 if isinstance(now, int | float) else 3 if "int" in str(one.type) else "else"
         value = other.get(one.name, 0.25 if "float" in str(one.type) and now is None else plus_one)
         assert config.with_changes(**{one.name: value}).fingerprint() != config.fingerprint(), one.name
-    cosine = config.with_changes(lr_schedule="cosine")
-    assert cosine.with_changes(rounds=51).fingerprint() != cosine.fingerprint()
+    for lasting in ({"lr_schedule": "cosine"}, {"lr_schedule": "step"}, {"warm_up": 0.1}):
+        scheduled = RunConfig(seed=1, **lasting)
+        assert scheduled.with_changes(rounds=51).fingerprint() != scheduled.fingerprint()
 
 
 def test_every_setting_is_explained() -> None:

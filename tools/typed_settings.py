@@ -36,6 +36,8 @@ class Settings(TypedDict, total=False):
 # What Python takes beside the text of a command line.
 _WIDER = {
     "loss": "{} | nn.Module | Objective",
+    "lr_schedule": "{} | Callable[[int, int], float]",
+    "augment": "{} | Callable[[Tensor], Tensor]",
     "class_weights": "{} | Sequence[float] | Tensor",
     "device": "{} | torch.device",
     "dtype": "{} | torch.dtype",

@@ -194,6 +194,7 @@ def train(
     clients = clients_of(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
     given_loss = settings.get("loss")
+    shape, augment = (given if callable(given := settings.get(name)) else None for name in ("lr_schedule", "augment"))
     settings = _settings(settings, info)
     # A scheme that is given as an object is code: no file may stand for it later.
     named = scheme if isinstance(scheme, str) else f"{OBJECT}{info.name}"
@@ -238,12 +239,15 @@ def train(
     counts = None
     if config.class_weights == BALANCED:
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), outputs)
-    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts)
+    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts, shape=shape)
     if common.scheme.plan is not None:
         for party in parties:
             if isinstance(party, LazySamples):
                 party.keep_apart()
-    job = assemble_job(config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated)
+    job = assemble_job(
+        config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated, augment=augment
+    )
+    job = replace(job, shape=shape)
     if metrics:
         job = _with_metrics(job, metrics)
     if not any(isinstance(party, LazySamples) for party in parties):  # of others, that would read every sample
@@ -380,4 +384,6 @@ def _plain(name: str, value: Any) -> dict[str, Any]:
         return {name: listed_weights(value)}
     if name == "loss" and (isinstance(value, nn.Module) or callable(value)):
         return loss_settings(value)
+    if name in ("lr_schedule", "augment") and callable(value):
+        return {name: f"{OBJECT}{getattr(value, '__name__', type(value).__name__)}"}
     return {name: value}

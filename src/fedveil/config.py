@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,48 @@ def _up_to(most: int, *, least: int = 1) -> Check:
 
 
 _STEPS = _up_to(10**7)
+
+
+def shares_of(text: str) -> tuple[float, ...]:
+    """Shares as they are typed, 0.5,0.75: ascending, each between 0 and 1; none where the text is something else."""
+    try:
+        shares = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        return ()
+    return shares if all(0 < share < 1 for share in shares) and list(shares) == sorted(set(shares)) else ()
+
+
+_SHARES: Check = (
+    lambda value: bool(shares_of(value)),
+    "must be shares of the rounds in ascending order, like 0.5,0.75",
+)
+_AUGMENTING = re.compile(r"(crop|flip|cutout)(?::(\d{1,4}))?")
+
+
+def augmenting(text: str) -> dict[str, int | None]:
+    """What is done to pictures, as it is typed, crop:4,flip: by name, with the size where there is one; none where the
+    text is something else."""
+    words = [_AUGMENTING.fullmatch(word.strip()) for word in text.split(",")]
+    named = {word[1]: None if word[2] is None else int(word[2]) for word in words if word is not None}
+    fits = len(named) == len(words) and named.get("flip") is None and 0 not in named.values()
+    return named if fits else {}
+
+
+_AUGMENTED: Check = (
+    lambda value: value.startswith(OBJECT) or bool(augmenting(value)),
+    "must be a list of crop, flip and cutout, each once, with sizes of 1 or more if you like: crop:4,flip,cutout:8",
+)
+ADAPTIVE = ("adam", "adagrad", "yogi")
+# Settings that mean something beside others alone.
+_BELONGS: dict[str, tuple[str, tuple[str | None, ...]]] = {
+    "lr_steps": ("lr_schedule", ("step",)),
+    "lr_drop": ("lr_schedule", ("step",)),
+    "lr_power": ("lr_schedule", ("polynomial",)),
+    "momentum": ("optimiser", ("sgd", None)),
+    "beta1": ("optimiser", ADAPTIVE),
+    "beta2": ("optimiser", ("adam", "yogi")),
+    "tau": ("optimiser", ADAPTIVE),
+}
 
 
 def _setting(
@@ -154,16 +197,56 @@ class RunConfig:
     lr: float | str | None = _setting(
         _TRAIN,
         "Learning rate; auto: found by short trials (not where privacy is accounted for).",
-        shown="0.1; for the square loss 0.02",
+        shown="0.1; for the square loss 0.02; for adam, adagrad and yogi 0.01; beside --client-lr 1",
         check=(
             lambda value: value == "auto" if isinstance(value, str) else value > 0,
             "must be a positive number, or auto",
         ),
     )
     lr_decay: float = _setting(_TRAIN, "Factor on the rate per round.", 1.0, check=_POSITIVE)
-    lr_schedule: str = _setting(_TRAIN, "constant or cosine.", "constant", choices=("constant", "cosine"))
-    momentum: float = _setting(_TRAIN, "Server momentum.", 0.0, check=_BELOW_ONE)
+    lr_schedule: str = _setting(
+        _TRAIN,
+        "constant; cosine, to 0 at the end; step, by --lr-drop after each of --lr-steps; polynomial, to 0 with "
+        "--lr-power.",
+        "constant",
+        choices=("constant", "cosine", "step", "polynomial"),
+    )
+    warm_up: float | None = _setting(
+        _TRAIN,
+        "Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.",
+        shown="none",
+        check=_BELOW_ONE,
+        before=None,
+    )
+    lr_steps: str | None = _setting(
+        _TRAIN, "step: after which shares of the rounds.", shown="0.5,0.75", check=_SHARES, before=None
+    )
+    lr_drop: float | None = _setting(_TRAIN, "step: the factor each time.", shown="0.1", check=_POSITIVE, before=None)
+    lr_power: float | None = _setting(_TRAIN, "polynomial: the power.", shown="1", check=_POSITIVE, before=None)
+    momentum: float = _setting(_TRAIN, "Server momentum, of sgd.", 0.0, check=_BELOW_ONE)
     weight_decay: float = _setting(_TRAIN, "Server weight decay.", 0.0, check=_NOT_NEGATIVE)
+    optimiser: str | None = _setting(
+        _TRAIN,
+        "The server's: sgd, adam, adagrad or yogi, on the recovered gradient or the mean update (then with "
+        "--client-lr).",
+        shown="sgd",
+        choices=("sgd", *ADAPTIVE),
+        before=None,
+    )
+    beta1: float | None = _setting(
+        _TRAIN, "adam, adagrad, yogi: momentum β₁.", shown="0.9; adagrad 0", check=_BELOW_ONE, before=None
+    )
+    beta2: float | None = _setting(_TRAIN, "adam, yogi: β₂ of squares.", shown="0.99", check=_BELOW_ONE, before=None)
+    tau: float | None = _setting(
+        _TRAIN, "adam, adagrad, yogi: τ, beside √v.", shown="0.001", check=_POSITIVE, before=None
+    )
+    augment: str | None = _setting(
+        _TRAIN,
+        "Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8.",
+        shown="as they are",
+        check=_AUGMENTED,
+        before=None,
+    )
     loss: str | None = _setting(
         _TRAIN,
         "square, cross-entropy or binary-cross-entropy.",
@@ -215,6 +298,19 @@ class RunConfig:
         "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.",
         shown="paraaegis and its baselines 1",
         check=_STEPS,
+    )
+    client_lr: float | None = _option(
+        _TRAIN,
+        "Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.",
+        shown="--lr, and the server takes updates whole",
+        check=_POSITIVE,
+        before=None,
+    )
+    client_momentum: float | None = _option(
+        _TRAIN, "Local training: momentum, from 0 in every round.", shown="0", check=_BELOW_ONE, before=None
+    )
+    client_weight_decay: float | None = _option(
+        _TRAIN, "Local training: weight decay.", shown="0", check=_NOT_NEGATIVE, before=None
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
     head_groups: int | None = _option(
@@ -345,9 +441,16 @@ class RunConfig:
             if check is not None and not check[0](value):
                 raise ConfigError(f"{setting.name} {check[1]} (got {value}).")
             if setting.metadata.get("choices") and value not in setting.metadata["choices"]:
-                if setting.name == "loss" and value.startswith(OBJECT):
+                if setting.name in ("loss", "lr_schedule") and value.startswith(OBJECT):
                     continue
                 raise unknown_name(setting.name, str(value), setting.metadata["choices"])
+        for name, (other, which) in _BELONGS.items():
+            if getattr(self, name) != _FIELDS[name].default and (now := getattr(self, other)) not in which:
+                named, flag = [word for word in which if word], other.replace("_", "-")
+                raise ConfigError(
+                    f"{name} is of {other} = {' or '.join(named)}, and {other} is {now or 'sgd'}: set "
+                    f"--{flag} {named[0]}, or leave {name} out."
+                )
         for name, value in (self.options or {}).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number (got {value}).")
@@ -386,7 +489,7 @@ class RunConfig:
     def fingerprint(self) -> str:
         """A digest of everything that decides the trained model (except how long it trains)."""
         skipped = {setting.name for setting in fields(self) if not setting.metadata.get("shapes_run", True)}
-        skipped -= {"rounds"} if self.lr_schedule == "cosine" else set()
+        skipped -= {"rounds"} if self.lr_schedule != "constant" or self.warm_up else set()
         kept = {name: value for name, value in dataclasses.asdict(self).items() if name not in skipped}
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]

@@ -33,15 +33,37 @@ class Settings(TypedDict, total=False):
     """Samples per step; 0 takes all. (default: 0)"""
     lr: float | str | None
     """Learning rate; auto: found by short trials (not where privacy is accounted for). (default: 0.1; for the square
-    loss 0.02)"""
+    loss 0.02; for adam, adagrad and yogi 0.01; beside --client-lr 1)"""
     lr_decay: float
     """Factor on the rate per round. (default: 1)"""
-    lr_schedule: Literal["constant", "cosine"]
-    """constant or cosine. (default: constant)"""
+    lr_schedule: Literal["constant", "cosine", "step", "polynomial"] | Callable[[int, int], float]
+    """constant; cosine, to 0 at the end; step, by --lr-drop after each of --lr-steps; polynomial, to 0 with --lr-power.
+    (default: constant)"""
+    warm_up: float | None
+    """Share of the rounds in which the rate grows to what it is: 0.05. Where training diverges at once, try this.
+    (default: none)"""
+    lr_steps: str | None
+    """step: after which shares of the rounds. (default: 0.5,0.75)"""
+    lr_drop: float | None
+    """step: the factor each time. (default: 0.1)"""
+    lr_power: float | None
+    """polynomial: the power. (default: 1)"""
     momentum: float
-    """Server momentum. (default: 0)"""
+    """Server momentum, of sgd. (default: 0)"""
     weight_decay: float
     """Server weight decay. (default: 0)"""
+    optimiser: Literal["sgd", "adam", "adagrad", "yogi"] | None
+    """The server's: sgd, adam, adagrad or yogi, on the recovered gradient or the mean update (then with --client-lr).
+    (default: sgd)"""
+    beta1: float | None
+    """adam, adagrad, yogi: momentum β₁. (default: 0.9; adagrad 0)"""
+    beta2: float | None
+    """adam, yogi: β₂ of squares. (default: 0.99)"""
+    tau: float | None
+    """adam, adagrad, yogi: τ, beside √v. (default: 0.001)"""
+    augment: str | Callable[[Tensor], Tensor] | None
+    """Pictures of training, drawn anew each time: crop,flip,cutout, or with sizes crop:4,flip,cutout:8. (default: as
+    they are)"""
     loss: Literal["square", "cross-entropy", "binary-cross-entropy"] | nn.Module | Objective | None
     """square, cross-entropy or binary-cross-entropy. (default: square with head noise, which needs it; else
     cross-entropy for classes, binary for several labels)"""
@@ -63,6 +85,13 @@ class Settings(TypedDict, total=False):
     """fedavg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
     local_epochs: int | None
     """fedavg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"""
+    client_lr: float | None
+    """Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.
+    (default: --lr, and the server takes updates whole)"""
+    client_momentum: float | None
+    """Local training: momentum, from 0 in every round. (default: 0)"""
+    client_weight_decay: float | None
+    """Local training: weight decay. (default: 0)"""
     head_noise: bool | None
     """Noise on the last layer. (default: on)"""
     head_groups: int | None

@@ -27,9 +27,9 @@ def apart(subject: Subject, *, client: int, round: int, truly: int) -> float:
 
 
 @pytest.mark.parametrize("scheme", ["fedavg", "lossless"])
-@pytest.mark.parametrize("size", [0, 5])
-def test_a_batch_is_the_one_whose_gradient_the_server_recovered(scheme: str, size: int) -> None:
-    subject = subject_of(scheme=scheme, batch_size=size, dtype="float64")
+@pytest.mark.parametrize(("size", "augment"), [(0, None), (5, None), (5, "crop:2,flip")])
+def test_a_batch_is_the_one_whose_gradient_the_server_recovered(scheme: str, size: int, augment: str | None) -> None:
+    subject = subject_of(scheme=scheme, batch_size=size, dtype="float64", augment=augment)
     for client in (0, 3):
         for round in (1, 4):
             assert len(subject.batch(client, round=round)[1]) == (size or len(subject.job.pool.clients[client]))

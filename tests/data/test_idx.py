@@ -68,6 +68,14 @@ def test_the_writers_beside_the_files_are_the_groups(tmp_path: Path) -> None:
     assert split.test.groups.tolist() == [100, 101, 102, 103, 104, 105]
 
 
+def test_a_validation_part_leaves_the_files_own_test_part_whole(tmp_path: Path) -> None:
+    write_part(tmp_path, "train", 20)
+    write_part(tmp_path, "t10k", 6)
+    split, whole = load(tmp_path, validation_fraction=0.1), load(tmp_path)
+    assert {name: len(part) for name, part in split.parts.items()} == {"train": 18, "validation": 2, "test": 6}
+    assert torch.equal(split.test.y, whole.test.y)
+
+
 def test_writers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_part(tmp_path, "train", 12)
     np.savez(tmp_path / "writer_ids.npz", train_writer=np.arange(3))

@@ -15,7 +15,7 @@ from docs.pages import DOCS, blocks, commands, typed
 from fedveil import train
 from fedveil.audit.attacks.gradients import Observed
 from fedveil.downlink import Plain
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, NumericError
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes import Setting
 from fedveil.uplink.noise_plan import NoisePlan, Target
@@ -69,6 +69,20 @@ def test_own_training(tmp_path: Path) -> None:
     early = json.loads((tmp_path / "runs" / "early" / "summary.json").read_text(encoding="utf-8"))
     assert early["rounds"] < 60
     assert early["best"]["monitor"] == "validation_loss"
+
+
+def test_good_accuracy(tmp_path: Path) -> None:
+    small = {"--dataset CIFAR --model resnet20": "--dataset digits --model cnn", "--rounds 15000": "--rounds 1"}
+    said = typed("how-to/good-accuracy.md", tmp_path, small=small)
+    (same,) = (text for block, text in said.items() if "def noisy" in block)
+    assert same == "True\n"
+    warm = json.loads((tmp_path / "runs" / "warm" / "summary.json").read_text(encoding="utf-8"))
+    assert f"This ends at {100 * warm['test_accuracy']:.0f} %" in (DOCS / "how-to" / "good-accuracy.md").read_text(
+        encoding="utf-8"
+    )
+    (command,) = (command for command in said if "--warm-up 0.25" in command)
+    cold = command.replace("--warm-up 0.25", "").replace("runs/warm", "runs/cold")
+    assert fedveil(*cold.split()[1:]).code == NumericError.exit_code
 
 
 def test_predict(tmp_path: Path) -> None:

@@ -83,6 +83,31 @@ def test_every_scheme_gives_the_same_model_as_the_local_engine(scheme: str, tmp_
     assert not told or "present.client" in told
 
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "a step by the server": {"scheme": "lossless", "optimiser": "yogi", "lr": 0.02, "augment": "crop:2,flip"},
+    "local training": {"scheme": "fedavg", "local_steps": 3, "client_lr": 0.05, "client_momentum": 0.9, "lr": 0.5},
+    "the model with clients": {
+        "scheme": "ckks-fedavg",
+        "cipher": "pads",
+        "optimiser": "adam",
+        "client_lr": 0.05,
+        "client_weight_decay": 1e-3,
+        "augment": "cutout:3",
+    },
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_recipe_gives_the_same_model_as_with_the_local_engine(case: str, tmp_path: Path) -> None:
+    settings = {**COMMON, **RECIPES[case], "warm_up": 0.5, "lr_schedule": "cosine"}
+    homes = make_homes(tmp_path / "homes", 3)
+    run_on_grid(InProcessGrid(homes), tmp_path / "flower", **settings)
+    session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
+    expected, found = load_file(tmp_path / "local" / "model.safetensors"), model_of(tmp_path / "flower", homes)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_shuffled_cohorts_of_a_real_run_are_the_same_as_with_the_local_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import device_of
 from fedveil.runs.predicting import predict_dataset
+from fedveil.work.augmentation import PictureAugmentation
 from shell import fedveil
 
 
@@ -88,6 +89,36 @@ def test_a_run_on_the_gpu_ends_in_the_model_of_a_run_on_the_cpu(tmp_path: Path, 
         predict_dataset(tmp_path / f"lossless-{d}", dataset=None, part="test").accuracy for d in ("cpu", "cuda")
     }
     assert len(accuracies) == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"scheme": "lossless", "optimiser": "adam", "lr": 0.01, "augment": "crop:2,flip,cutout:3"},
+        {"scheme": "fedavg", "local_steps": 3, "client_lr": 0.05, "client_momentum": 0.9, "client_weight_decay": 1e-3},
+        {"scheme": "fedavg", "local_steps": 3, "augment": "crop:2,flip", "warm_up": 0.5, "lr": 0.05},
+    ],
+)
+def test_a_recipe_trains_alike_on_both(recipe: dict[str, Any], tmp_path: Path) -> None:
+    shared = {"model": "cnn", "model_options": {"width": 4, "norm": "group"}, "rounds": 4, "clients": 3}
+    losses = [trained(tmp_path / device, device=device, batch_size=8, **shared, **recipe) for device in ("cpu", "cuda")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@needs_cuda
+def test_pictures_are_drawn_alike_on_both_and_inside_a_captured_graph() -> None:
+    how = PictureAugmentation(seed=3, size=(32, 32), crop=4, flip=True, cutout=8)
+    x, numbers = torch.randn(16, 3, 32, 32), torch.arange(16)
+    there, drawn = x.cuda(), how.draw(numbers.cuda(), client=1, step=0)
+    assert torch.equal(drawn.cpu(), how.draw(numbers, client=1, step=0))
+    how.apply(there, drawn)  # allocates what is allocated once
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = how.apply(there, drawn)
+    drawn.copy_(how.draw(numbers.cuda(), client=1, step=7))
+    graph.replay()
+    assert torch.equal(made.cpu(), how(x, numbers, client=1, step=7))
 
 
 @needs_cuda

@@ -111,3 +111,16 @@ def test_shortcut_a_thins_the_image_and_pads_zero_channels_on_both_sides() -> No
 @pytest.mark.parametrize(("channels", "groups"), [(64, 8), (32, 8), (16, 4), (24, 6), (13, 1), (3, 1), (1, 1)])
 def test_group_norm_keeps_at_least_four_channels_per_group(channels: int, groups: int) -> None:
     assert groups_for(channels) == groups
+
+
+@pytest.mark.parametrize("name", [info.name for info in models.describe() if "feature_scale" in info.options])
+def test_a_feature_scale_multiplies_what_the_head_reads_and_changes_no_parameter(name: str) -> None:
+    plain, scaled = (
+        models.build(name, input_shape=(1, 8, 8), outputs=3, seed=1, feature_scale=scale).eval()
+        for scale in (1.0, 0.25)
+    )
+    assert [key for key, _ in plain.named_modules() if key == "scale"] == []
+    assert all(torch.equal(value, scaled.state_dict()[key]) for key, value in plain.state_dict().items())
+    x, bias = torch.randn(4, 1, 8, 8), plain.get_parameter("head.bias")
+    with torch.no_grad():
+        torch.testing.assert_close(scaled(x) - bias, 0.25 * (plain(x) - bias))

@@ -51,8 +51,8 @@ def test_a_new_model_is_in_training_mode_with_fresh_statistics(name: str) -> Non
 def test_describe_lists_every_name_with_its_defaults() -> None:
     infos = {info.name: info for info in models.describe()}
     assert tuple(infos) == models.names()
-    assert dict(infos["mlp"].options) == {"depth": 3, "width": 128, "norm": "none"}
-    assert dict(infos["resnet56"].options) == {"shortcut": "A", "norm": "batch", "width": 16}
+    assert dict(infos["mlp"].options) == {"depth": 3, "width": 128, "norm": "none", "feature_scale": 1.0}
+    assert dict(infos["resnet56"].options) == {"shortcut": "A", "norm": "batch", "width": 16, "feature_scale": 1.0}
     assert dict(infos["gru"].options) == {"embedding": 64, "hidden": 64}
     assert infos["resnet56"].choices["shortcut"] == ("A", "B")
     assert not infos["lenet-sigmoid"].options

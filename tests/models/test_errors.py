@@ -18,7 +18,9 @@ def test_an_unknown_name_suggests_the_nearest_and_the_users_own() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("mlp", {"dept": 2}, r"no option 'dept'\. Did you mean 'depth'\? It takes: depth, width, norm\."),
+        ("mlp", {"dept": 2}, r"no option 'dept'\. Did you mean 'depth'\? It takes: depth, width, norm, "),
+        ("mlp", {"feature_scale": 0.0}, "'feature_scale' must be a positive number, not 0"),
+        ("resnet20", {"feature_scale": -1.0}, "'feature_scale' must be a positive number"),
         ("lenet-sigmoid", {"width": 2}, "It takes no options"),
         ("mlp", {"depth": 0}, "'depth' must be at least 1, not 0"),
         ("cnn", {"width": "16"}, "'width' of model 'cnn' must be of type int"),

@@ -22,6 +22,21 @@ CASES: dict[str, dict[str, Any]] = {
     "size-skewed clients": {"how": "size", "ratio": 6.0},
     "target scale and true weight": {"target_scale": 3.0, "true_weight": 2.0, "lr": 0.02},
     "cosine schedule": {"lr_schedule": "cosine", "lr_decay": 0.99},
+    "warm-up, steps, crops, flips and holes": {
+        "warm_up": 0.2,
+        "lr_schedule": "step",
+        "lr_steps": "0.5,0.8",
+        "augment": "crop:1,flip,cutout:3",
+        "batch_size": 16,
+        "momentum": 0.5,
+    },
+    "adam, polynomial": {"optimiser": "adam", "lr": 0.02, "weight_decay": 1e-3, "lr_schedule": "polynomial"},
+    "adagrad, scaled features": {
+        "optimiser": "adagrad",
+        "lr": 0.02,
+        "options": {"depth": 2, "width": 16, "feature_scale": 0.5},
+    },
+    "yogi": {"optimiser": "yogi", "lr": 0.02, "warm_up": 0.2, "lr_schedule": "cosine"},
     "batch norm": {"options": {"depth": 2, "width": 16, "norm": "batch"}, "momentum": 0.9, "weight_decay": 1e-3},
     "batch norm, cohorts, minibatches, skew": {
         "options": {"depth": 3, "width": 8, "norm": "batch"},

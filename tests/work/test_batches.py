@@ -1,12 +1,17 @@
-"""Batches: without replacement within an epoch, and a function of seed, client and step alone."""
+"""Batches: without replacement within an epoch, and a function of seed, client and step alone; and schedules."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.work import Batches
+from fedveil.errors import ConfigError
+from fedveil.work import Batches, Schedule
 from fedveil.work.batches import mixed_seed
 
 PROFILE = settings(deadline=None, derandomize=True, max_examples=100)
@@ -68,3 +73,36 @@ def test_seeds_are_mixed_well() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert mixed_seed(1, 2) != mixed_seed(2, 1)
     assert mixed_seed(-1) != mixed_seed(1)
+
+
+SHAPES: dict[str, tuple[Schedule, dict[int, float]]] = {
+    "constant": (Schedule(0.2, rounds=10), {0: 0.2, 9: 0.2}),
+    "decay": (Schedule(0.1, decay=0.5), {0: 0.1, 3: 0.0125}),
+    "cosine": (Schedule(0.2, shape="cosine", rounds=10), {0: 0.2, 5: 0.1, 10: 0.0}),
+    "step": (Schedule(1.0, shape="step", rounds=8), {0: 1.0, 3: 1.0, 4: 0.1, 5: 0.1, 6: 0.01, 7: 0.01}),
+    "other steps": (Schedule(1.0, shape="step", rounds=9, steps=(0.3,), drop=0.5), {2: 1.0, 3: 0.5, 8: 0.5}),
+    "polynomial": (Schedule(2.0, shape="polynomial", rounds=4), {0: 2.0, 1: 1.5, 3: 0.5, 4: 0.0}),
+    "square": (Schedule(2.0, shape="polynomial", rounds=4, power=2.0), {0: 2.0, 2: 0.5}),
+    "warm-up": (Schedule(1.0, rounds=80, warm_up=0.05), {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 79: 1.0}),
+    "warm-up of one round": (Schedule(1.0, rounds=20, warm_up=0.05), {0: 0.5, 1: 1.0}),
+    "warm-up into a cosine": (Schedule(1.0, shape="cosine", rounds=8, warm_up=0.25), {0: 1 / 3, 4: 0.5}),
+    "one's own": (Schedule(0.5, shape=lambda round, rounds: round / rounds, rounds=4), {0: 0.0, 3: 0.375}),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_a_schedule_goes_as_it_says(case: str) -> None:
+    schedule, expected = SHAPES[case]
+    assert {round: schedule.at(round) for round in expected} == pytest.approx(expected, abs=1e-15)
+
+
+@pytest.mark.parametrize("shape", ["cosin", True])
+def test_a_shape_that_there_is_not_is_refused(shape: Any) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown lr_schedule '{shape}'"):
+        Schedule(0.1, 1.0, shape, 10)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, "fast"])
+def test_a_schedule_of_ones_own_that_gives_no_rate_is_named_with_its_round(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"lr_schedule .* round 3 of 5"):
+        Schedule(0.1, shape=lambda round, rounds: wrong, rounds=5).at(2)

@@ -35,10 +35,15 @@ def run(model: nn.Module, work: LocalSteps, client: ClientData, round: int) -> d
 
 
 def by_hand(
-    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], client: ClientData, batches: list[Tensor], lr: float
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    client: ClientData,
+    batches: list[Tensor],
+    lr: float,
+    **how: float,
 ) -> tuple[Tensor, float]:
     trained = copy.deepcopy(model)
-    optimiser = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=lr)
+    optimiser = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=lr, **how)
     losses = []
     for chosen in batches:
         optimiser.zero_grad()
@@ -63,6 +68,17 @@ def test_local_training_is_sgd(loss: Loss, steps: int | None, epochs: int | None
     assert torch.allclose(found["gradients"][0], moved, rtol=1e-11, atol=1e-13)
     assert float(found["values"]) == pytest.approx(value, rel=1e-12)
     assert float(found["weight"]) == 1.0
+
+
+@pytest.mark.parametrize("how", [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "weight_decay": 0.1}])
+def test_momentum_and_weight_decay_of_clients_are_torchs_and_begin_anew_every_round(how: dict[str, float]) -> None:
+    model, client, batches = network(), data(), Batches(4, 9)
+    model[0].bias.requires_grad_(False)
+    work = LocalSteps(SquareLoss(), batches, Schedule(0.1), steps=4, **how)
+    for round in range(2):
+        chosen = [batches.indices(client=3, samples=14, step=round * 4 + step) for step in range(4)]
+        moved, _ = by_hand(model, SquareLoss().mean, client, chosen, lr=0.1, **how)
+        assert torch.allclose(run(model, work, client, round)["gradients"][0], moved, rtol=1e-11, atol=1e-13)
 
 
 def test_an_epoch_sees_every_whole_batch_once() -> None:
@@ -117,9 +133,3 @@ def test_many_clients_are_the_single_ones_in_turn() -> None:
     together = dict(work.run_many(workspace, sent, clients, round=1))
     for position, client in enumerate(clients):
         assert torch.equal(together[position], work.run(Workspace(architecture, layout), sent, client, round=1))
-
-
-def test_schedules() -> None:
-    assert Schedule(0.1, decay=0.5).at(3) == pytest.approx(0.0125)
-    cosine = Schedule(0.2, cosine=True, rounds=10)
-    assert [cosine.at(0), cosine.at(5), cosine.at(10)] == pytest.approx([0.2, 0.1, 0.0])

@@ -141,7 +141,7 @@ class Subject:
         seed = self.config.seed
         assert seed is not None
         rows = Batches(self.config.batch_size, seed).indices(client=client, samples=len(data), step=round - 1)
-        return data.take(rows)
+        return data.take(rows, step=round - 1)
 
 
 def _marks(x: Tensor) -> Iterator[bytes]:
@@ -243,8 +243,9 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
     steps, epochs = work.local_training
     if work.returns == "update" and steps is None:
         epochs = epochs or 1
+    trained = {name: value for name, value in config.scheme_options.items() if name.startswith("client_")}
     plain = config.with_changes(
-        **{**dict.fromkeys(config.scheme_options), "local_steps": steps, "local_epochs": epochs},
+        **{**dict.fromkeys(config.scheme_options), **trained, "local_steps": steps, "local_epochs": epochs},
         options=None,
         scheme="fedavg",
         loss=subject.job.loss.name,

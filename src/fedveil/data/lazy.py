@@ -340,6 +340,44 @@ class LazySamples:
                 )
 
 
+class Transform:
+    """A function of one sample's input, called anew each time the sample is trained on.
+
+    What it draws from global generators follows from a seed for client, step and number, as where samples are read.
+
+    Args:
+        function: Takes an input and gives one of the same shape.
+        seed: A seed for a client, a step and a sample's number.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], seed: Callable[[int, int, int], int]) -> None:
+        self._function, self._seed = function, seed
+
+    def __call__(self, x: Tensor, numbers: Tensor, *, client: int, step: int) -> Tensor:
+        """The inputs ``x`` of a client's samples with these numbers, as they are in a step."""
+        with _generators_as_they_were():
+            made = [
+                self._made(row, int(number), client=client, step=step)
+                for row, number in zip(x.cpu(), numbers.tolist(), strict=True)
+            ]
+        return torch.stack(made).to(x.device)
+
+    def _made(self, row: Tensor, number: int, *, client: int, step: int) -> Tensor:
+        where = f"Client {client}, sample {number}"
+        _seed_generators(self._seed(client, step, number))
+        try:
+            made = self._function(row.clone())
+        except Exception as reason:  # whatever somebody's own code runs into
+            said = " ".join(str(reason).split())[:200]
+            raise DataError(f"{where}: augment raised {type(reason).__name__}: {said}.") from reason
+        if not isinstance(made, Tensor) or made.shape != row.shape or made.dtype != row.dtype:
+            kind = _kind(made) if isinstance(made, Tensor) else type(made).__name__
+            raise DataError(f"{where}: augment made {kind} of {_kind(row)}. Give back the same shape and type.")
+        if made.is_floating_point() and not bool(made.isfinite().all()):
+            raise DataError(f"{where}: augment made NaN or infinity.")
+        return made.detach().cpu()
+
+
 def _equal(first: tuple[Tensor, Tensor], again: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
-from fedveil.work.messages import ClientData, Source
+from fedveil.work.messages import Augmentation, ClientData, Source
 
 _AT_ONCE = 512
 _LOG = logging.getLogger(__name__)
@@ -78,6 +78,10 @@ class ClientPool:
         x, y = (torch.cat([party[part] for party in parties]) for part in (0, 1))
         parts = torch.split(torch.arange(len(y), device=y.device), [len(party[1]) for party in parties])
         return ClientPool.shared(x, y, parts)
+
+    def augmented(self, augment: Augmentation | None) -> ClientPool:
+        """The same clients, whose samples are augmented when they are trained on."""
+        return replace(self, clients=tuple(replace(data, augment=augment) for data in self.clients))
 
     def __len__(self) -> int:
         return len(self.clients) or self.elsewhere

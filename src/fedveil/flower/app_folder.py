@@ -266,10 +266,10 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
     }
     if config.lr is None:
         from fedveil import schemes  # only here: the rest of this module needs no torch
-        from fedveil.runs.job import usual_rate
+        from fedveil.runs.recipe import usual_rate
 
         loss = config.loss or schemes.find(config.scheme).default_loss
-        shown["lr"] = usual_rate("square" if loss == "auto" and config.task == "regression" else loss)
+        shown["lr"] = usual_rate(config, "square" if loss == "auto" and config.task == "regression" else loss)
     if own_data:
         shown.pop("dataset")
     name = _project_name(folder)

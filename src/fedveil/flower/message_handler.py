@@ -28,6 +28,7 @@ from fedveil.protocol.messages import Reply, Request
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
 from fedveil.runs.model_file import save_model
+from fedveil.runs.recipe import augmentation_of
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
 from fedveil.work.messages import ClientData
 
@@ -60,7 +61,8 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     config = home.accepts(config)
     facts = _facts(config, setup.facts)
     common = agreed(config, clients=config.clients, task=facts.task)
-    data = own_data(config, facts, client=home.client, loader=home.data)
+    augment = augmentation_of(config, facts.input_shape, text=facts.vocabulary is not None)
+    data = replace(own_data(config, facts, client=home.client, loader=home.data), augment=augment)
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
     device = device_of(config)
 
@@ -70,7 +72,8 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         if config.bn_eps == "secret":
             # Every client must begin with the same one, so it follows from what they share.
             draw_secret_epsilon(weights, source.stream("epsilon"))
-        return architecture.to(device=device), Held.fresh(weights.to(device=device))
+        placed = weights.to(device=device)
+        return architecture.to(device=device), Held.fresh(placed, common.optimiser.start(placed.parameters))
 
     def agreed_upon(secret: bytes) -> Held:
         """The first model that follows from all of a secret of the group, which the server does not know."""

@@ -85,6 +85,7 @@ def mlp(
     depth: int = 3,
     width: int = 128,
     norm: Literal["none", "batch", "layer", "group"] = "none",
+    feature_scale: float = 1.0,
 ) -> nn.Module:
     """``depth`` linear layers with biases, ``width`` units in each hidden one, ReLU between them."""
     at_least(1, depth=depth, width=width)
@@ -101,8 +102,37 @@ def mlp(
         layers[f"relu{i}"] = nn.ReLU()
         features = width
     he_init(layers.values())
-    layers["head"] = nn.Linear(features, outputs)
+    with_head(layers, features, outputs, feature_scale)
     return nn.Sequential(layers)
+
+
+class FeatureScale(nn.Module):
+    """A constant multiplier on the features that the head reads.
+
+    The curvature of the square loss along the head's weights is that of its features: a multiplier below 1 allows for
+    larger first steps, as a warm-up does.
+    """
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The features, multiplied."""
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        """The factor."""
+        return f"{self.factor:g}"
+
+
+def with_head(layers: OrderedDict[str, nn.Module], features: int, outputs: int, feature_scale: float) -> None:
+    """Add the last layer, and before it the multiplier of features, unless that is 1."""
+    if not (math.isfinite(feature_scale) and feature_scale > 0):
+        raise ConfigError(f"The model option 'feature_scale' must be a positive number, not {feature_scale}.")
+    if feature_scale != 1.0:
+        layers["scale"] = FeatureScale(feature_scale)
+    layers["head"] = nn.Linear(features, outputs)
 
 
 HIDDEN = 64
@@ -114,6 +144,7 @@ def cnn(
     outputs: int,
     width: int = 16,
     norm: Literal["none", "batch", "group"] = "none",
+    feature_scale: float = 1.0,
 ) -> nn.Module:
     """Two conv-[norm]-ReLU-maxpool stages of ``width`` and ``2·width`` channels, then two linear layers."""
     at_least(1, width=width)
@@ -130,7 +161,7 @@ def cnn(
     layers["linear"] = nn.Linear(channels * height * breadth, HIDDEN)
     layers["relu3"] = nn.ReLU()
     he_init(layers.values())
-    layers["head"] = nn.Linear(HIDDEN, outputs)
+    with_head(layers, HIDDEN, outputs, feature_scale)
     return nn.Sequential(layers)
 
 
@@ -279,6 +310,7 @@ def _residual_network(
     outputs: int,
     shortcut: str,
     norm: str,
+    feature_scale: float,
 ) -> nn.Module:
     """Stages of ``blocks`` basic blocks after the stem; every stage but the first halves the size."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(stem))
@@ -292,7 +324,7 @@ def _residual_network(
         layers[f"stage{i}"] = nn.Sequential(stage)
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
-    layers["head"] = nn.Linear(inputs, outputs)
+    with_head(layers, inputs, outputs, feature_scale)
     model = nn.Sequential(layers)
     he_init((m for m in model.modules() if isinstance(m, nn.Conv2d)), mode="fan_out")
     return model
@@ -308,13 +340,22 @@ def cifar_resnet(blocks: int) -> Callable[..., nn.Module]:
         shortcut: Literal["A", "B"] = "A",
         norm: Literal["batch", "group"] = "batch",
         width: int = 16,
+        feature_scale: float = 1.0,
     ) -> nn.Module:
         at_least(1, width=width)
         stem: OrderedDict[str, nn.Module] = OrderedDict(
             conv=conv(input_shape[0], width), norm=image_norm(norm, width), relu=nn.ReLU()
         )
         widths = (width, 2 * width, 4 * width)
-        return _residual_network(stem, widths=widths, blocks=blocks, outputs=outputs, shortcut=shortcut, norm=norm)
+        return _residual_network(
+            stem,
+            widths=widths,
+            blocks=blocks,
+            outputs=outputs,
+            shortcut=shortcut,
+            norm=norm,
+            feature_scale=feature_scale,
+        )
 
     return resnet
 
@@ -326,6 +367,7 @@ def resnet18(
     stem: Literal["auto", "small", "large"] = "auto",
     norm: Literal["batch", "group"] = "batch",
     width: int = 64,
+    feature_scale: float = 1.0,
 ) -> nn.Module:
     """Four stages of two blocks; ``auto`` takes the small stem (3×3, no pooling) up to 64 pixels."""
     at_least(1, width=width)
@@ -336,7 +378,9 @@ def resnet18(
     if not small:
         layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
     widths = (width, 2 * width, 4 * width, 8 * width)
-    return _residual_network(layers, widths=widths, blocks=2, outputs=outputs, shortcut="B", norm=norm)
+    return _residual_network(
+        layers, widths=widths, blocks=2, outputs=outputs, shortcut="B", norm=norm, feature_scale=feature_scale
+    )
 
 
 STEM_CHANNELS = 16
@@ -367,6 +411,7 @@ def densenet(
     depth: int = 22,
     compression: float = 0.5,
     norm: Literal["batch", "group"] = "batch",
+    feature_scale: float = 1.0,
 ) -> nn.Module:
     """Three dense blocks of ``(depth - 4)/3`` layers; transitions keep ``compression`` of the channels."""
     at_least(1, growth=growth)
@@ -397,7 +442,7 @@ def densenet(
     layers["relu"] = nn.ReLU()
     layers["pool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
-    layers["head"] = nn.Linear(channels, outputs)
+    with_head(layers, channels, outputs, feature_scale)
     model = nn.Sequential(layers)
     he_init(m for m in model.modules() if isinstance(m, nn.Conv2d))
     return model

@@ -240,7 +240,7 @@ def too_few(have: str, refused: Mapping[int, Refusal | str]) -> str:
 
 @dataclass(eq=False)
 class ServerState:
-    """Everything a run needs to go on from a round boundary."""
+    """Everything a run needs to go on from a round boundary; `velocity` is what the optimiser remembers."""
 
     weights: Weights
     velocity: Tensor
@@ -249,9 +249,10 @@ class ServerState:
     head_level: float | None = None
 
     @staticmethod
-    def fresh(weights: Weights) -> ServerState:
+    def fresh(weights: Weights, velocity: Tensor | None = None) -> ServerState:
         """The state before the first round."""
-        return ServerState(weights, torch.zeros_like(weights.parameters, dtype=torch.float64))
+        still = torch.zeros_like(weights.parameters, dtype=torch.float64)
+        return ServerState(weights, still if velocity is None else velocity)
 
 
 class ServerRole(Conductor):
@@ -374,19 +375,55 @@ def _mean(sums: Mapping[str, Tensor]) -> Mean:
 
 @dataclass(frozen=True)
 class Optimiser:
-    """The server's step, SGD in float64:  v ← μ·v + g + λ·w;  w ← w − lr_t·v."""
+    """The server's step in float64, by what was recovered: g, the mean gradient or how far clients moved on average.
+
+        sgd       v ← μ·v + g + λ·w;  w ← w − lr_t·v
+        adaptive  g ← g + λ·w;  m ← β₁·m + (1 − β₁)·g;  w ← w − lr_t·m/(√v + τ)   (Reddi et al. 2021)
+                  adagrad  v ← v + g²
+                  adam     v ← β₂·v + (1 − β₂)·g²
+                  yogi     v ← v − (1 − β₂)·g²·sign(v − g²)
+
+    Nothing but g comes from clients: whatever holds of it by way of a ledger or a veil holds of the step.
+    """
 
     schedule: Schedule
     momentum: float = 0.0
     weight_decay: float = 0.0
+    kind: str = "sgd"
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def start(self, parameters: Tensor) -> Tensor:
+        """What is remembered before the first step: v = 0 of sgd; m = 0 above v = τ² of the others."""
+        still = torch.zeros_like(parameters, dtype=torch.float64)
+        return still if self.kind == "sgd" else torch.stack([still, torch.full_like(still, self.tau**2)])
 
     def step(self, parameters: Tensor, gradient: Tensor, velocity: Tensor, *, round: int) -> Tensor:
-        """The moved parameters; `velocity` is updated in place."""
+        """The moved parameters; `velocity`, what is remembered, is updated in place."""
+        if self.kind != "sgd":
+            return self._adapted(parameters, gradient, velocity, round=round)
         velocity *= self.momentum
         velocity += gradient
         if self.weight_decay:
             velocity.add_(parameters, alpha=self.weight_decay)
         return parameters - self.schedule.at(round) * velocity
+
+    def _adapted(self, parameters: Tensor, gradient: Tensor, memory: Tensor, *, round: int) -> Tensor:
+        gradient = gradient.to(memory.dtype)
+        if self.weight_decay:
+            gradient = gradient.add(parameters, alpha=self.weight_decay)
+        first, second = memory
+        first.mul_(self.beta1).add_(gradient, alpha=1.0 - self.beta1)
+        squared = gradient.square()
+        if self.kind == "adagrad":
+            second += squared
+        elif self.kind == "adam":
+            second.mul_(self.beta2).add_(squared, alpha=1.0 - self.beta2)
+        else:
+            second.sub_(squared * torch.sign(second - squared), alpha=1.0 - self.beta2)
+        moved: Tensor = parameters - self.schedule.at(round) * first / (second.sqrt() + self.tau)
+        return moved
 
 
 class Mover:

@@ -63,8 +63,11 @@ def write_state(path: Path, state: ServerState, *, fingerprint: str) -> None:
     write_atomically(path, save_tensors(tensors, metadata))
 
 
-def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerState:
-    """Read a checkpoint; a damaged one, or one of another run, is refused with the reason."""
+def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Tensor | None = None) -> ServerState:
+    """Read a checkpoint; a damaged one, or one of another run, is refused with the reason.
+
+    `velocity` is like what its optimiser remembers, where that is not one number per parameter.
+    """
     try:
         raw = read_raw(path)
         tensors = load_tensors(raw)
@@ -81,7 +84,7 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
     if facts.round < 0 or not math.isfinite(facts.head_level or 0.0):
         raise CheckpointError(f"Checkpoint {path.name} is damaged: it names no round.")
     device = like.parameters.device
-    expected = _tensors(ServerState.fresh(like))
+    expected = _tensors(ServerState.fresh(like, velocity))
     if {name: _form(tensor) for name, tensor in tensors.items()} != {
         name: _form(tensor) for name, tensor in expected.items()
     }:
@@ -96,13 +99,15 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str) -> ServerSta
     return ServerState(weights, placed["velocity"], round=facts.round, head_level=facts.head_level)
 
 
-def newest_good(folder: Path, like: Weights, *, fingerprint: str) -> tuple[ServerState | None, list[str]]:
+def newest_good(
+    folder: Path, like: Weights, *, fingerprint: str, velocity: Tensor | None = None
+) -> tuple[ServerState | None, list[str]]:
     """The newest usable checkpoint (None where there is none at all), and why newer ones were refused."""
     refused: list[str] = []
     files = sorted(folder.glob("round-*.safetensors"), reverse=True)
     for path in files:
         try:
-            return load_checkpoint(path, like, fingerprint=fingerprint), refused
+            return load_checkpoint(path, like, fingerprint=fingerprint, velocity=velocity), refused
         except CheckpointError as reason:
             refused.append(str(reason))
     if files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets as system_random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedveil import data, models, own_code, schemes
-from fedveil.config import RunConfig
+from fedveil.config import OBJECT, RunConfig
 from fedveil.data import Dataset, Split
 from fedveil.data.description import Description, describe_split
 from fedveil.data.preparation import Preparation
@@ -38,10 +38,12 @@ from fedveil.runs.monitor import best_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import fill_from
+from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
-from fedveil.work import Batches, BinaryCrossEntropy, Loss, Schedule
+from fedveil.work import Batches, BinaryCrossEntropy, Loss
+from fedveil.work.batches import Factor
 from fedveil.work.clipping import refuse_batch_norm
 from fedveil.work.losses import CrossEntropy, SquareLoss
 
@@ -195,6 +197,8 @@ class Job:
     around: Surroundings = Surroundings()
     validation: Dataset | None = None
     client_names: tuple[str, ...] = ()
+    shape: Factor | None = None
+    """The caller's own shape of the learning rate."""
     description: Description | None = None
     metrics: OwnMetrics | None = None
 
@@ -216,7 +220,8 @@ class Job:
         if self.scheme.plan is None:
             return ()
         sources = [data.source for data in self.pool.clients if data.source is not None]
-        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=bounded(self.scheme.work).unit)
+        augmented, unit = (self.config.augment or "").startswith(OBJECT), bounded(self.scheme.work).unit
+        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=unit, augmented=augmented)
 
     @property
     def model_here(self) -> bool:
@@ -345,23 +350,6 @@ class Agreed:
     optimiser: Optimiser
 
 
-_USUAL_RATES = {"square": 0.02}
-_USUAL_RATE = 0.1
-
-
-def rate_of(config: RunConfig, loss: Loss) -> float:
-    """The learning rate of the first round: as given, or what usually goes with the loss.
-
-    The gradient of the square loss grows with the error, so that a step too large makes the next one larger.
-    """
-    return config.lr if isinstance(config.lr, float) else usual_rate(loss.name)
-
-
-def usual_rate(loss: str) -> float:
-    """The learning rate that usually goes with a loss."""
-    return _USUAL_RATES.get(loss, _USUAL_RATE)
-
-
 def agreed(
     config: RunConfig,
     *,
@@ -370,14 +358,16 @@ def agreed(
     own: SchemeInfo | None = None,
     loss: Loss | None = None,
     counts: Sequence[int] | None = None,
+    shape: Factor | None = None,
 ) -> Agreed:
     """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
 
-    `loss` is one of the caller's own; `counts` are the classes' (`objective.class_counts`), where somebody counts.
+    `loss` is one of the caller's own, and so is `shape`, that of the learning rate; `counts` are the classes'
+    (`objective.class_counts`), where somebody counts.
     """
     info = schemes.find(config.scheme) if own is None else own
     loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
-    schedule = Schedule(rate_of(config, loss), config.lr_decay, config.lr_schedule == "cosine", config.rounds)
+    schedule = schedule_of(config, rate_of(config, loss), shape)
     seed = config.seed
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
@@ -386,10 +376,8 @@ def agreed(
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
     scheme.uplink.fits(cohort.size)
-    # Updates are already multiplied by the local learning rate: the server takes them whole.
-    server = schedule if scheme.work.returns == "gradient" else Schedule(1.0)
     because = _because(config, info, task, head_noise=scheme.downlink.head_noise)
-    return Agreed(scheme, loss, because, cohort, Optimiser(server, config.momentum, config.weight_decay))
+    return Agreed(scheme, loss, because, cohort, optimiser_of(config, scheme, schedule))
 
 
 def attended(
@@ -441,13 +429,18 @@ def assemble_job(
     common: Agreed | None = None,
     guard: Guard | None = None,
     validation: Dataset | None = None,
+    augment: Callable[[Tensor], Tensor] | None = None,
 ) -> Job:
-    """The scheme, its architecture and roles for a model and clients that are already there."""
+    """The scheme, its architecture and roles for a model and clients that are already there.
+
+    `augment` is the caller's own function of an input, where settings say that there is one.
+    """
     device, dtype = device_of(config), dtype_of(config)
     common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
     scheme = common.scheme
     check_weights(config, common.loss, scheme, outputs=facts.outputs)
     example = _example(pool, facts, dtype)
+    augmentation = augmentation_of(config, facts.input_shape, text=facts.vocabulary is not None, own=augment)
     model = model.to(dtype).cpu()
     try:
         architecture, weights, covered = _covered(config, scheme, model, example, facts)
@@ -471,7 +464,7 @@ def assemble_job(
         loss_because=common.loss_because,
         architecture=architecture,
         weights=weights,
-        pool=pool,
+        pool=pool.augmented(augmentation),
         test=None if test is None else test.to(dtype=dtype, device=device),
         facts=replace(facts, link=Link.of(common.loss, facts.task)),
         coverage=covered,
@@ -505,7 +498,9 @@ def _instead(
     fitting = []
     for info in schemes.schemes():
         with suppress(FedVeilError):
-            scheme = agreed(plain.with_changes(scheme=info.name), clients=clients, task=facts.task).scheme
+            scheme = agreed(
+                plain.with_changes(scheme=info.name), clients=clients, task=facts.task, shape=lambda round, rounds: 1.0
+            ).scheme
             if not scheme.downlink.traced:
                 drawn(scheme, model, example, facts)
                 fitting.append(info.name)

@@ -83,9 +83,8 @@ def client_role(job: Job, state: ServerState | None = None) -> ClientRole | Hold
     }
     if job.scheme.holder == "server":
         return ClientRole(job.scheme, job.architecture, **own)
-    start = (
-        Held.fresh(job.weights.clone()) if state is None else Held.fresh(state.weights.clone(), state.velocity.clone())
-    )
+    begun = fresh_state(job) if state is None else state
+    start = Held.fresh(begun.weights.clone(), begun.velocity.clone())
     return HolderRole(job.scheme, job.architecture, start=start, optimiser=job.optimiser, **own)
 
 
@@ -143,7 +142,7 @@ class Outcome:
 
 def fresh_state(job: Job) -> ServerState:
     """The state before the first round."""
-    return ServerState.fresh(job.weights.clone())
+    return ServerState.fresh(job.weights.clone(), job.optimiser.start(job.weights.parameters))
 
 
 def train_job(
@@ -443,7 +442,8 @@ def _of_nothing(job: Job, first: Row) -> float:
 def _cure(job: Job) -> str:
     assert isinstance(job.config.lr, float)
     noise = "" if job.scheme.plan is None else ", or, if it is the noise that drowns the updates, a smaller --clip"
-    return f"Start anew with a lower learning rate, like --lr {job.config.lr / 10:.1g}{noise}."
+    warm = "" if job.config.warm_up else ", or with one that is warmed up, --warm-up 0.05"
+    return f"Start anew with a lower learning rate, like --lr {job.config.lr / 10:.1g}{warm}{noise}."
 
 
 def _client_view(job: Job, state: ServerState) -> ClientScores:

@@ -135,7 +135,9 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
     )
 
 
-def own_assumptions(loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str) -> tuple[str, ...]:
+def own_assumptions(
+    loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str, augmented: bool
+) -> tuple[str, ...]:
     """What a guarantee takes for granted of code that is the caller's own, beyond what is checked as it runs."""
     said = []
     owned = [*(["the loss"] if isinstance(loss, OwnLoss) else []), *(["the network"] if is_own(model) else [])]
@@ -144,10 +146,10 @@ def own_assumptions(loss: Loss, model: nn.Module, sources: Sequence[Source], *, 
             f"the caller's own code ({' and '.join(owned)}) keeps nothing from one sample for another: asked again "
             "after others, it gave the same for one sample of every batch; the rest is taken for granted"
         )
-    if sources and unit == "record":
+    if (sources or augmented) and unit == "record":
         said.append(
-            "samples are read by the caller's own code, and each is made of one record alone (no mixing of several): "
-            "taken for granted"
+            "samples are read or augmented by the caller's own code, and each is made of one record alone (no mixing "
+            "of several): taken for granted"
         )
         if not all(source.repeats for source in sources):
             said.append(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fedveil.audit.record import Choice, Recorder
 from fedveil.audit.views import Facts
-from fedveil.runs.job import Job, rate_of
+from fedveil.runs.job import Job
+from fedveil.runs.recipe import rate_of
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def facts_of(job: Job) -> Facts:
         batch_size=config.batch_size,
         local_steps=config.local_steps,
         local_epochs=config.local_epochs,
-        lr=rate_of(config, job.loss),
+        lr=config.client_lr or rate_of(config, job.loss),
         dtype=config.dtype,
         class_weights=getattr(job.loss, "class_weights", ()),
         label_smoothing=config.label_smoothing,

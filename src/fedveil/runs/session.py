@@ -162,7 +162,7 @@ def continue_in(
             folder.release()
         say(f"The run is finished, with {done['rounds']} rounds: nothing is left to do. More rounds: --rounds.")
         return done, _final_state(job, folder, rounds=done["rounds"])
-    state, refused = newest_good(folder.checkpoints, job.weights, fingerprint=config.fingerprint())
+    state, refused = _newest_good(job, folder)
     for reason in refused:
         told(f"{reason} Using the previous one.")
     if state is None:
@@ -175,14 +175,20 @@ def continue_in(
     return summary, state
 
 
+def _newest_good(job: Job, folder: RunFolder) -> tuple[ServerState | None, list[str]]:
+    like = job.optimiser.start(job.weights.parameters)
+    return newest_good(folder.checkpoints, job.weights, fingerprint=job.config.fingerprint(), velocity=like)
+
+
 def _final_state(job: Job, folder: RunFolder, *, rounds: int) -> ServerState:
     """The state a finished run ended in: its last checkpoint's, or its model without the server's momentum."""
     try:
-        state, _ = newest_good(folder.checkpoints, job.weights, fingerprint=job.config.fingerprint())
+        state, _ = _newest_good(job, folder)
     except CheckpointError:
         state = None
     if state is None or state.round != rounds:
-        state = ServerState.fresh(load_weights(folder.model_file, job.architecture, job.weights))
+        weights = load_weights(folder.model_file, job.architecture, job.weights)
+        state = ServerState.fresh(weights, job.optimiser.start(weights.parameters))
         state.round = rounds
     return state
 

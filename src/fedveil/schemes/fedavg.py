@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedveil.downlink.plain import Plain
-from fedveil.errors import ConfigError
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import LocalOptions
 from fedveil.schemes.registry import Setting, scheme
@@ -20,9 +19,9 @@ from fedveil.work.messages import LocalWork
 )
 def fedavg(setting: Setting, *, local: LocalOptions) -> Scheme:
     """Local steps or epochs, averaged by |D_k|; neither given means one step."""
-    for name, value in vars(local).items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1 (got {value}).")
-    gradient = Gradients(setting.loss, setting.batches, setting.vectorise)
-    work: LocalWork = gradient if local.one_gradient else local.training(setting)
+    work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
+    if local.one_gradient:
+        local.refuse_training()
+    else:
+        work = local.training(setting)
     return Scheme(name="fedavg", downlink=Plain(), work=work, uplink=Bare())

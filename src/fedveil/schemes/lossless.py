@@ -40,6 +40,7 @@ def lossless(
             "broadcast point, and a second local step would start from parameters the server cannot undo. Use more "
             "rounds instead, or --scheme fedavg for local training without a veil."
         )
+    local.refuse_training()
     return Scheme(
         name="lossless",
         downlink=Rescaling(spread, head.noise(setting, head_groups)),

@@ -17,6 +17,7 @@ from fedveil.uplink.masked import Masked, Unmasking
 from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
 from fedveil.uplink.unmasking import Quorum
+from fedveil.work.batches import Schedule
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import SquareLoss, refuse_head_noise
@@ -48,24 +49,47 @@ class LocalOptions:
 
     local_steps: int | None = None
     local_epochs: int | None = None
+    client_lr: float | None = None
+    client_momentum: float | None = None
+    client_weight_decay: float | None = None
 
     @property
     def one_gradient(self) -> bool:
         """Whether a round is one gradient."""
         return self.local_steps in (None, 1) and self.local_epochs is None
 
+    def refuse_training(self) -> None:
+        """Refuse what says how clients train by themselves, where a round is one gradient."""
+        for name in ("client_lr", "client_momentum", "client_weight_decay"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name} is for local training, and here a client gives one gradient a round, of which the server "
+                    "takes the step: its own --lr, --momentum and --weight-decay do the same to the mean gradient, "
+                    "under a veil to what is recovered, and lose nothing. For local training give --local-steps or "
+                    "--local-epochs, under a scheme without a veil."
+                )
+
     def training(self, setting: Setting, *, epochs: int | None = None) -> LocalSteps:
         """Steps of SGD; as many `epochs` where nothing is said."""
         if self.local_steps is not None and self.local_epochs is not None:
             raise ConfigError("Give local_steps or local_epochs, not both.")
         epochs = self.local_epochs if self.local_steps is not None or self.local_epochs is not None else epochs
-        return LocalSteps(setting.loss, setting.batches, setting.schedule, self.local_steps, epochs)
+        return LocalSteps(
+            setting.loss,
+            setting.batches,
+            setting.schedule if self.client_lr is None else Schedule(self.client_lr),
+            self.local_steps,
+            epochs,
+            momentum=self.client_momentum or 0.0,
+            weight_decay=self.client_weight_decay or 0.0,
+        )
 
     def clipped(
         self, setting: Setting, clip: float, secret_sampling: float | None = None
     ) -> ClippedSamples | ClippedUpdate:
         """One step on clipped samples, or, with local training, a clipped update."""
         if self.one_gradient:
+            self.refuse_training()
             return ClippedSamples(setting.loss, setting.batches, clip, setting.vectorise, secret_sampling)
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")

@@ -6,12 +6,14 @@ Nothing is remembered between rounds, so a resumed run draws the same batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from fedveil.errors import ConfigError, unknown_name
 
 _MASK = (1 << 63) - 1
 
@@ -91,18 +93,63 @@ def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
         yield
 
 
+Factor = Callable[[int, int], float]
+"""What a rate is multiplied by in a round (counted from 0) of a run of so many rounds."""
+
+
+SHAPES = ("constant", "cosine", "step", "polynomial")
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """lr·decay^round, or, with `cosine`, half a cosine from lr to 0 over the run."""
+    """lr·decay^round·shape·warm-up: how the learning rate goes over a run of `rounds` rounds.
+
+    `shape` is constant; cosine, half a one from 1 to 0; step, `drop` to the power of how many of `steps`, shares of the
+    run, are over; polynomial, (1 − round/rounds)^`power`; or a function of the round and the rounds. `warm_up` is the
+    share of the run in which the rate grows linearly to that: a loss with a steep start explodes under the full one.
+    """
 
     lr: float
     decay: float = 1.0
-    cosine: bool = False
+    shape: str | Factor = "constant"
     rounds: int = 1
+    warm_up: float = 0.0
+    steps: tuple[float, ...] = (0.5, 0.75)
+    drop: float = 0.1
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.shape) and self.shape not in SHAPES:
+            raise unknown_name("lr_schedule", str(self.shape), SHAPES)
 
     def at(self, round: int) -> float:
         """The learning rate of a round."""
         rate = self.lr * self.decay**round
-        if self.cosine:
-            rate *= 0.5 * (1.0 + math.cos(math.pi * round / self.rounds))
+        if self.shape != "constant":
+            rate *= self._shape(round)
+        if self.warm_up:
+            rate *= min(1.0, (round + 1) / (self.warm_up * self.rounds + 1))
         return rate
+
+    def _shape(self, round: int) -> float:
+        done = round / self.rounds
+        if callable(self.shape):
+            return self._own(self.shape, round)
+        if self.shape == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * done))
+        if self.shape == "step":
+            return math.prod(self.drop for step in self.steps if step <= done)
+        return math.pow(max(0.0, 1.0 - done), self.power)
+
+    def _own(self, shape: Factor, round: int) -> float:
+        try:
+            factor = float(shape(round, self.rounds))
+        except Exception as reason:  # whatever somebody's own code runs into
+            said = f"{type(reason).__name__}: {reason}"
+            raise ConfigError(f"lr_schedule raised in round {round + 1} of {self.rounds}: {said}") from reason
+        if not (math.isfinite(factor) and factor >= 0):
+            raise ConfigError(
+                f"lr_schedule gave {factor} for round {round + 1} of {self.rounds}: give a number that is 0 or more, "
+                "by which the rate is multiplied."
+            )
+        return factor

@@ -13,7 +13,6 @@ A group works on a stream of its own, so that whoever waits for one group's vect
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -26,6 +25,7 @@ from fedveil.downlink.architecture import Architecture, batch_norms, load_epsilo
 from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.tensors import LARGEST
+from fedveil.work.augmentation import PictureAugmentation
 from fedveil.work.batches import Batches, has_random_layers
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace
@@ -35,7 +35,6 @@ TOGETHER = 16
 
 STREAMS = 16
 _KEPT_NUMBERS = 1 << 26
-_LOG = logging.getLogger(__name__)
 
 Step = Callable[[Architecture, nn.Module, Loss, Tensor, Tensor, PublicHead | None], Tensor]
 
@@ -46,17 +45,17 @@ def captures(workspace: Workspace, loss: Loss) -> bool:
 
 
 class Orders:
-    """The samples of every client's present epoch in the order they are drawn in, as rows of its data, on the device.
+    """The samples of every client's present epoch in the order they are drawn in, on the device.
 
     They are those that `Batches.indices` gives, step by step.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, int], tuple[int, Tensor]] = {}
+        self._kept: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
         self._numbers = 0
 
-    def rows(self, batches: Batches, data: ClientData, *, step: int) -> Tensor:
-        """The rows of `data.x` that a client trains on in a local step."""
+    def batch(self, batches: Batches, data: ClientData, *, step: int) -> tuple[Tensor, Tensor]:
+        """The numbers of the samples that a client trains on in a local step, and the rows of `data.x` they are."""
         samples = len(data)
         size = batches.batch_size(samples)
         epoch, position = (0, 0) if size == samples else divmod(step, samples // size)
@@ -70,8 +69,9 @@ class Orders:
             if self._numbers > _KEPT_NUMBERS:
                 self._kept.clear()
                 self._numbers = len(rows)
-            kept = self._kept[key] = (epoch, rows)
-        return kept[1][position * size : (position + 1) * size]
+            kept = self._kept[key] = (epoch, order, rows)
+        span = slice(position * size, (position + 1) * size)
+        return kept[1][span], kept[2][span]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Task:
         return self.loss, self.length, head, sent.statistics.numel(), sent.multipliers.numel()
 
 
-class Group:
+class ClientGroup:
     """So many clients with batches of one shape: places for their batches and sizes, filled before each replay."""
 
     def __init__(self, task: Task, clients: Sequence[ClientData], *, channels_last: bool) -> None:
@@ -104,6 +104,9 @@ class Group:
         self.weights = torch.ones(self.count, dtype=task.broadcast.parameters.dtype, device=device)
         self._sizes: list[int] = []
         self._channels_last = channels_last and self.x.dim() == 5 and self.x.is_floating_point()
+        self._augment = first.augment if isinstance(first.augment, PictureAugmentation) else None
+        self._numbers = torch.zeros(self.x.shape[:2], dtype=torch.int64, device=device)
+        self._keys = torch.zeros(self.count, dtype=torch.int64, device=device)
 
     def _skeleton(self, architecture: Architecture) -> nn.Module:
         module = architecture.new_skeleton()
@@ -112,10 +115,14 @@ class Group:
         return module
 
     def _laid_out(self) -> Sequence[Tensor]:
-        """Every client's inputs; pictures with their channels last, as a GPU's convolutions want them."""
-        if not self._channels_last:
-            return self.x.unbind()
-        together = self.x.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        """Every client's inputs as they are trained on; pictures with their channels last, as a GPU's convolutions want
+        them."""
+        together = self.x.flatten(0, 1)
+        if self._augment is not None:
+            keys = self._keys.repeat_interleave(self.x.shape[1], output_size=len(together))
+            together = self._augment.apply(together, self._augment.drawn(self._numbers.flatten(), keys[:, None]))
+        if self._channels_last:
+            together = together.contiguous(memory_format=torch.channels_last)
         return torch.split(together, self.x.shape[1])
 
     def weigh(self, clients: Sequence[ClientData]) -> None:
@@ -127,22 +134,29 @@ class Group:
 
     def fill(self, clients: Sequence[ClientData], batches: Batches, orders: Orders, steps: Sequence[int]) -> None:
         """Every client's batch of its local step: by one look-up where all have their samples in one tensor."""
-        first = clients[0]
-        if any(data.source is not None for data in clients):
-            for place, (data, step) in enumerate(zip(clients, steps, strict=True)):
-                x, y = data.take(batches.indices(client=data.client, samples=len(data), step=step), step=step)
+        first, taken = clients[0], list(zip(clients, steps, strict=True))
+        if self._augment is not None:
+            put(self._keys, [self._augment.key(data.client, step) for data, step in taken])
+        if any(data.source is not None or data.augment is not self._augment for data in clients):
+            for place, (data, step) in enumerate(taken):
+                chosen = batches.indices(client=data.client, samples=len(data), step=step)
+                augmented = data.augment is not self._augment
+                x, y = data.take(chosen, step=step) if augmented else data.read(chosen, step=step)
                 self.x[place].copy_(x)
                 self.y[place].copy_(y)
+                self._numbers[place].copy_(chosen)
             return
-        rows = [orders.rows(batches, data, step=step) for data, step in zip(clients, steps, strict=True)]
+        drawn = [orders.batch(batches, data, step=step) for data, step in taken]
+        if self._augment is not None:
+            torch.stack([numbers for numbers, _ in drawn], out=self._numbers)
         if all(data.x is first.x and data.y is first.y for data in clients):
-            where = torch.cat(rows)
+            where = torch.cat([rows for _, rows in drawn])
             torch.index_select(first.x, 0, where, out=self.x.flatten(0, 1))
             torch.index_select(first.y, 0, where, out=self.y.flatten(0, 1))
             return
-        for place, (data, own) in enumerate(zip(clients, rows, strict=True)):
-            torch.index_select(data.x, 0, own, out=self.x[place])
-            torch.index_select(data.y, 0, own, out=self.y[place])
+        for place, (data, (_, rows)) in enumerate(zip(clients, drawn, strict=True)):
+            torch.index_select(data.x, 0, rows, out=self.x[place])
+            torch.index_select(data.y, 0, rows, out=self.y[place])
 
 
 def put(place: Tensor, numbers: Sequence[float]) -> None:
@@ -150,7 +164,7 @@ def put(place: Tensor, numbers: Sequence[float]) -> None:
     place.copy_(torch.tensor(numbers, dtype=place.dtype).pin_memory(), non_blocking=True)
 
 
-class Sent:
+class BroadcastPlaces:
     """Fixed places from which captured graphs read what clients were sent."""
 
     def __init__(self, architecture: Architecture, broadcast: Broadcast) -> None:
@@ -188,14 +202,14 @@ Result = tuple[Tensor, Tensor]
 """Every client's contribution, (clients, length), and the largest number in them; NaN where one is."""
 
 
-class GroupStep(Group):
+class GroupStep(ClientGroup):
     """One step of every client of a group, on the model that all were sent."""
 
     def __init__(self, step: Step, task: Task, clients: Sequence[ClientData], *, channels_last: bool) -> None:
         super().__init__(task, clients, channels_last=channels_last)
         architecture = task.architecture
         # Held, since the graph goes on writing to them: what is let go of is somebody else's memory.
-        self._module, self._sent = self._skeleton(architecture), Sent(architecture, task.broadcast)
+        self._module, self._sent = self._skeleton(architecture), BroadcastPlaces(architecture, task.broadcast)
         module, sent = self._module, self._sent
 
         def work() -> Result:
@@ -218,8 +232,9 @@ class GroupStep(Group):
         return vectors.clone(), largest
 
 
-class GroupDescent(Group):
-    """Local training of every client of a group, each on parameters of its own: w ← w − lr·g, again and again."""
+class GroupDescent(ClientGroup):
+    """Local training of every client of a group, each on parameters of its own: v ← μ·v + g + λ·w; w ← w − lr·v, again
+    and again."""
 
     def __init__(
         self,
@@ -228,15 +243,18 @@ class GroupDescent(Group):
         clients: Sequence[ClientData],
         *,
         channels_last: bool,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(task, clients, channels_last=channels_last)
         architecture = task.architecture
-        self._sent = sent = Sent(architecture, task.broadcast)
+        self._sent = sent = BroadcastPlaces(architecture, task.broadcast)
         self._modules = modules = [self._skeleton(architecture) for _ in range(self.count)]
         moving: list[list[Tensor]] = [
             [parameter for name, parameter in module.named_parameters() if name not in architecture.frozen]
             for module in modules
         ]
+        self._velocity = [[torch.zeros_like(part) for part in parts] if momentum else [] for parts in moving]
         reports = task.length - architecture.size - 1
         self._sums = self.weights.new_zeros(self.count, reports)  # of the steps' losses and batch statistics
         self._rates, self._shares = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
@@ -244,6 +262,9 @@ class GroupDescent(Group):
         def begin() -> Result:
             for module in modules:
                 sent.load(module)
+            for velocity in self._velocity:
+                if velocity:
+                    torch._foreach_zero_(velocity)
             self._sums.zero_()
             return self._sums, self._rates
 
@@ -255,6 +276,12 @@ class GroupDescent(Group):
                     value = task.loss.mean(module(x[place]), self.y[place])
                     grads = torch.autograd.grad(value, moving[place], allow_unused=True, materialize_grads=True)
                 with torch.no_grad():
+                    if weight_decay:
+                        grads = torch._foreach_add(grads, moving[place], alpha=weight_decay)
+                    if momentum:
+                        torch._foreach_mul_(self._velocity[place], momentum)
+                        torch._foreach_add_(self._velocity[place], grads)
+                        grads = tuple(self._velocity[place])
                     torch._foreach_sub_(moving[place], torch._foreach_mul(grads, self._rates[place]))
                     told = torch.cat([value.detach().reshape(1), statistics_of(module, value)])
                     self._sums[place].addcmul_(told, self._shares[place])
@@ -332,8 +359,8 @@ class Launched:
         return float(self.largest) < LARGEST
 
 
-_Made = TypeVar("_Made", bound=Group)
-_Group = TypeVar("_Group", bound=Group, covariant=True)
+_Made = TypeVar("_Made", bound=ClientGroup)
+_Group = TypeVar("_Group", bound=ClientGroup, covariant=True)
 
 
 class Make(Protocol[_Group]):
@@ -358,7 +385,7 @@ class Groups:
     def __init__(self, module: nn.Module) -> None:
         self._stream = torch.cuda.Stream(next(module.parameters()).device)  # type: ignore[no-untyped-call]
         self.random = has_random_layers(module)
-        self._made: dict[object, Group] = {}
+        self._made: dict[object, ClientGroup] = {}
         self._most = TOGETHER
         self._channels_last = True
         self.orders = Orders()
@@ -411,11 +438,11 @@ class Groups:
                     self._made.clear()
                     torch.cuda.empty_cache()
                     self._most = len(part) // 2
-                    _LOG.info("a group of %d clients takes more memory than the GPU has", len(part))
                     return None
-                except RuntimeError as reason:
+                except (
+                    RuntimeError
+                ):  # something waits for the host, or is never the same: launched one by one, it works
                     self._most = 0
-                    _LOG.info("steps of this model cannot be captured (%s): they are launched one by one", reason)
                     return None
                 self._made[key] = group
             group.weigh(part)
@@ -432,7 +459,6 @@ class Groups:
                 return make(part, channels_last=True)
             except torch.cuda.OutOfMemoryError:
                 raise
-            except RuntimeError as reason:  # a network may `view` its pictures in the order they had
+            except RuntimeError:  # a network may `view` its pictures in the order they had
                 self._channels_last = False
-                _LOG.info("this model does not take pictures with their channels last: %s", reason)
         return make(part, channels_last=False)

@@ -25,6 +25,7 @@ from fedveil.work.per_sample import trained_names
 class LocalSteps:
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
+    A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
     Where the uplink hides what is sent, a client does not refuse to send what is no number (`refuses` = False).
     """
 
@@ -34,6 +35,8 @@ class LocalSteps:
     steps: int | None = None
     epochs: int | None = None
     refuses: bool = True
+    momentum: float = 0.0
+    weight_decay: float = 0.0
 
     returns = "update"
     clip = None
@@ -85,7 +88,7 @@ class LocalSteps:
 
         length = self.layout(workspace.architecture, tensors=1).length
         task = Task(workspace.architecture, self.loss, length, batches, broadcast)
-        make = partial(GroupDescent, collect_statistics, task)
+        make = partial(GroupDescent, collect_statistics, task, momentum=self.momentum, weight_decay=self.weight_decay)
 
         def work(group: GroupDescent, part: Sequence[ClientData]) -> tuple[Tensor, Tensor]:
             counts = [self.count(len(data)) for data in part]
@@ -115,10 +118,11 @@ class LocalSteps:
         moving: list[Tensor] = [parameter for name, parameter in module.named_parameters() if name in trained]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
+        velocity = [torch.zeros_like(parameter) for parameter in moving] if self.momentum else []
         with seeded_dropout(module, self.batches.seed, data.client, round):
             for step in range(round * count, (round + 1) * count):
                 x, y = data.take(self._chosen(data, step), step=step)
-                loss = _descended(module, self.loss, moving, x, y, rate)
+                loss = self._descended(module, moving, velocity, x, y, rate)
                 losses.append(loss)
                 if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
                     break
@@ -146,12 +150,32 @@ class LocalSteps:
     def _chosen(self, data: ClientData, step: int) -> Tensor:
         return self.batches.indices(client=data.client, samples=len(data), step=step)
 
+    def _descended(
+        self, module: nn.Module, moving: list[Tensor], velocity: list[Tensor], x: Tensor, y: Tensor, rate: float
+    ) -> Tensor:
+        """One step on one batch, of parameters and `velocity` (without momentum: none) in place; the loss before it."""
+        with torch.enable_grad():
+            value = self.loss.mean(module(x), y)
+            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        return value.detach()
 
-def _descended(module: nn.Module, loss: Loss, moving: list[Tensor], x: Tensor, y: Tensor, rate: float) -> Tensor:
-    """w ← w − lr·g on one batch, in place; the loss before it."""
-    with torch.enable_grad():
-        value = loss.mean(module(x), y)
-        grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-    with torch.no_grad():
-        torch._foreach_add_(moving, grads, alpha=-rate)
-    return value.detach()
+
+def descend(
+    moving: list[Tensor],
+    grads: list[Tensor] | tuple[Tensor, ...],
+    velocity: list[Tensor],
+    rate: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """v ← μ·v + g + λ·w; w ← w − lr·v in place; without momentum there is no `velocity`."""
+    if weight_decay:
+        grads = torch._foreach_add(grads, moving, alpha=weight_decay)
+    if velocity:
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, grads)
+        grads = velocity
+    torch._foreach_add_(moving, grads, alpha=-rate)

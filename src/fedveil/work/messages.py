@@ -37,12 +37,20 @@ class Source(Protocol):
         ...
 
 
+class Augmentation(Protocol):
+    """What is done anew to inputs each time they are trained on, to each by itself."""
+
+    def __call__(self, x: Tensor, numbers: Tensor, *, client: int, step: int) -> Tensor:
+        """The inputs `x` of a client's samples with these numbers, as they are in a step; their shape stays."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """One client's samples; `client` is its public number.
 
     `rows` selects them from a larger tensor (None: all), so that simulated clients share one copy. Where there is a
-    `source`, they are read from it.
+    `source`, they are read from it. `augment` changes those that are taken to be trained on.
     """
 
     client: int
@@ -50,6 +58,7 @@ class ClientData:
     y: Tensor
     rows: Tensor | None = None
     source: Source | None = None
+    augment: Augmentation | None = None
 
     @staticmethod
     def reading(client: int, source: Source) -> ClientData:
@@ -59,8 +68,18 @@ class ClientData:
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
 
-    def take(self, chosen: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
-        """The chosen samples as they are in a local step; copies, because a model may change its input in place."""
+    def take(self, chosen: Tensor, *, step: int | None = None) -> tuple[Tensor, Tensor]:
+        """The chosen samples as they are in a local step, or, without one, as they are outside of training.
+
+        Copies, because a model may change its input in place.
+        """
+        x, y = self.read(chosen, step=step or 0)
+        if self.augment is not None and step is not None:
+            x = self.augment(x, chosen, client=self.client, step=step)
+        return x, y
+
+    def read(self, chosen: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
+        """The chosen samples, not augmented."""
         if self.source is not None:
             return self.source.read(chosen, step=step)
         if self.rows is not None:
