@@ -670,6 +670,10 @@ def test_what_own_code_must_keep_to_is_in_the_ledger_of_a_scheme_with_noise() ->
     own = {"loss": lambda outputs, targets: (outputs.sum(1) - targets).square()}
     noisy = fedveil.train(net, [Rows()] * 3, scheme="nadp", **own, **common)
     bare = fedveil.train(net, [Rows()] * 3, scheme="fedavg", **own, **common)
-    words = ("depends on that sample alone", "made of one record alone")
-    assert all(any(word in note for note in noisy.ledger["notes"]) for word in words)
-    assert not any(word in note for word in words for note in bare.ledger["notes"])
+    words = ("keeps nothing from one sample for another", "made of one record alone")
+    claims = [line for line in noisy.ledger["lines"] if line["epsilon"] is not None]
+    assert claims
+    for line in claims:
+        assert all(any(word in text for text in line["assumptions"]) for word in words)
+        assert "assuming" in line["why"]
+    assert not any("own code" in text for line in bare.ledger["lines"] for text in (line["why"], *line["assumptions"]))

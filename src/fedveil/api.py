@@ -240,6 +240,10 @@ def train(
     if config.class_weights == BALANCED:
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), outputs)
     common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts, shape=shape)
+    if common.scheme.plan is not None:
+        for party in parties:
+            if isinstance(party, LazySamples):
+                party.keep_apart()
     job = assemble_job(
         config, copy.deepcopy(model), pool, judged, facts, common=common, validation=validated, augment=augment
     )
