@@ -11,6 +11,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from safetensors.torch import load_file
 
+from federation import FEW_GROUPS, HEADED
 from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
@@ -42,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ckks-fedavg": {"cipher": "pads"},
     "serial": {"cipher": "pads", "clip": 0.01},
     "dp-fedavg": {"clip": 0.01},
+    **{scheme: {"head_groups": FEW_GROUPS} for scheme in HEADED},
 }
 
 
