@@ -32,6 +32,7 @@ from pairs import chosen, crossed
 COMMON: dict[str, Any] = {
     "dataset": "digits",
     "model": "mlp",
+    "model_options": {"depth": 2, "width": 16},
     "clients": 3,
     "rounds": 2,
     "seed": 1,
