@@ -49,8 +49,8 @@ def separable(clients: int = 4, samples: int = 30, *, seed: int = 0) -> list[tup
 
 def test_a_users_model_learns_from_clients_tensors() -> None:
     test = separable(1, 200, seed=5)[0]
-    result = fedveil.train(Own(), separable(), test=test, rounds=80, lr=0.2, momentum=0.5, seed=1, progress=False)
-    assert len(result.metrics) == 80
+    result = fedveil.train(Own(), separable(), test=test, rounds=40, lr=0.2, momentum=0.8, seed=1, progress=False)
+    assert len(result.metrics) == 40
     assert result.summary["test_accuracy"] > 0.8
     assert result.summary["scheme"] == "lossless"
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_regression_with_vector_and_single_targets() -> None:
     generator = torch.Generator().manual_seed(1)
     map_ = torch.randn(6, 2, generator=generator)
     inputs = [torch.randn(40, 6, generator=generator) for _ in range(3)]
-    settings = {"rounds": 100, "lr": 0.05, "momentum": 0.8, "seed": 1, "progress": False}
+    settings = {"rounds": 50, "lr": 0.05, "momentum": 0.9, "seed": 1, "progress": False}
     x = torch.randn(50, 6, generator=generator)
     vector = fedveil.train(Own(outputs=2), [(x, x @ map_) for x in inputs], test=(x, x @ map_), **settings)
     assert vector.summary["test_mse"] < 0.2 * float((x @ map_).square().mean())
@@ -652,7 +652,9 @@ def test_a_client_can_take_the_head_noise_off_without_labels() -> None:
     samples = [torch.randn(60, 6) for _ in range(4)]
     *clients, held_out = [(x, x[:, :3].argmax(1)) for x in samples]
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    summary = fedveil.train(net, clients, test=held_out, rounds=150, lr=0.1, seed=2, progress=False).summary
+    summary = fedveil.train(
+        net, clients, test=held_out, rounds=50, lr=0.1, momentum=0.8, seed=2, progress=False
+    ).summary
     assert summary["client_view_accuracy"] < summary["test_accuracy"] - 0.1
     assert summary["client_view_uncovered_accuracy"] > summary["client_view_accuracy"] + 0.1
 

@@ -47,7 +47,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("handed")
     for arguments in (
         ("run", *SMALL, "--record", "--out", place / "run"),
-        ("compare", "--schemes", "fedavg", "--jobs", 1, "-q", *SMALL[:4], *SMALL[6:], "--out", place / "compared"),
+        (
+            "compare",
+            "--schemes",
+            "fedavg",
+            "--jobs",
+            1,
+            "-q",
+            *SMALL[:4],
+            *SMALL[6:],
+            "--no-vectorise",
+            "--out",
+            place / "compared",
+        ),
     ):
         done = fedveil(*arguments)
         assert done.code == 0, done.error

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import brentq
-from scipy.stats import norm, rankdata
+from scipy.special import ndtr, ndtri
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -129,8 +128,8 @@ def _percentiles(value: float, drawn: Array) -> Measured:
     if not len(drawn) or drawn[-1] - drawn[0] < 1e-12 * max(1.0, abs(value)):
         return Measured(value, reason="no interval: every resample gives the same")
     below, above = np.searchsorted(drawn, value, "left"), np.searchsorted(drawn, value, "right")
-    shift = 2 * norm.ppf(((below + above) / 2 + 0.5) / (len(drawn) + 1))
-    low, high = np.quantile(drawn, norm.cdf([shift - Z, shift + Z]))
+    shift = 2 * ndtri(((below + above) / 2 + 0.5) / (len(drawn) + 1))
+    low, high = np.quantile(drawn, ndtr([shift - Z, shift + Z]))
     return Measured(value, float(low), float(high), "bootstrap")
 
 
@@ -234,16 +233,23 @@ def error_figures(sums: Array) -> dict[str, Array]:
     }
 
 
+def _ranks(score: Array) -> Array:
+    """From 1 on; equal scores share the mean of their ranks. SciPy has it in a package that is slow to import."""
+    _, places, times = np.unique(score, return_inverse=True, return_counts=True)
+    ranks: Array = (np.cumsum(times) - (times - 1) / 2)[places]
+    return ranks
+
+
 def auroc(truth: Bits, score: Array) -> tuple[float, Array]:
     """The chance that a positive sample scores above a negative one (half where equal), and each sample's influence.
 
     DeLong's placements: the sum of squared influences over n² is his variance.
     """
     positive, negative = int(truth.sum()), int((~truth).sum())
-    ranks = rankdata(score)
+    ranks = _ranks(score)
     placed = np.empty(len(score))
-    placed[truth] = (ranks[truth] - rankdata(score[truth])) / negative
-    placed[~truth] = 1 - (ranks[~truth] - rankdata(score[~truth])) / positive
+    placed[truth] = (ranks[truth] - _ranks(score[truth])) / negative
+    placed[~truth] = 1 - (ranks[~truth] - _ranks(score[~truth])) / positive
     value = float(placed[truth].mean())
     fewer = np.sqrt(np.where(truth, _fewer(positive), _fewer(negative)))
     shares = np.where(truth, positive, negative) / len(score)
@@ -317,6 +323,8 @@ def newcombe(value: float, positive: int, negative: int) -> tuple[float, float]:
 
     It has a width also where the ranking is perfect.
     """
+    from scipy.optimize import brentq  # slow to import, and few runs have two classes
+
     pairs = (positive + negative) / 2 - 1
 
     def off(truth: float) -> float:
