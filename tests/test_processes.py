@@ -140,14 +140,19 @@ def test_a_child_at_work_ends_with_its_parent_and_a_copy_of_the_parent_does_not_
             os.kill(copy, signal.SIGKILL)
 
 
+Start = Callable[..., tuple["subprocess.Popen[bytes]", list[int]]]
+
+
 @pytest.fixture
-def supervisor() -> Iterator[Callable[[str], tuple[subprocess.Popen[bytes], list[int]]]]:
+def supervisor() -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(script: str) -> tuple[subprocess.Popen[bytes], list[int]]:
-        process = subprocess.Popen(
-            supervised(["sh", "-c", script], spare="a worker of ours"), stdin=subprocess.PIPE, start_new_session=True
-        )
+    def start(script: str, grace: float | None = None) -> tuple[subprocess.Popen[bytes], list[int]]:
+        command = supervised(["sh", "-c", script], spare="a worker of ours")
+        if grace is not None:
+            impatient = f"import sys; from fedveil import processes; processes._GRACE = {grace}; "
+            command[1:4] = ["-P", "-c", impatient + "sys.exit(processes.main(sys.argv[1:]))"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         started.append(process)
         until(lambda: len(descendants(process.pid)) >= 5)
         return process, descendants(process.pid)
@@ -157,9 +162,6 @@ def supervisor() -> Iterator[Callable[[str], tuple[subprocess.Popen[bytes], list
         assert process.stdin is not None
         process.stdin.close()
         process.wait(60)
-
-
-Start = Callable[[str], tuple["subprocess.Popen[bytes]", list[int]]]
 
 
 @pytest.mark.parametrize("way", ["parent-gone", "told", "cut"])
@@ -181,7 +183,7 @@ def test_a_command_that_ends_takes_its_family_along_and_its_status_is_told(super
 
 
 def test_a_command_that_will_not_end_is_killed(supervisor: Start) -> None:
-    process, below = supervisor(FAMILY + "trap '' TERM; while :; do sleep 0.2; done")
+    process, below = supervisor(FAMILY + "trap '' TERM; while :; do sleep 0.2; done", grace=0.5)
     process.terminate()
     assert process.wait(60) == 128 + signal.SIGKILL
     until(lambda: not any(map(alive, below)))

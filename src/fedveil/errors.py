@@ -27,6 +27,8 @@ class Code(StrEnum):
     SETTINGS = "settings"
     REQUIRED = "required"
     DATA = "data"
+    STATEFUL = "stateful"
+    """Code of the caller's own remembers other samples, where a claim needs each sample's part to be its own."""
     EXTRA = "extra"
     STATE = "state"
     INTERNAL = "internal"

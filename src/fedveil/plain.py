@@ -7,6 +7,7 @@ that names the place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -84,8 +85,7 @@ class _WrongError(Exception):
 def _made(kind: Any, data: object) -> Any:
     if not isinstance(data, Mapping):
         raise _WrongError(f"{_shown(data)} stands where values by name belong")
-    hints = get_type_hints(kind)
-    own = {field.name: field for field in dataclasses.fields(kind)}
+    hints, own = _declared(kind)
     strange = [name for name in data if name not in own]
     if strange:
         raise _WrongError(f"{_shown(strange[0])} is no name in it")
@@ -96,6 +96,12 @@ def _made(kind: Any, data: object) -> Any:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise _WrongError(f"{name} is missing")
     return kind(**given)
+
+
+@functools.cache
+def _declared(kind: Any) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
+    """Types and fields by name; types are written as text, which takes long to read."""
+    return get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
 
 
 def _fitting(hint: Any, value: Any, name: str) -> Any:

@@ -67,6 +67,8 @@ def declines(view: Any, context: AttackContext) -> dict[str, torch.Tensor]:
 @wrong("moody")
 def moody(view: Any, context: AttackContext, *, mood: str) -> dict[str, torch.Tensor]:
     """Goes well, or wrong in the way that the settings say."""
+    if mood == "hang":
+        time.sleep(600)
     if mood == "leave":
         leaves.function(view, context)
     if mood == "die":

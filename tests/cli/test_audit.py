@@ -151,31 +151,37 @@ def constant(view, context):
 """
 
 
-def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(ran: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OWN.replace("DIGIT", "3"))
+@pytest.fixture(scope="module")
+def own(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Done]:
+    """An attack of one's own, which leaves a file wherever it is imported; where it was tried; what was said."""
+    place = tmp_path_factory.mktemp("own")
+    file = place / "mine.py"
+    file.write_text(OWN.replace("DIGIT", "3") + f"\nopen({str(place / 'imported')!r}, 'w').close()\n")
+    quick = ("--quick", "--workers", 1, "--out", place / "out", "--attacks", "constant")
+    return file, place / "out", fedveil("audit", ran, *quick, "--attack", f"{file}:constant", "--json")
+
+
+def test_an_attack_of_ones_own_is_listed_tried_and_reported_like_ours(
+    ran: Path, own: tuple[Path, Path, Done], tmp_path: Path
+) -> None:
+    file, out, done = own
     named = f"{file}:constant"
     listed = " ".join(fedveil("audit", "--list", "--attack", named).output.split())
     assert "constant │ client │ the model │ says the same to" in listed
-    command = ("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attacks", "constant")
-    refused(fedveil(*command), ConfigError, "Unknown attack 'constant'")
-
-    def found() -> dict[str, object]:
-        done = fedveil(*command, "--attack", named, "--json")
-        assert done.code == 0, done.error
-        (one,) = json.loads(done.output)["findings"]
-        return {**one, "said": done.error}
-
-    first = found()
-    assert (first["name"], first["verdict"]) == (
-        "client/constant",
-        "not effective",
-    )  # three rounds under noise train no model worth stealing
+    command = ("audit", ran, "--quick", "--workers", 1, "--attacks", "constant", "--out")
+    refused(fedveil(*command, tmp_path / "out"), ConfigError, "Unknown attack 'constant'")
+    assert done.code == 0, done.error
+    (first,) = json.loads(done.output)["findings"]
+    # Three rounds under noise train no model worth stealing.
+    assert (first["name"], first["verdict"]) == ("client/constant", "not effective")
     assert isinstance(first["value"], float)
     assert first["value"] < 0.2
-    again = found()
-    assert "1 of 1 trials are in" in str(again["said"])
-    assert again["seconds"] == first["seconds"]
+    shutil.copytree(out, tmp_path / "out")
+    again = fedveil(*command, tmp_path / "out", "--attack", named, "--json")
+    assert again.code == 0, again.error
+    assert "1 of 1 trials are in" in again.error
+    (second,) = json.loads(again.output)["findings"]
+    assert second["seconds"] == first["seconds"]
 
 
 @pytest.mark.slow
@@ -224,16 +230,20 @@ def test_where_another_attack_came_to_an_end_the_exit_code_is_none(ran: Path, tm
     assert fedveil(*own, "--attacks", "constant,received").code == 0
 
 
-def test_what_a_stored_audit_says_of_own_code_is_never_run(ran: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(OWN.replace("DIGIT", "3") + f"\nopen({str(tmp_path / 'imported')!r}, 'w').close()\n")
-    out = ("--quick", "--workers", 1, "--out", tmp_path / "out")
-    assert fedveil("audit", ran, *out, "--attack", f"{file}:constant", "--attacks", "constant").code == 0
-    (tmp_path / "imported").unlink()
-    stored = tmp_path / "out" / "audit.json"
-    stored.write_text(stored.read_text().replace('"client/constant": "', f'"client/constant": "{file}:constant'))
-    assert fedveil("audit", ran, *out, "--attacks", "received").code == 0
-    assert not (tmp_path / "imported").exists()
+def test_what_a_stored_audit_says_of_own_code_is_never_run(
+    ran: Path, own: tuple[Path, Path, Done], tmp_path: Path
+) -> None:
+    file, out, _ = own
+    imported = file.with_name("imported")
+    assert imported.exists()
+    imported.unlink()
+    stored = shutil.copytree(out, tmp_path / "out") / "audit.json"
+    told = stored.read_text()
+    assert '"client/constant": "' in told
+    stored.write_text(told.replace('"client/constant": "', f'"client/constant": "{file}:constant'))
+    done = fedveil("audit", ran, "--quick", "--workers", 1, "--out", tmp_path / "out", "--attacks", "received")
+    assert done.code == 0, done.error
+    assert not imported.exists()
 
 
 def test_help_shows_examples() -> None:

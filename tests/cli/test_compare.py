@@ -19,7 +19,21 @@ from fedveil.cli import judged
 from fedveil.config import RunConfig
 from shell import Done, fedveil
 
-SMALL = ("--rounds", 3, "--clients", 3, "--no-vectorise", "-o", "depth=2", "-o", "width=8", "--jobs", 1)
+SMALL = (
+    "--rounds",
+    3,
+    "--clients",
+    3,
+    "--batch-size",
+    16,
+    "--no-vectorise",
+    "-o",
+    "depth=2",
+    "-o",
+    "width=8",
+    "--jobs",
+    1,
+)
 
 
 TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
@@ -167,7 +181,7 @@ from fedveil.uplink.plain import Bare
 from fedveil.work import Gradients
 
 def veil(setting, *, keep: float = 2.0):
-    work = Gradients(setting.loss, setting.batches)
+    work = Gradients(setting.loss, setting.batches, setting.vectorise)
     return Scheme(name="veil", downlink=Rescaling(keep), work=work, uplink=Bare())
 """
 

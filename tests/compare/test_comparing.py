@@ -21,6 +21,7 @@ from interrupting import interrupted_run
 SMALL: dict[str, Any] = {
     "rounds": 4,
     "clients": 3,
+    "batch_size": 16,
     "checkpoint_every": 2,
     "model_options": {"depth": 2, "width": 8},
     "vectorise": False,  # which would take a process longer to load than to train

@@ -130,3 +130,44 @@ def test_the_words_of_a_column_of_words_are_not_quoted() -> None:
     assert not Column.of("patient", names, role="group", place=str).strange
     assert not Column.of("town", ["Bonn", "Trier"] * 20, role="input", place=str).strange
     assert Column.of("age", [*map(str, range(39)), "forty"], role="input", place=str).strange == ("'forty' (39)",)
+
+
+def test_groups_that_differ_only_in_case_are_named() -> None:
+    codes = {"groups": torch.tensor([0, 1, 2, 3]), "group_names": ("P7", "Q1", "p7", "q2")}
+    train = toy([1, 2, 3, 4], [0, 0, 1, 1], **codes)
+    (told,) = [text for text in describe_split(Split(train, train)).warnings if "upper and lower case" in text]
+    assert "'P7' and 'p7'" in told
+    assert "Q1" not in told
+
+
+@pytest.mark.parametrize(
+    ("values", "ids"),
+    [
+        ([f"P{row % 30:03d}" for row in range(90)], True),
+        ([f"{row % 30:02x}-{row % 30:04d}" for row in range(90)], True),
+        ([f"ward {'abcdefghijklmnopqrstuvwxyz0123'[row % 30]}" for row in range(90)], False),
+        ([f"2024-05-{row % 30 + 1:02d}" for row in range(90)], False),
+        ([f"v{row % 5}" for row in range(90)], False),
+    ],
+    ids=["repeated patients", "repeated codes", "words", "dates", "few"],
+)
+def test_ids_that_repeat_are_told_with_where_they_go(values: list[str], ids: bool) -> None:
+    told = "\n".join(Column.of("who", values, role="input", place=str).warnings(len(values)))
+    assert ("looks like ids (30 different values in 90 rows)" in told) is ids
+    assert ("stands in the model file" in told) is ids
+
+
+@pytest.mark.parametrize(
+    ("x", "raw"),
+    [
+        (torch.arange(4 * 64).reshape(4, 1, 8, 8).float(), True),
+        (torch.arange(4 * 64).reshape(4, 64).float(), True),
+        (torch.arange(4 * 64).reshape(4, 1, 8, 8) / 255, False),
+        (torch.arange(4 * 64).reshape(4, 1, 8, 8) - 20.0, False),
+        (torch.arange(4 * 5).reshape(4, 5) * 12.0, False),
+    ],
+    ids=["pictures", "flat pictures", "scaled", "centred", "a few measurements"],
+)
+def test_pixels_that_were_not_scaled_are_told(x: torch.Tensor, raw: bool) -> None:
+    data = Dataset("scans", "classification", x, torch.tensor([0, 1, 0, 1]), 2)
+    assert any("as pixels are stored" in text for text in describe_split(Split(data, data)).warnings) is raw

@@ -72,6 +72,21 @@ def test_a_table_beside_the_pictures_says_whose_they_are(tmp_path: Path) -> None
         load(tmp_path, group="patient")
 
 
+@pytest.mark.parametrize(
+    ("lines", "complaint"),
+    [
+        (["cat/0.png,1", "dog/0.png,2", "cat/0.png,2"], r"row 3 .*'cat/0.png' stands in column 'file_name' a second"),
+        (["0.png,1"], r"'0.png' may be .*cat/0.png or .*dog/0.png"),
+    ],
+)
+def test_a_picture_has_one_owner(tmp_path: Path, lines: list[str], complaint: str) -> None:
+    for name in ("cat", "dog"):
+        write(tmp_path / name / "0.png")
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,patient", *lines]))
+    with pytest.raises(DataError, match=complaint):
+        load(tmp_path, group="patient")
+
+
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
     for name in ("train", "ship"):
         for i in range(3):

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import struct
 import time
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,31 @@ def test_one_long_name_of_a_group_does_not_make_all_of_them_long(tmp_path: Path)
     assert split.train.groups is not None
     assert split.test.groups is not None
     assert {*split.train.groups.tolist(), *split.test.groups.tolist()} == set(range(8))
+
+
+def test_one_long_name_beside_pictures_does_not_make_all_of_them_long(tmp_path: Path) -> None:
+    """400 pictures: 210 MB and ten seconds as one array of texts, nothing to speak of as they are."""
+    image = pytest.importorskip("PIL.Image")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        image.new("L", (2, 2)).save(tmp_path / name / "0.png")
+        for number in range(1, 200):
+            os.link(tmp_path / name / "0.png", tmp_path / name / f"{number}.png")
+    owners = [f"{name}/{number}.png,{number % 9}" for name in "ab" for number in range(200)]
+    table = "\n".join(["file_name,patient", f"a/0.png,{'q' * 131_000}", *owners[1:]])
+    (tmp_path / "metadata.csv").write_text(table)
+    tracemalloc.start()
+    split = load(tmp_path, group="patient")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(split.train.group_names) == 10
+    assert most < 20 << 20
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a system's own folders")
+def test_a_folder_that_is_no_folder_of_data_is_refused_with_our_own_error() -> None:
+    with pytest.raises(DataError):
+        load("/proc")
 
 
 def test_a_header_of_many_columns_is_compared_once_each(tmp_path: Path) -> None:

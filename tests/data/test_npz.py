@@ -264,3 +264,10 @@ def test_arrays_that_are_not_called_x_and_y_are_said_to_have_been_taken(
     np.savez(tmp_path / "a.npz", **dict(zip(names, arrays, strict=False)))
     remarks = load(tmp_path / "a.npz").remarks
     assert remarks == ((f"{tmp_path / 'a.npz'}: {said}",) if said else ())
+
+
+def test_several_labels_have_one_name_each(tmp_path: Path) -> None:
+    x, y = np.zeros((8, 2), np.float32), np.eye(8, 3, dtype=np.int64)
+    np.savez(tmp_path / "d.npz", x=x, y=y, classes=np.array(["a", "b"]))
+    with pytest.raises(DataError, match="2 class names for 3 classes"):
+        load(tmp_path / "d.npz", task="multilabel")

@@ -227,7 +227,7 @@ def test_ham10000_lesions_are_in_one_part_each(shared_data: Callable[[str], Path
 
 @pytest.mark.parametrize("ending", ["csv", "npz"])
 def test_one_patient_spelt_in_several_ways_is_one_patient(tmp_path: Path, ending: str) -> None:
-    spellings = [["7", "7.0", "007"], ["P 1", " P  1", "P 1 "], ["Zo\u00eb", "Zoe\u0308", "Zo\u00eb "]]
+    spellings = [["7", "7.0", "007"], ["P 1", " P\u200b  1", "\ufeffP 1 "], ["Zo\u00eb", "Zoe\u0308", "Zo\u00eb "]]
     owners = [name for turn in range(3) for names in spellings for name in (names[turn], f"{turn} other")]
     x = np.arange(len(owners), dtype=np.float32)
     file = tmp_path / f"visits.{ending}"

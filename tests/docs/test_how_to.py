@@ -100,7 +100,8 @@ def test_predict(tmp_path: Path) -> None:
 
 
 def test_own_scheme(tmp_path: Path) -> None:
-    said = typed("how-to/own-scheme.md", tmp_path)
+    # The same sampling, target and rounds throughout: looking for their noise takes two seconds, and once is enough.
+    said = typed("how-to/own-scheme.md", tmp_path, small={"keep=0.5, rounds=20": "keep=0.2, rounds=3"})
     listed, ran, resumed, composed, built, written = said.values()
     for word in ("--set keep=…", "Chance of each record", "--epsilon", "exact | paper"):
         assert word in listed
@@ -135,15 +136,16 @@ def test_a_scheme_is_one_file_of_at_most_45_lines_and_runs_from_the_command_line
     (code,) = (text for _, text in blocks("how-to/own-scheme.md") if text.startswith("# my_scheme.py"))
     assert len(code.splitlines()) <= 45
     (tmp_path / "my_scheme.py").write_text(code, encoding="utf-8")
-    (tmp_path / "run.toml").write_text("rounds = 2\nclients = 3\nseed = 1\n\n[options]\nkeep = 0.5\n", encoding="utf-8")
+    settings = "rounds = 3\nclients = 3\nseed = 1\nepsilon = 3.0\n\n[options]\nkeep = 0.2\n"
+    (tmp_path / "run.toml").write_text(settings, encoding="utf-8")
     own = ("--scheme", "my_scheme.py:veil_ldp", "-c", "run.toml", "-o", "depth=2", "-o", "width=8")
 
     done = fedveil("run", *own, "--out", "by-file", "-q")
     assert done.code == 0, done.error
-    assert "keep = 0.5" in (tmp_path / "by-file" / "config.toml").read_text()
-    done = fedveil("run", *own, "--set", "keep=0.2", "--out", "by-flag", "-q")
+    assert "keep = 0.2" in (tmp_path / "by-file" / "config.toml").read_text()
+    done = fedveil("run", *own, "--set", "keep=1.0", "--out", "by-flag", "-q")
     assert done.code == 0, done.error
-    assert "keep = 0.2" in (tmp_path / "by-flag" / "config.toml").read_text()
+    assert "keep = 1.0" in (tmp_path / "by-flag" / "config.toml").read_text()
     done = fedveil("run", *own, "--set", "kept=0.2", "--out", "wrong")
     assert done.code == ConfigError.exit_code
     assert "has no option 'kept'. Did you mean 'keep'?" in done.error

@@ -10,3 +10,4 @@ def _without_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = pytest.importorskip("fedveil.flower.engine", reason="needs the extra flower")
     monkeypatch.setattr(engine, "_GRACE", 0.05)
     monkeypatch.setattr(engine, "_POLL", (0.005, 0.05))
+    monkeypatch.setattr(engine, "_TRY_AGAIN", 0.05)

@@ -10,6 +10,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedveil.flower.app_folder import flattened
 from fedveil.flower.client_app import answer
 from fedveil.flower.message_handler import MessageHandler
 
@@ -81,7 +82,7 @@ class InProcessGrid(Grid):
 
 def context_of(**run_config: Any) -> Context:
     """A server app's context with this run configuration."""
-    named = {name.replace("_", "-"): value for name, value in run_config.items()}
+    named = flattened({name.replace("_", "-"): value for name, value in run_config.items()})
     return Context(run_id=RUN, node_id=1, node_config={}, state=RecordDict(), run_config=named)
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Message
 
+from fedveil.flower import engine
 from fedveil.flower.server_app import serve
 from flower.in_process import InProcessGrid, context_of, make_homes
 
@@ -41,9 +42,12 @@ class HalfUploaded(InProcessGrid):
         return super().pull_messages(wanted)
 
 
-def test_a_reply_that_is_never_uploaded_holds_up_neither_the_run_nor_the_others(tmp_path: Path) -> None:
+def test_a_reply_that_is_never_uploaded_holds_up_neither_the_run_nor_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_STUCK", 0.3)
     grid = HalfUploaded(make_homes(tmp_path / "homes", 3))
-    serve(grid, context_of(out=str(tmp_path / "run"), scheme="lossless", deadline=4.0, **SETTINGS))
+    serve(grid, context_of(out=str(tmp_path / "run"), scheme="lossless", deadline=1.5, **SETTINGS))
     rows, events = (
         [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "events.jsonl")

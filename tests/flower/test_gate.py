@@ -116,10 +116,10 @@ def test_requests_that_never_end_keep_no_node_out_and_are_ended() -> None:
         server = await asyncio.start_server(_superlink, "127.0.0.1", 0)
         host, port = server.sockets[0].getsockname()
         async with behind(f"http://{host}:{port}") as client:
-            gate = Gate(client, silent=5.0)
+            gate = Gate(client, silent=2.5)
             stalled = [asyncio.create_task(heard(gate, silent)) for _ in range(120)]
-            await asyncio.sleep(1.0)
-            start, *_ = await asyncio.wait_for(heard(gate, whole), 3.0)
+            await asyncio.sleep(0.5)
+            start, *_ = await asyncio.wait_for(heard(gate, whole), 2.0)
             assert start["status"] == 200
             assert await heard(gate, gone) == []
             for said in await asyncio.wait_for(asyncio.gather(*stalled), 20.0):

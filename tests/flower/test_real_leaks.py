@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from federation import FEW_GROUPS, HEADED
 from fedveil import schemes
 from fedveil.crypto.keys import Roster
 from fedveil.flower import worker_client as courier
@@ -33,6 +34,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ckks-fedavg": {"cipher": "pads"},
     "serial": {"cipher": "pads", "clip": 0.01},
     "dp-fedavg": {"clip": 0.01},
+    **{scheme: {"head_groups": FEW_GROUPS} for scheme in HEADED},
 }
 
 _FACTS = 'FACTS = dict(input_shape=(1, 8, 8), outputs=10, task="classification")\n'

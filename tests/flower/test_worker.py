@@ -65,6 +65,12 @@ def started(home: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def changed(home: Path, change: str) -> subprocess.Popen[bytes]:
+    """A worker in which a line of code has changed something, such as how long it waits."""
+    script = f"import sys; from fedveil.flower import worker; {change}; worker.main(sys.argv[1:])"
+    return subprocess.Popen([sys.executable, "-c", script, str(home), *DESK])
+
+
 def test_parcels_are_answered_one_after_the_other_and_pings_at_once(home: Path) -> None:
     with ThreadPoolExecutor(4) as couriers:
         first = couriers.submit(handed, home, b"wait:first")
@@ -224,8 +230,7 @@ def test_a_worker_that_is_told_to_end_hands_its_waiting_parcels_to_the_next(home
 
 
 def test_a_parcel_that_takes_too_long_is_given_up_when_the_worker_must_end(home: Path) -> None:
-    script = "import sys; from fedveil.flower import worker; worker.GRACE = 0.2; worker.main(sys.argv[1:])"
-    with subprocess.Popen([sys.executable, "-c", script, str(home), *DESK]) as ending:
+    with changed(home, "worker.GRACE = 0.2") as ending:
         until(lambda: ping(home) is not None)
         with connected(home) as courier:
             send(courier, FrameKind.PARCEL, b"wait:for ever")
@@ -246,7 +251,7 @@ def test_a_worker_ends_when_nothing_comes_for_long(tmp_path: Path) -> None:
 
 def test_a_worker_at_work_is_not_idle(tmp_path: Path) -> None:
     for home in desks.a_home(tmp_path, f"idle_hours = {0.5 / 3600}"):
-        with ThreadPoolExecutor(1) as couriers, started(home) as busy:
+        with ThreadPoolExecutor(1) as couriers, changed(home, "worker._WATCH = 0.1") as busy:
             until(lambda: ping(home) is not None)
             reply = couriers.submit(handed, home, b"wait:a")
             with pytest.raises(subprocess.TimeoutExpired):
@@ -257,9 +262,10 @@ def test_a_worker_at_work_is_not_idle(tmp_path: Path) -> None:
 
 
 def test_a_worker_whose_socket_was_removed_makes_way_for_another(home: Path) -> None:
-    first = handed(home, b"pid")
-    socket_address(home).unlink()
-    assert handed(home, b"pid") != first
+    with changed(home, "worker._WATCH = 0.1") as first:
+        until(lambda: ping(home) is not None)
+        socket_address(home).unlink()
+        assert int(handed(home, b"pid")) != first.pid
     assert "the socket's file is gone" in logged(home)
 
 
@@ -275,17 +281,9 @@ def test_a_child_that_outlives_the_worker_does_not_keep_its_lock(home: Path) -> 
 def test_only_the_workers_own_user_may_stop_it(home: Path) -> None:
     """A courier's user may hand parcels over; ending the worker is not its business."""
     handed(home, b"pid")
-    script = "\n".join(
-        [
-            "import sys",
-            "from fedveil.flower import worker",
-            "worker.accepts = lambda uid, named=None: named is not None",
-            "worker.main(sys.argv[1:])",
-        ]
-    )
     assert stop(home)
     new_home(home, f"courier_user = {os.geteuid()}")
-    with subprocess.Popen([sys.executable, "-c", script, str(home), *DESK]) as serving:
+    with changed(home, "worker.accepts = lambda uid, named=None: named is not None") as serving:
         try:
             until(lambda: ping(home) is not None)
             with connected(home) as courier:

@@ -268,7 +268,8 @@ def test_stop_reaches_a_worker_whose_settings_were_spoilt_meanwhile(home: Path) 
 
 def test_stop_spares_a_process_that_only_has_the_workers_number(home: Path) -> None:
     handed(home, b"pid")
-    os.kill(worker_pid(home), signal.SIGSTOP)
+    pid = worker_pid(home)
+    os.kill(pid, signal.SIGSTOP)
     lock = home / "worker.lock"
     right = lock.read_text()
     with subprocess.Popen(["sleep", "60"]) as bystander:
@@ -279,4 +280,5 @@ def test_stop_spares_a_process_that_only_has_the_workers_number(home: Path) -> N
             assert bystander.poll() is None
         finally:
             lock.write_text(right)
+            os.kill(pid, signal.SIGCONT)
             bystander.kill()

@@ -19,7 +19,7 @@ ROUNDS = 30
 SETTINGS = [
     *("--scheme", "lossless", "--dataset", "digits", "--model", "mlp", "-o", "depth=2", "-o", "width=12"),
     *("-o", "norm=batch", "--clients", "4", "--cohort", "3", "--batch-size", "30", "--momentum", "0.9", "--lr", "0.05"),
-    *("--rounds", str(ROUNDS), "--seed", "5", "--checkpoint-every", "3", "--no-vectorise"),
+    *("--rounds", str(ROUNDS), "--seed", "5", "--checkpoint-every", "3", "--no-vectorise", "--head-groups", "2"),
 ]
 
 

@@ -21,8 +21,9 @@ def peak():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 config = settled(RunConfig(
-    scheme="pbpfl", dataset="digits", model="mlp", model_options={"depth": 2, "width": 64},
+    scheme="pbpfl", dataset="digits", model="mlp", model_options={"depth": 2, "width": 256},
     clients=int(sys.argv[1]), partition="replacement", rounds=1, evaluate_every=0, seed=1,
+    vectorise=False,  # what that loads takes more memory than a run, and would cover its growth
 ))
 job = job_from_config(config)
 before = peak()
@@ -108,9 +109,10 @@ def measure(clients: int) -> dict[str, float]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_ten_times_the_clients_need_hardly_more_memory() -> None:
-    few, many = measure(200), measure(2_000)
-    assert (few["arrived"], many["arrived"]) == (200, 2_000)
+    """Growth is about 1 MB; where uploads are kept until all have come, it is 140, and 7 are allowed."""
+    few, many = measure(40), measure(400)
+    assert (few["arrived"], many["arrived"]) == (40, 400)
     model = 4 * few["parameters"]
     growth = many["peak"] - few["peak"]
-    assert growth < 0.25 * 1_800 * model
-    assert growth < 0.1 * 1_800 * few["upload"]
+    assert growth < 0.25 * 360 * model
+    assert growth < 0.1 * 360 * few["upload"]

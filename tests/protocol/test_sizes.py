@@ -33,6 +33,7 @@ from fedveil.runs.job import Job
 from fedveil.runs.loop import client_role, fresh_state, server_role, train_job
 from fedveil.uplink.noise_plan import NoisePlan, Target
 from fedveil.work.messages import ClientData
+from pairs import crossed
 
 DELTA = 1e-5
 MILLION = 10**6
@@ -101,8 +102,7 @@ def seen(noise_layout: NoiseLayout, dishonest: tuple[int, ...], *, uploads: bool
     return result * noise_layout.sensitivity**2
 
 
-@pytest.mark.parametrize("name", SHARED)
-@pytest.mark.parametrize("boasters", [(3,), (3, 7)], ids=["one", "two"])
+@pytest.mark.parametrize(("name", "boasters"), crossed(list(SHARED), {"one": (3,), "two": (3, 7)}))
 def test_who_claims_a_million_samples_and_adds_no_noise_gains_what_the_ledger_says(
     name: str, boasters: tuple[int, ...]
 ) -> None:

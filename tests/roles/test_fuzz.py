@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "veil-secagg, on dropout": {"name": "veil-secagg", "unmask": "on-dropout"},
     "paraaegis, pads": {"name": "paraaegis", "cipher": "pads", "vote": "histogram"},
 }
-TIMES, LONGER = 20, 3000
+TIMES, LONGER = 10, 3000
 
 
 @pytest.mark.parametrize("times", [TIMES, pytest.param(LONGER, marks=pytest.mark.slow)])
@@ -74,7 +74,7 @@ def test_changed_messages_end_nothing_and_leave_no_trace(variant: str, times: in
         assert tried.unread > 0
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [1, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_client_that_lies_whenever_it_is_believed_costs_rounds_and_not_the_run(variant: str, seeds: int) -> None:
     """Changed replies that are taken (numbers of any size, wrong shares, wrong keys): rounds fail or bring a model."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,27 @@ def small() -> Callable[..., RunConfig]:
     return configured
 
 
+@pytest.fixture(scope="session")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Path]]:
+    """Where runs with the settings above that stopped dead are kept, by the round after which they did."""
+    return tmp_path_factory.mktemp("stopped"), {}
+
+
 @pytest.fixture
-def interrupted(monkeypatch: pytest.MonkeyPatch, small: Callable[..., RunConfig]) -> Callable[..., Path]:
-    """A run that stops dead right after writing the metrics of round `after`."""
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, small: Callable[..., RunConfig], stopped: tuple[Path, dict[int, Path]]
+) -> Callable[..., Path]:
+    """A run that stops dead right after writing the metrics of round `after`; without changes, a copy of one."""
+    place, kept = stopped
 
     def stop(folder: Path, *, after: int, **changes: Any) -> Path:
+        if changes:
+            return train(folder, after, changes)
+        if after not in kept:
+            kept[after] = train(place / f"after-{after}", after, {})
+        return Path(shutil.copytree(kept[after], folder))
+
+    def train(folder: Path, after: int, changes: dict[str, Any]) -> Path:
         original = RunFolder.append_metrics
 
         def fatal(self: RunFolder, row: dict[str, Any]) -> None:

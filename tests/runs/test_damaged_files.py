@@ -15,7 +15,9 @@ import pytest
 from safetensors.torch import save
 
 from fedveil.audit.findings import finding_from, read_audit
-from fedveil.compare.results import read_results
+from fedveil.compare import CellProgress, compare
+from fedveil.compare.plan import planned
+from fedveil.compare.results import read_results, results_of, write_results
 from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, FedVeilError
 from fedveil.report.sources import gather
@@ -28,7 +30,6 @@ from fedveil.runs.model_file import export_run
 from fedveil.runs.predicting import predict_dataset
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.runs.session import run as train
-from shell import fedveil
 
 TIMES = 60
 SEED = 20261
@@ -46,8 +47,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {"scheme": "ldp", "clients": 3, "rounds": 2, "seed": 1, "record": True}
     train(RunConfig.from_mapping({**config, "model_options": {"depth": 2, "width": 8}}), place / "run", quiet=True)
     export_run(place / "run", place / "usable.safetensors")
-    small = ("--schemes", "fedavg", "--rounds", 1, "--clients", 2, "--jobs", 1, "-q", "-o", "width=8")
-    assert fedveil("compare", *small, "--out", place / "compared").code == 0
+    small = {"rounds": 1, "clients": 2, "model_options": {"width": 8}}
+    plan = planned(["fedavg"], seeds=[1], settings=small, only={})
+    (cell,) = plan.cells
+    train(cell.config, place / "compared" / cell.folder, quiet=True)
+    write_results(place / "compared" / "compare.json", results_of(plan, [CellProgress(cell)]))
+    assert [one.state for one in compare(out=place / "compared", resume=True).standings] == ["kept"]
     (place / "run" / "audit").mkdir()
     finding = {"name": "a", "adversary": "the server", "asset": "data", "attack": "dlg", "seen": "x", "adaptive": False}
     finding |= {"figure": "dB", "verdict": "nothing", "value": 1.0, "low": 0.5, "high": 1.5, "shown": {"value": "1 dB"}}

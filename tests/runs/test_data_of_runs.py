@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import fedveil as package
 from fedveil.compare.plan import check_unchanged, planned
 from fedveil.config import BEFORE, RunConfig
-from fedveil.errors import ConfigError
+from fedveil.errors import ConfigError, DataError
 from fedveil.flower.app_folder import settings_of
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.session import resume, run
@@ -72,6 +73,22 @@ def test_the_validation_part_is_neither_trained_nor_tested_on(visits: Path, tmp_
     assert more["validation"] == 36
 
 
+@pytest.mark.parametrize(("scheme", "promises"), [("ldp", True), ("fedavg", False)])
+def test_the_ledger_of_a_scheme_that_promises_something_says_what_preparing_told(
+    visits: Path, tmp_path: Path, scheme: str, promises: bool
+) -> None:
+    notes = run(of_visits(visits, scheme=scheme, rounds=1), tmp_path / "run", quiet=True)["ledger"]["notes"]
+    told = [note for note in notes if "how samples are prepared" in note]
+    shown = r"mean and deviation of 1 column, all \d+ categories of 1 column"
+    assert [bool(re.search(shown, note)) for note in told] == [True] * promises
+
+
+def test_inspect_data_says_which_arrays_were_taken(tmp_path: Path) -> None:
+    np.savez(tmp_path / "scans.npz", images=np.zeros((8, 3), np.float32), labels=np.arange(8) % 2, age=np.arange(8))
+    shown = " ".join(fedveil("inspect-data", tmp_path / "scans.npz", "--clients", 2).output.split())
+    assert "images was taken as the inputs and labels as the targets; age was not used" in shown
+
+
 def test_what_a_run_says_of_its_data_is_what_inspect_data_shows(visits: Path, tmp_path: Path) -> None:
     asked = ("--target", "ill", "--group", "patient", "--site", "ward", "--seed", 1)
     run(of_visits(visits, rounds=1), tmp_path / "run", quiet=True)
@@ -98,6 +115,28 @@ def test_a_folder_from_before_there_was_a_split_goes_on_as_it_began(visits: Path
     assert went_on["data"]["shared_groups"]["test"]["train"] > 0
     predicted = fedveil("predict", tmp_path / "old").output
     assert f"accuracy {went_on['test_accuracy']:.1%}" in predicted
+
+
+def test_parts_of_their_own_that_share_patients_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    rows = [f"{number % 7},{number / 9},{number % 2}" for number in range(40)]
+    for part, chosen in {"train": rows[:30], "test": rows[30:]}.items():
+        (tmp_path / f"{part}.csv").write_text("\n".join(["patient,score,ill", *chosen]))
+    config = RunConfig.from_mapping(
+        {**SMALL, "dataset": str(tmp_path), "target": "ill", "group": "patient", "rounds": 1, "clients": 2}
+    )
+    with pytest.raises(DataError, match=r"7 groups are in two of its parts.*--split rows"):
+        run(config, tmp_path / "refused", quiet=True)
+    assert not (tmp_path / "refused").exists()
+    said: list[str] = []
+    run(config.with_changes(split="rows"), tmp_path / "asked", quiet=True, say=said.append)
+    assert any("7 of 7 groups of the test part are in the training part too" in text for text in said)
+    # A folder of a version that took them silently goes on.
+    file = tmp_path / "asked" / "config.toml"
+    file.write_text(file.read_text().replace('split = "rows"', 'split = "auto"'))
+    for stored in (tmp_path / "asked" / "checkpoints").iterdir():
+        stored.unlink()
+    (tmp_path / "asked" / "summary.json").unlink()
+    assert resume(tmp_path / "asked", changes={"rounds": 2}, quiet=True)["rounds"] == 2
 
 
 def test_settings_that_came_later_leave_no_mark_where_they_do_nothing() -> None:

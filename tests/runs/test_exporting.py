@@ -79,7 +79,7 @@ MODELS = {
 def test_an_export_is_as_good_as_the_server_and_has_other_numbers(
     tmp_path: Path, small: Small, settings: dict[str, object]
 ) -> None:
-    session.run(small(**{"rounds": 5, "lr": 0.02, **settings}), tmp_path / "run", quiet=True)
+    session.run(small(**{"rounds": 2, "lr": 0.02, **settings}), tmp_path / "run", quiet=True)
     check_export(tmp_path / "run", tmp_path / "usable.safetensors", tolerance=1e-4)
 
 
@@ -97,7 +97,7 @@ def test_a_regression_exports_with_the_same_error(tmp_path: Path) -> None:
     rooms, age = rng.uniform(1, 9, 200), rng.uniform(0, 80, 200)
     lines = [f"{r},{a},{2 * r - 0.05 * a + 1}" for r, a in zip(rooms, age, strict=True)]
     table.write_text("rooms,age,price\n" + "\n".join(lines) + "\n")
-    config = RunConfig(dataset=str(table), target="price", task="regression", clients=4, rounds=20, seed=1, lr=0.02)
+    config = RunConfig(dataset=str(table), target="price", task="regression", clients=4, rounds=4, seed=1, lr=0.02)
     summary = session.run(config, tmp_path / "run", quiet=True)
     assert "test_accuracy" not in summary
     assert predict_dataset(tmp_path / "run", dataset=None, part="test").mse == pytest.approx(summary["test_mse"])

@@ -12,6 +12,7 @@ import pytest
 
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import OwnCode
+from fedveil.runs.model_file import load_model
 from shell import fedveil
 
 SMALL = ("--rounds", 2, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
@@ -46,7 +47,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("handed")
     for arguments in (
         ("run", *SMALL, "--record", "--out", place / "run"),
-        ("compare", "--schemes", "fedavg", "--jobs", 1, "-q", *SMALL[:4], *SMALL[6:], "--out", place / "compared"),
+        (
+            "compare",
+            "--schemes",
+            "fedavg",
+            "--jobs",
+            1,
+            "-q",
+            *SMALL[:4],
+            *SMALL[6:],
+            "--no-vectorise",
+            "--out",
+            place / "compared",
+        ),
     ):
         done = fedveil(*arguments)
         assert done.code == 0, done.error
@@ -165,6 +178,31 @@ def test_no_name_in_a_file_is_imported(
     for part in (names_code(received, setting), f"--{setting}", "nothing was run"):
         assert part in done.error
     assert "Traceback" not in done.error
+
+
+def _huge(facts: dict[str, Any]) -> None:
+    """Pictures that are brought to a size at which a single one takes gigabytes."""
+    facts |= {"name": "cnn", "input_shape": [3, 8192, 8192]}
+    facts["preparation"]["inputs"] = {"shape": [3, 8192, 8192], "resize": True}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts["link"].update(target_scale=0.0),
+        lambda facts: facts["link"].update(target_scale=-1.0),
+        lambda facts: facts["link"].update(true_weight=float("nan")),
+        lambda facts: (facts.update(labels=["a", "b"]), facts["preparation"].update(classes=["a", "b"])),
+        _huge,
+    ],
+    ids=["no scale", "negative scale", "no weight", "too few labels", "huge pictures"],
+)
+def test_a_model_file_that_says_what_cannot_be_is_damaged(
+    received: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    forge_model(received / "run" / "model.safetensors", change)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_model(received / "run" / "model.safetensors")
 
 
 SEEN_BELOW = ("resume", "compare")

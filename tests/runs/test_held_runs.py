@@ -88,7 +88,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 MOMENTS = [*((way, after) for way in ("pads", "ckks") for after in (1, 3, 4, 5)), *((way, 3) for way in WHOLE)]
 
 
-@pytest.mark.parametrize(("way", "after"), sorted(set(MOMENTS)))
+@pytest.mark.parametrize(
+    ("way", "after"),
+    [
+        pytest.param(way, after, marks=pytest.mark.slow if way == "ckks" and after != 3 else ())
+        for way, after in sorted(set(MOMENTS))
+    ],
+)
 def test_a_run_stopped_after_any_round_resumes_to_the_same_model(
     tmp_path: Path, interrupted: Interrupted, straight: Callable[..., Path], way: str, after: int
 ) -> None:

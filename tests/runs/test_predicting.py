@@ -22,7 +22,7 @@ from fedveil.errors import CheckpointError, ConfigError, DataError
 from fedveil.runs import model_file, session
 from fedveil.runs.job import Link
 from fedveil.runs.model_file import export_onnx, export_run, export_torch, load_model
-from fedveil.runs.predicting import predict_dataset, predict_file, write_predictions
+from fedveil.runs.predicting import predict_dataset, predict_file, refuse_too_large, write_predictions
 from shell import fedveil as command
 
 BRIEF: dict[str, Any] = {"rounds": 2, "clients": 2, "seed": 1, "checkpoint_every": 0, "evaluate_every": 0}
@@ -431,3 +431,10 @@ def test_raw_pixels_by_way_of_inputs_are_refused_too(tmp_path: Path) -> None:
     np.save(tmp_path / "raw.npy", np.linspace(0, 255, 128, dtype=np.float32).reshape(2, 1, 8, 8))
     with pytest.raises(DataError, match="look like raw pixels"):
         predict_file(tmp_path / "run", tmp_path / "raw.npy")
+
+
+def test_samples_of_which_not_one_fits_into_memory_are_refused_before_anything_is_computed() -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 8192, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8192, 2))
+    refuse_too_large(layers, (3, 64, 64))
+    with pytest.raises(DataError, match=r"one of them takes about \d+\.\d GB"):
+        refuse_too_large(layers, (3, 4096, 4096))

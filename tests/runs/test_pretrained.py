@@ -52,6 +52,11 @@ class Trap:
         return (Path.write_text, (Path("sprung"), "!"))
 
 
+def write_archive(path: Path, said: bytes) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("w/data.pkl", said)
+
+
 def broken(folder: Path, how: str) -> Path:
     """A file of weights that cannot be taken."""
     state, path = pretrained().state_dict(), folder / "w.pt"
@@ -61,6 +66,20 @@ def broken(folder: Path, how: str) -> Path:
         torch.save(pretrained(), path)
     elif how == "nested":
         torch.save({"state_dict": state}, path)
+    elif how == "sparse":
+        torch.save({name: value.to_sparse() for name, value in state.items()}, path)
+    elif how == "meta":
+        torch.save({name: value.to("meta") for name, value in state.items()}, path)
+    elif how == "keys without end":
+        # A tuple of two tuples of two tuples …, sixty deep: as a key, 2^60 steps to hash.
+        doubled = b"".join(b"q" + bytes([depth]) + b"h" + bytes([depth]) + b"\x86" for depth in range(60))
+        write_archive(path, b"\x80\x02}()" + doubled + b"K\x01u.")
+    elif how == "beyond its storage":
+        torch.save(state, folder / "plain.pt")
+        with zipfile.ZipFile(folder / "plain.pt") as given, zipfile.ZipFile(path, "w") as cut:
+            for member in given.infolist():
+                content = given.read(member)
+                cut.writestr(member.filename, content[:-4] if "/data/" in member.filename else content)
     elif how == "rubbish":
         path.write_bytes(b"PK\x03\x04 no archive")
     elif how == "compressed":
@@ -85,6 +104,10 @@ def broken(folder: Path, how: str) -> Path:
         ("code", "weights alone"),
         ("model", "weights alone"),
         ("nested", "tensors by name"),
+        ("sparse", "weights alone: it names torch._utils._rebuild_sparse_tensor"),
+        ("meta", "weights alone: it names torch._utils._rebuild_meta_tensor"),
+        ("keys without end", "weights alone"),
+        ("beyond its storage", "weights alone"),
         ("rubbish", "weights alone"),
         ("compressed", "compressed"),
         ("not safetensors", "not a safetensors file"),
@@ -99,6 +122,24 @@ def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(
     with pytest.raises(ConfigError, match=complaint):
         fill_from(pretrained(), broken(tmp_path, how))
     assert not Path("sprung").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_a_state_dict_is_read_as_pytorch_reads_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Parameters, views of one storage, another layout in memory, tensors of every floating-point type."""
+    like = pretrained().state_dict()
+    together = torch.randn(sum(value.numel() for value in like.values()), dtype=dtype)
+    parts = torch.split(together, [value.numel() for value in like.values()])
+    state: dict[str, Any] = {
+        name: part.view(value.shape[::-1]).T if value.dim() == 2 else nn.Parameter(part)
+        for (name, value), part in zip(like.items(), parts, strict=True)
+    }
+    torch.save(state, tmp_path / "w.pt")
+    model = pretrained()
+    fill_from(model, tmp_path / "w.pt")
+    loaded = torch.load(tmp_path / "w.pt", weights_only=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, loaded[name].to(value.dtype))
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

@@ -52,18 +52,18 @@ def tolerance(one: Job) -> float:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "complete": {"clients": 8, "rounds": 6, "head_groups": 1},
-    "complete, ten head groups": {"clients": 6, "rounds": 4, "head_groups": 10},
-    "complete, batch norm": {"clients": 6, "rounds": 6, "head_groups": 1, "options": BATCH_NORM},
-    "ring of 40": {"clients": 40, "rounds": 3, "head_groups": 1, "neighbours": 8},
+    "complete": {"clients": 8, "rounds": 3, "head_groups": 1},
+    "complete, ten head groups": {"clients": 6, "rounds": 3, "head_groups": 10},
+    "complete, batch norm": {"clients": 6, "rounds": 3, "head_groups": 1, "options": BATCH_NORM},
+    "ring of 40": {"clients": 40, "rounds": 2, "head_groups": 1, "neighbours": 8},
     "ring of 40, batch norm, default neighbours": {
         "clients": 40,
         "rounds": 1,
         "head_groups": 1,
         "options": BATCH_NORM,
     },
-    "ring of 60, ten head groups": {"clients": 60, "rounds": 2, "head_groups": 10, "neighbours": 6},
-    "coarse": {"clients": 8, "rounds": 6, "head_groups": 1, "value_range": 2.0**40},
+    "ring of 60, ten head groups": {"clients": 60, "rounds": 1, "head_groups": 10, "neighbours": 6},
+    "coarse": {"clients": 8, "rounds": 3, "head_groups": 1, "value_range": 2.0**40},
 }
 
 

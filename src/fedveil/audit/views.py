@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ class Facts:
 
     def architecture(self) -> Architecture:
         """The architecture as both roles of the run had it."""
+        return self._architecture
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        # An audit asks for it with every view, and tracing a model takes longer than most of what it is asked for.
         example = torch.zeros((2, *self.input_shape), dtype=_DTYPES[self.input_dtype])
         model = self.module().to(_DTYPES[self.dtype]).train()
         architecture, _ = draw(model, example, traced=self.traced)

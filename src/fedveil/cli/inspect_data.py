@@ -60,11 +60,13 @@ def inspect_data(
     if json:
         typer.echo(json_module.dumps(description.as_data(), indent=2, ensure_ascii=False))
         return
-    _show(description)
+    _show(description, split.remarks)
 
 
-def _show(description: Description) -> None:
+def _show(description: Description, remarks: Sequence[str]) -> None:
     plainly(description.lines()[0])
+    for text in remarks:
+        plainly(text)
     if description.columns:
         rows = [
             (column.name, column.role, str(column.kind), f"{column.missing:,}", f"{column.distinct:,}", _values(column))

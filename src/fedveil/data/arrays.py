@@ -194,7 +194,7 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
     """The groups or sites of every part as numbers, and their names: numbers of groups are kept as they are."""
     given: list[Array | None] = [getattr(part, what) for part in parts]
     for part, codes in zip(parts, given, strict=True):
-        if codes is not None and (codes.dtype.kind not in "iuUS" or codes.ndim != 1):
+        if codes is not None and (codes.dtype.kind not in "iuUSO" or codes.ndim != 1):
             raise DataError(f"{part.origin}: {what} must be one whole number or one name per sample.")
     kinds = {codes.dtype.kind in "iu" for codes in given if codes is not None}
     if len(kinds) > 1:
@@ -205,23 +205,40 @@ def _owners(parts: list[Part], what: str) -> tuple[list[Tensor | None], tuple[st
     if kinds == {True}:
         numbers = sorted({int(number) for codes in given if codes is not None for number in np.unique(codes)})
         names = tuple(map(str, numbers))
-    else:
-        written = (str(name) for codes in given if codes is not None for name in np.unique(codes).astype(np.str_))
-        seen = set(map(one_spelling, written))
-        names = tuple(sorted(seen))
-        if "" in seen:
-            raise DataError(f"{parts[0].origin}: some {what} have no name. Fill them in or remove those samples.")
-    return [None if codes is None else torch.from_numpy(_positions(codes, names)) for codes in given], names
+        return [
+            None if codes is None else torch.from_numpy(_positions(map(str, codes), names)) for codes in given
+        ], names
+    written = [None if codes is None else _names(codes, part, what) for part, codes in zip(parts, given, strict=True)]
+    names = tuple(sorted({name for listed in written if listed is not None for name in listed}))
+    if "" in names:
+        raise DataError(f"{parts[0].origin}: some {what} have no name. Fill them in or remove those samples.")
+    return [None if listed is None else torch.from_numpy(_positions(listed, names)) for listed in written], names
 
 
-def _positions(codes: Array, names: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    position = {name: code for code, name in enumerate(names)}
-    distinct, which = np.unique(codes, return_inverse=True)
-    return np.array([position[one_spelling(str(name))] for name in distinct.astype(np.str_)], np.int64)[which]
+def _names(codes: Array, part: Part, what: str) -> list[str]:
+    """One spelling of every sample's owner. Not by numpy, which makes every name as long as the longest."""
+    known: dict[object, str] = {}
+    try:
+        for code in codes:
+            if code not in known:
+                known[code] = one_spelling(code.decode("utf-8") if isinstance(code, bytes) else str(code))
+        return [known[code] for code in codes]
+    except UnicodeDecodeError as reason:
+        raise DataError(f"{part.origin}: some {what} are bytes that are no text. Store them as text.") from reason
+
+
+def _positions(names: Iterable[str], known: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    position = {name: code for code, name in enumerate(known)}
+    return np.fromiter((position[name] for name in names), np.int64)
 
 
 def one_spelling(text: str) -> str:
-    """The name of a class, a patient or a site, however it is stored: 7, 7.0 and 007 are the same."""
+    """The name of a class, a patient or a site, however it is stored: 7, 7.0 and 007 are the same.
+
+    Characters that nobody sees (of no width, marks of direction, soft hyphens) tell no two patients apart.
+    """
+    if not text.isascii():
+        text = "".join(letter for letter in text if unicodedata.category(letter) != "Cf")
     name = " ".join(unicodedata.normalize("NFC", text).split())
     try:
         number = float(name)

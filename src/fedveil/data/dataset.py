@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedveil.data.description import Column
 
 Task = Literal["classification", "regression", "multilabel"]
-LARGEST_PICTURE = 1 << 13
+LARGEST_PICTURE = 1 << 12
 How = Literal["auto", "random", "stratified", "rows"]
 
 
@@ -174,6 +174,11 @@ def _check_inputs(data: Dataset) -> None:
         raise DataError(f"{data.name}: token ids run from {low} to {high}, outside {size}.")
 
 
+def _check_names(data: Dataset) -> None:
+    if data.labels and len(data.labels) != data.outputs:
+        raise DataError(f"{data.name}: {len(data.labels)} class names for {data.outputs} classes.")
+
+
 def _check_targets(data: Dataset) -> None:
     if data.outputs < 1:
         raise DataError(f"{data.name}: outputs is {data.outputs}; at least one is needed.")
@@ -186,6 +191,7 @@ def _check_targets(data: Dataset) -> None:
         check_finite(data.y, what="y", where=data.name)
         if data.task == "multilabel":
             check_labels(data.y, where=data.name)
+            _check_names(data)
         return
     if data.task != "classification":
         raise DataError(f"{data.name}: task is {data.task!r}; it must be one of {', '.join(get_args(Task))}.")
@@ -193,8 +199,7 @@ def _check_targets(data: Dataset) -> None:
         raise DataError(
             f"{data.name}: class labels must be int64 of shape (N,), not {data.y.dtype} of shape {tuple(data.y.shape)}."
         )
-    if data.labels and len(data.labels) != data.outputs:
-        raise DataError(f"{data.name}: {len(data.labels)} class names for {data.outputs} classes.")
+    _check_names(data)
     outside = (data.y < 0) | (data.y >= data.outputs)
     if bool(outside.any()):
         sample = int(outside.nonzero()[0, 0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +31,13 @@ _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?"})
 _ALMOST_ALL, _HALF, _MANY = 0.9, 0.5, 20
 _FEWEST_IDS = 20
 _ID_NAME = re.compile(r"(?:^|[^a-z])(?:id|ids|uuid|guid)$", flags=re.IGNORECASE)
+_CODE = re.compile(r"(?!\d{4}-\d\d-\d\d$)(?=.*\d\d)[A-Za-z]{0,6}[-_./ ]?[0-9A-Fa-f-]{2,36}")
+_KEPT = ", and every one of them stands in the model file"
 _CAMEL_ID = re.compile(r"[a-z]I[Dd]$")
 _EXAMPLES, _LONGEST = 3, 40
 _MOST_BYTES, _MOST_ROWS = 1 << 32, 5_000_000  # beyond, equal samples are not looked for
 _MOST_CLIENTS = 1000
+_FEWEST_PIXELS, _HALF_BYTE, _BYTE = 64, 127.0, 255.0
 _SHOWN = 12
 _CHUNK = 4096
 
@@ -119,7 +123,8 @@ class Column:
         elif self._looks_like_ids(present):
             yield (
                 f"column {self.name!r} looks like ids ({self.distinct:,} different values in {present:,} rows) and is "
-                "learned from as it is. Leave it out; if it says which rows belong together, name it as the group."
+                f"learned from as it is{_KEPT if self.kind == 'words' else ''}. Leave it out; if it says which rows "
+                "belong together, name it as the group."
             )
         if self.distinct == 1 and not self.missing:
             yield f"column {self.name!r} is the same in every row: nothing can be learned from it."
@@ -130,7 +135,8 @@ class Column:
         if present < _FEWEST_IDS or self.distinct <= _MANY:
             return False
         named = bool(_ID_NAME.search(self.name) or _CAMEL_ID.search(self.name))
-        return named or (self.kind == "words" and self.distinct == present)
+        coded = self.kind == "words" and all(_CODE.fullmatch(text) for text in self.categories)
+        return named or (self.kind == "words" and self.distinct == present) or (coded and bool(self.categories))
 
 
 def is_missing(text: str) -> bool:
@@ -288,7 +294,37 @@ def _described(
         duplicates=_duplicates(parts),
         shared_groups=_shared_groups(parts),
     )
-    return dataclasses.replace(made, warnings=tuple(_warnings(made)))
+    told = [*_warnings(made), *_raw_pixels(parts["train"])]
+    named = {"group": first.group_names, "site": first.site_names}
+    alike = [text for role, names in named.items() for text in _alike(role, names)]
+    return dataclasses.replace(made, warnings=(*told, *alike))
+
+
+def _raw_pixels(pieces: Sequence[Dataset]) -> Iterator[str]:
+    """A warning where inputs are pixels as they are stored: whole numbers up to 255, and many a sample."""
+    first = pieces[0]
+    if first.is_text or (len(first.input_shape) == 1 and first.input_shape[0] < _FEWEST_PIXELS):
+        return
+    looked_at = [piece.x[:_FEWEST_PIXELS] for piece in pieces]
+    least, most = min(float(x.min()) for x in looked_at), max(float(x.max()) for x in looked_at)
+    if least >= 0 and _HALF_BYTE < most <= _BYTE and all(torch.equal(x, x.round()) for x in looked_at):
+        yield (
+            f"the inputs are whole numbers up to {most:g}, as pixels are stored, and are trained on as they are. Store "
+            "them as bytes (uint8), which are scaled and standardised, or divide them by 255."
+        )
+
+
+def _alike(role: str, names: Sequence[str]) -> Iterator[str]:
+    """A warning where names of groups or sites differ in nothing but how they are written."""
+    by_sight: dict[str, list[str]] = {}
+    for name in names:
+        by_sight.setdefault(unicodedata.normalize("NFKC", name).casefold(), []).append(name)
+    pairs = [" and ".join(repr(name[:_LONGEST]) for name in written) for written in by_sight.values() if written[1:]]
+    if pairs:
+        yield (
+            f"{role}s that differ only in upper and lower case, or in kinds of letters, count as different: "
+            f"{_listed(pairs)}. If they are one {role}, write them alike: now one may be in two parts."
+        )
 
 
 def _counts(data: Dataset, rows: Tensor | None = None) -> Counts:

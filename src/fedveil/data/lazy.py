@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fedveil.errors import DataError, FedVeilError
+from fedveil.errors import Code, DataError, FedVeilError
 
 _aten = torch.ops.aten
 # Operations that choose rows: done to the rows' numbers, then these are read.
@@ -191,6 +191,9 @@ class LazySamples:
         kept = cache.reserve(each, count)
         self._x, self._y = (torch.empty((kept, *like.shape), dtype=like.dtype, device=device) for like in (x, y))
         self._known = torch.zeros(kept, dtype=torch.bool)
+        self._watched = False
+        self.repeats = True
+        """Whether a sample that is read again in the same step was the same, as far as that was tried."""
 
     def __len__(self) -> int:
         return self._count
@@ -199,6 +202,38 @@ class LazySamples:
         """Refuse, from now on, targets that are none of so many classes."""
         self._classes = count
         self._known.fill_(False)
+
+    def keep_apart(self) -> None:
+        """Refuse, from now on, samples that are no longer the same after others were read: they hold some of those.
+
+        Global generators are where they were each time a sample is read, so that random transforms repeat. Where a
+        sample read three times in a row is three different ones, it is drawn by a generator of its own: that hides
+        whether it depends on others, and `repeats` is then False.
+
+        Raises:
+            DataError: With `Code.STATEFUL`.
+        """
+        with _generators_as_they_were():
+            for number in {0, self._count // 2}:
+                others = [(number + 1) % self._count, self._count - 1]
+                _, second, third = (self._sample(number, step=0)[:2] for _ in range(3))
+                for other in others:
+                    self._sample(other, step=0)
+                again = self._sample(number, step=0)[:2]
+                if not _equal(second, third):
+                    self.repeats = False
+                elif not _equal(third, again):
+                    raise self._mixes(number)
+        self._watched = self.repeats
+
+    def _mixes(self, number: int) -> DataError:
+        return DataError(
+            f"{self._who}, sample {number}: is another one after other samples were read, and a differential-privacy "
+            "claim rests on each sample being made of its own record alone. Keep nothing from one sample for the next "
+            "(no mixing, no running statistics), and draw random transforms from the global generators of torch, numpy "
+            "or Python, which are seeded for every sample.",
+            code=Code.STATEFUL,
+        )
 
     @property
     def inputs(self) -> LazyTensor:
@@ -245,6 +280,11 @@ class LazySamples:
                     self._x[number], self._y[number] = x[position], y[position]
                     self._known[number] = True
             self._check_finite(numbers, x, y)
+            if self._watched and len(numbers):
+                position = step % len(numbers)
+                again = self._sample(int(numbers[position]), step=step)[:2]
+                if not _equal((x[position], y[position]), again):
+                    raise self._mixes(int(numbers[position]))
         return x.to(self._device), y.to(self._device)
 
     def _held(self, numbers: Tensor) -> Tensor:
@@ -254,7 +294,10 @@ class LazySamples:
 
     def _unchanged(self, number: int, step: int) -> bool:
         x, y, moved = self._sample(number, step=step, watch=True)
-        return not moved and torch.equal(self._x[number].cpu(), x) and torch.equal(self._y[number].cpu(), y)
+        equal = _equal((self._x[number].cpu(), self._y[number].cpu()), (x, y))
+        if self._watched and not moved and not equal:
+            raise self._mixes(number)
+        return equal and not moved
 
     def _sample(self, number: int, *, step: int, watch: bool = False) -> tuple[Tensor, Tensor, bool]:
         """Input and target of one sample, checked, and whether a generator moved (if it is to be watched)."""
@@ -333,6 +376,10 @@ class Transform:
         if made.is_floating_point() and not bool(made.isfinite().all()):
             raise DataError(f"{where}: augment made NaN or infinity.")
         return made.detach().cpu()
+
+
+def _equal(first: tuple[Tensor, Tensor], again: tuple[Tensor, Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
 
 
 def _kind(value: Tensor) -> str:

@@ -1,17 +1,13 @@
 """Pictures in the usual layouts: idx files of MNIST and its relatives, CIFAR batches, one folder per class.
 
-CIFAR comes as pickled dictionaries of arrays, from strangers, and is read without Python's unpickler. The few
-instructions that such a file needs are carried out here: texts, numbers, flat lists, one dictionary, and
-numpy's arrays, which are made from their bytes and checked for size. Nothing is imported, nothing it names is run,
-keys are text (a nested key takes forever to hash), lists hold no lists (thirty that hold each other twice are a billion
-numbers), and what is made of the bytes is bounded by the file's own length.
+CIFAR comes as pickled dictionaries of arrays, from strangers, and is read without Python's unpickler (`pickles`):
+numpy's arrays are made from their bytes and checked for size.
 """
 
 from __future__ import annotations
 
 import errno
 import math
-import pickletools
 import re
 import shutil
 import struct
@@ -35,6 +31,7 @@ from fedveil.data.arrays import (
     read_bytes,
 )
 from fedveil.data.dataset import Options
+from fedveil.data.pickles import Built, Machine, RefusedError, text_of
 from fedveil.data.tabular import read_table
 from fedveil.errors import DataError, missing_extra, spelled, unknown_name
 
@@ -115,16 +112,12 @@ def _writers(folder: Path, part: str) -> Array | None:
     return arrays[key]
 
 
-_MOST_COPIES = 4
-_MARK = object()
-
-
 def read_pickle(path: Path) -> dict[str, object]:
     """The dictionary in ``path``: text keys; arrays of numbers, lists, text and numbers as values."""
     content = read_bytes(path)
     try:
-        loaded = _Machine(content).run()
-    except _RefusedError as error:
+        loaded = Machine(content, _STAND_INS).run()
+    except RefusedError as error:
         raise DataError(
             f"{path}: names {error}, which a pickled batch of arrays does not need; nothing was run. "
             "Do not trust this file: fetch it from its official place."
@@ -135,35 +128,35 @@ def read_pickle(path: Path) -> dict[str, object]:
         ) from error
     if not isinstance(loaded, dict):
         raise DataError(f"{path}: a pickled {type(loaded).__name__} where a dictionary is expected.")
-    return {_text(key): value.array if isinstance(value, _Array) else value for key, value in loaded.items()}
+    return {text_of(key): value.array if isinstance(value, _Array) else value for key, value in loaded.items()}
 
 
-class _RefusedError(Exception):
-    """The file names something outside the list."""
-
-
-class _Dtype:
+class _Dtype(Built):
     """Stands in for numpy.dtype: plain numbers only."""
 
     def __init__(self, code: object) -> None:
-        self.kind = np.dtype(_text(code))
+        self.kind = np.dtype(text_of(code))
         if self.kind.kind not in "biuf":
             raise ValueError(f"arrays of type {self.kind}")
 
-    def built(self, state: tuple[object, ...]) -> None:
+    def built(self, state: object) -> None:
         """Its byte order."""
-        if _text(state[1]) == ">":
+        if not isinstance(state, tuple):
+            raise ValueError("a type without a state")
+        if text_of(state[1]) == ">":
             self.kind = self.kind.newbyteorder(">")
 
 
-class _Array:
+class _Array(Built):
     """Stands in for numpy's array reconstruction; the second half of the pickle gives the content."""
 
     def __init__(self) -> None:
         self.array: Array = np.zeros(0, np.uint8)
 
-    def built(self, state: tuple[object, ...]) -> None:
+    def built(self, state: object) -> None:
         """Its content."""
+        if not isinstance(state, tuple):
+            raise ValueError("an array without a state")
         _, shape, kind, columns_first, content = state
         self.fill(content, kind, shape, "F" if columns_first else "C")
 
@@ -208,139 +201,6 @@ _STAND_INS: dict[tuple[str, str], Callable[..., object]] = {
     ("numpy.core.numeric", "_frombuffer"): _whole,
     ("numpy._core.numeric", "_frombuffer"): _whole,
 }
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_VALUES = frozenset(
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8".split()
-)
-_PUTS, _GETS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"}), frozenset({"GET", "BINGET", "LONG_BINGET"})
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-
-
-class _Machine:
-    """A pickle's instructions, one after the other, on a stack."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-        self._left = _MOST_COPIES * len(content)
-
-    def run(self) -> object:
-        """What the file leaves on the stack."""
-        for opcode, argument, _ in pickletools.genops(self._content):
-            if opcode.name == "STOP":
-                break
-            self._step(opcode.name, argument)
-        (value,) = self._stack
-        return value
-
-    def _step(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in _VALUES:
-            stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _PUTS:
-            if not 0 <= argument <= len(self._memo) + 1:
-                raise ValueError(f"memo index {argument}")
-            self._memo[argument] = stack[-1]
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
-        elif name in _GETS:
-            stack.append(self._memo[argument])
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name in ("EMPTY_LIST", "EMPTY_DICT"):
-            stack.append([] if name == "EMPTY_LIST" else {})
-        elif name in ("LIST", "DICT", "TUPLE"):
-            items = self._since_mark()
-            made: Any = tuple(items) if name == "TUPLE" else [] if name == "LIST" else {}
-            stack.append(made)
-            if name != "TUPLE":
-                self._add(made, items)
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack[len(stack) - count :] = [tuple(stack[len(stack) - count :])]
-        elif name in ("APPEND", "SETITEM"):
-            count = 1 if name == "APPEND" else 2
-            items = stack[-count:]
-            del stack[-count:]
-            self._add(stack[-1], items)
-        elif name in ("APPENDS", "SETITEMS"):
-            items = self._since_mark()
-            self._add(stack[-1], items)
-        elif name in ("GLOBAL", "STACK_GLOBAL"):
-            place = argument.split(" ") if name == "GLOBAL" else [stack.pop(-2), stack.pop()]
-            stack.append(_named(*place))
-        elif name == "REDUCE":
-            given = stack.pop()
-            stack.append(self._called(stack.pop(), given))
-        elif name == "BUILD":
-            state = stack.pop()
-            if not isinstance(stack[-1], _Array | _Dtype) or not isinstance(state, tuple):
-                raise ValueError("a state of something that has none")
-            self._pay(state)
-            stack[-1].built(state)
-        elif name not in ("PROTO", "FRAME"):
-            raise ValueError(f"the instruction {name}, which no batch of arrays needs")
-
-    def _since_mark(self) -> list[Any]:
-        place = len(self._stack) - 1
-        while self._stack[place] is not _MARK:
-            place -= 1
-            if place < 0:
-                raise ValueError("no mark")
-        items = self._stack[place + 1 :]
-        del self._stack[place:]
-        return items
-
-    def _add(self, to: object, items: list[Any]) -> None:
-        if isinstance(to, list):
-            if not all(isinstance(item, str | bytes | int | float) for item in items):
-                raise ValueError("a list of something else than texts and numbers")
-            to += items
-        elif isinstance(to, dict) and len(items) % 2 == 0:
-            if not all(isinstance(key, str | bytes) for key in items[::2]):
-                raise ValueError("a key that is no text")
-            to.update(zip(items[::2], items[1::2], strict=True))
-        else:
-            raise ValueError("items of something that holds none")
-
-    def _called(self, function: object, given: object) -> object:
-        if not isinstance(function, _Named) or not isinstance(given, tuple):
-            raise ValueError("a call of something that is no name")
-        self._pay(given)
-        return function.stand_in(*given)
-
-    def _pay(self, given: tuple[object, ...]) -> None:
-        """Bytes may be named again and again, and are copied each time: only so often."""
-        self._left -= sum(len(item) for item in given if isinstance(item, str | bytes | bytearray))
-        if self._left < 0:
-            raise ValueError("many times its own size in arrays")
-
-
-class _Named:
-    """A name of the list, until it is called."""
-
-    def __init__(self, stand_in: Callable[..., object]) -> None:
-        self.stand_in = stand_in
-
-
-def _named(module: object, name: object) -> _Named:
-    if not isinstance(module, str) or not isinstance(name, str) or (module, name) not in _STAND_INS:
-        raise _RefusedError(f"{_text(module)}.{_text(name)}")
-    return _Named(_STAND_INS[module, name])
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bytes):
-        return value.decode("latin1")
-    if not isinstance(value, str):
-        raise ValueError("a text that is none")
-    return value
-
-
 _PIXELS = 3 * 32 * 32
 _BATCH = re.compile(r"(?P<part>(?P<batch>data_batch_\d+)|test_batch|train|test)(?P<binary>\.bin)?")
 _NAMES = {  # where the class names lie beside the batches
@@ -491,6 +351,7 @@ class _Owners:
         self._file = path / _METADATA
         asked = {"groups": options.group, "sites": options.site}
         self._columns: dict[str, dict[str, str]] = {}
+        self._by_name: dict[str, Path] = {}
         if not any(asked.values()):
             return
         if not self._file.is_file():
@@ -505,6 +366,15 @@ class _Owners:
                 raise unknown_name("column", column, table.columns, hint=f"These are the columns of {self._file}.")
         listed = {what: [value.strip() for value in table.columns[column]] for what, column in named.items()}
         names = listed.pop("names")
+        seen: set[str] = set()
+        for row, name in enumerate(names):
+            if name in seen:
+                raise DataError(
+                    f"{table.place(row)}: {name[:80]!r} stands in column {_FILE_NAME!r} a second time, and a picture "
+                    "has one owner. Leave one line for each picture; where pictures in two folders have one name, "
+                    "write CLASS/NAME."
+                )
+            seen.add(name)
         self._columns = {what: dict(zip(names, owners, strict=True)) for what, owners in listed.items()}
 
     def given_to(self, part: Part, classes: dict[str, list[Path]]) -> Part:
@@ -514,10 +384,16 @@ class _Owners:
 
     def _owners(self, files: list[Path], what: str) -> Array | None:
         known = self._columns.get(what)
-        return None if known is None else np.array([self._of(file, known) for file in files])
+        return None if known is None else np.array([self._of(file, known) for file in files], object)
 
     def _of(self, file: Path, known: dict[str, str]) -> str:
-        owner = known.get(file.relative_to(self._path).as_posix()) or known.get(file.name)
+        owner = known.get(file.relative_to(self._path).as_posix())
+        if not owner and file.name in known:
+            owner, first = known[file.name], self._by_name.setdefault(file.name, file)
+            if first != file:
+                raise DataError(
+                    f"{self._file}: {file.name!r} may be {first} or {file}. Write CLASS/NAME in column {_FILE_NAME!r}."
+                )
         if not owner:
             raise DataError(f"{file}: {self._file} does not say whose it is. Add a line for it.")
         return owner

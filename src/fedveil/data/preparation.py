@@ -30,6 +30,8 @@ Cells = Floats | Sequence[str]
 
 MOST_CATEGORIES = 1000
 _MOST_NUMBERS = 1 << 31
+_MOST_RESIZED = 1 << 26  # of a picture that is brought to the size a file names: 4096 pixels a side in colour, and more
+_MOST_WORDS = 1 << 20
 _CHANNELS = (1, 3, 4)
 _PIECE = 1 << 13
 _FIRST = 64
@@ -164,7 +166,7 @@ class Words:
     length: int
 
     def __post_init__(self) -> None:
-        if len(set(self.vocabulary)) != len(self.vocabulary) or not 0 < self.length < _MOST_NUMBERS:
+        if len(set(self.vocabulary)) != len(self.vocabulary) or not 0 < self.length <= _MOST_WORDS:
             raise ValueError(f"the texts of {self.column!r} have no usable vocabulary or length")
 
     @property
@@ -217,6 +219,8 @@ class Pixels:
             raise ValueError("pictures are not scaled by one mean and deviation a channel")
         if self.resize and len(self.shape) != 3:
             raise ValueError("pictures are resized that have no height and width")
+        if self.resize and math.prod(self.shape) > _MOST_RESIZED:
+            raise ValueError(f"pictures are resized to {self.shape[2]}×{self.shape[1]} pixels, too many to be meant")
 
     def standardised(self, x: Tensor) -> Tensor:
         """Values in [0, 1] as the model takes them."""
@@ -326,6 +330,26 @@ class Preparation:
     def __post_init__(self) -> None:
         if len(set(self.classes)) != len(self.classes):
             raise ValueError("classes have no names of their own")
+
+    @property
+    def learnt(self) -> str:
+        """What of it was computed from training samples and is somebody's: in words, empty where nothing was."""
+        inputs = self.inputs
+        if isinstance(inputs, Words):
+            return f"the {len(inputs.vocabulary):,} most frequent words"
+        if isinstance(inputs, Columns):
+            words = [column for column in inputs.columns if isinstance(column, CategoryColumn)]
+            categories, numbers = sum(len(column.categories) for column in words), len(inputs.columns) - len(words)
+            said = [
+                f"mean and deviation of {_counted(numbers)}",
+                f"all {categories:,} categories of {_counted(len(words))}",
+            ]
+            return ", ".join(text for text, count in zip(said, (numbers, len(words)), strict=True) if count)
+        return "means and deviations" if inputs.mean else ""
+
+
+def _counted(columns: int) -> str:
+    return f"{columns:,} column{'s' * (columns != 1)}"
 
 
 def laid_out(x: npt.NDArray[Any], shape: tuple[int, ...] | None, *, where: str) -> npt.NDArray[Any]:

@@ -289,18 +289,19 @@ def load(
     path = Path(source).expanduser()
     if not str(source) or not _is_there(path):
         raise _absent(str(source)[:200])
-    for layout in (*_LAYOUTS, _SITES):
-        if layout.recognises(path):
-            place = path.parent if layout.by_folder and path.is_file() else path
-            if not layout.resizes:
-                options.refuse_picture_size(str(place))
-            try:
+    place = path
+    try:
+        for layout in (*_LAYOUTS, _SITES):
+            if layout.recognises(path):
+                place = path.parent if layout.by_folder and path.is_file() else path
+                if not layout.resizes:
+                    options.refuse_picture_size(str(place))
                 return layout.load(place, options, _name(place))
-            except FedVeilError:
-                raise
-            except Exception as error:  # whatever a stranger's file makes a reader run into
-                said = " ".join(str(error).split())[:200]
-                raise DataError(f"{place}: cannot be read ({type(error).__name__}: {said}).") from error
+    except FedVeilError:
+        raise
+    except Exception as error:  # whatever a stranger's file, or a folder that is none, makes a reader run into
+        said = " ".join(str(error).split())[:200]
+        raise DataError(f"{place}: cannot be read ({type(error).__name__}: {said}).") from error
     known = "; ".join(layout.what for layout in (*_LAYOUTS, _SITES))
     raise DataError(f"{path}: holds no layout that can be read. Looked for: {known}.")
 

@@ -83,6 +83,7 @@ class Fetcher:
 
 _T = TypeVar("_T")
 _POLL = (0.05, 0.5)
+_TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
 _NEWCOMERS = 60.0
@@ -164,7 +165,7 @@ class FlowerEngine:
                     f"no client of the run is there after {waited:.0f} seconds, with {len(here)} nodes online: start "
                     f"SuperNodes, each with --node-config 'fedveil-home=\"…\"'.{why}"
                 )
-            time.sleep(1.0)
+            time.sleep(_TRY_AGAIN)
         absent = [client for client in range(self._clients) if client not in self._node_of]
         if absent:
             who = ", ".join(map(str, absent))
@@ -202,7 +203,7 @@ class FlowerEngine:
                 continue
             if reach or time.monotonic() > until:
                 return reach
-            time.sleep(1.0)  # nobody at all: they may be on their way back
+            time.sleep(_TRY_AGAIN)  # nobody at all: they may be on their way back
 
     def _call_roll(self, here: set[int]) -> bool:
         """Ask those of the nodes `here` that are new who they are; returns whether a client was found."""
@@ -344,7 +345,7 @@ class FlowerEngine:
             except httpx.TransportError as reason:
                 if time.monotonic() > until:
                     raise ProtocolError("the SuperLink cannot be reached any more") from reason
-                time.sleep(1.0)
+                time.sleep(_TRY_AGAIN)
 
 
 class _RefusedError(Exception):

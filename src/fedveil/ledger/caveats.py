@@ -47,6 +47,7 @@ REPAIRS = (
 )
 VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
+OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"
 
 UNCLIPPED = "every client's gradient is assumed to have norm at most S = 1; nobody clips (not enforced)"

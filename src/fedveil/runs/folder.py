@@ -382,8 +382,10 @@ def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], 
             f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
         )
     job = job_from_config(config)
-    rounds = len(folder.metrics())
-    ledger = PrivacyJournal(job, folder.privacy_journal).ledger(rounds=rounds)
+    rows = folder.metrics()
+    privacy_journal = PrivacyJournal(job, folder.privacy_journal)
+    privacy_journal.check_rounds(row["round"] for row in rows)
+    ledger = privacy_journal.ledger(rounds=len(rows))
     return replace(ledger, notes=("the run has not ended: this is what it has spent so far", *ledger.notes))
 
 

@@ -80,6 +80,10 @@ def job_of_objects(
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), facts.outputs)
     shape, augment = (given if callable(given := settings.get(name)) else None for name in ("lr_schedule", "augment"))
     common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts, shape=shape)
+    if common.scheme.plan is not None:
+        for party in parties:
+            if isinstance(party, LazySamples):
+                party.keep_apart()
     network, (judged, validated) = copy.deepcopy(model), held_out
     job = assemble_job(config, network, pool, judged, facts, common=common, validation=validated, augment=augment)
     job = replace(job, shape=shape)

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
-from scipy.optimize import brentq
-from scipy.stats import norm, t
+from scipy.special import ndtr, ndtri, stdtrit
 
 Array = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.int64]
@@ -87,7 +86,7 @@ def freedom(*parts: Codes) -> float:
 
 def quantile(degrees: float) -> float:
     """How many deviations a 95 % interval reaches to either side."""
-    return float(t.ppf(0.975, degrees))
+    return float(stdtrit(degrees, 0.975))
 
 
 def wilson(right: float, total: float, z: float = Z) -> tuple[float, float]:
@@ -185,6 +184,8 @@ def newcombe(value: float, positive: float, negative: float, z: float = Z) -> tu
 
     It has a width also where the ranking is perfect.
     """
+    from scipy.optimize import brentq  # slow to import, and few runs have two classes
+
     pairs = (positive + negative) / 2 - 1
 
     def off(truth: float) -> float:
@@ -214,8 +215,8 @@ def percentiles(value: float, drawn: Array) -> Measured:
     if not len(drawn) or drawn[-1] - drawn[0] < 1e-12 * max(1.0, abs(value)):
         return Measured(value, reason=_NO_SPREAD)
     below, above = np.searchsorted(drawn, value, "left"), np.searchsorted(drawn, value, "right")
-    shift = 2 * norm.ppf(((below + above) / 2 + 0.5) / (len(drawn) + 1))
-    low, high = np.quantile(drawn, norm.cdf([shift - Z, shift + Z]))
+    shift = 2 * ndtri(((below + above) / 2 + 0.5) / (len(drawn) + 1))
+    low, high = np.quantile(drawn, ndtr([shift - Z, shift + Z]))
     return Measured(value, min(float(low), value), max(float(high), value), "bootstrap")
 
 
@@ -237,7 +238,7 @@ def calibration(gaps: Any, samples: int, drawn: Array, degrees: float | None) ->
         return Measured(value, reason=_NO_SPREAD)
     reach = Z if degrees is None else quantile(degrees)
     ratio = np.divide(gap, deviation, out=np.zeros_like(gap), where=deviation > 0)
-    folded = deviation * (2 * norm.pdf(ratio) - 2 * ratio * norm.sf(ratio))
+    folded = deviation * (math.sqrt(2 / math.pi) * np.exp(-np.square(ratio) / 2) - 2 * ratio * ndtr(-ratio))
     most = float(np.where(ratio <= reach, deviation * math.sqrt(2 / math.pi), folded).sum()) / samples
     low, high = value - most - reach * spread, 2 * value - float(drawn.mean()) + reach * spread
     return Measured(value, max(0.0, min(low, value)), max(high, value), "bootstrap")

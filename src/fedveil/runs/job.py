@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets as system_random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,11 +31,11 @@ from fedveil.models.building import parameters_of
 from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
-from fedveil.protocol.parts import Scheme
+from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
 from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note
-from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_notes, weights_note
+from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import fill_from
 from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
@@ -54,6 +55,12 @@ FROZEN = (
     "received by them and has the scales of the layers beside, so that a veil hides nothing there"
 )
 
+PREPARED = (
+    "how samples are prepared was computed from everybody's raw training samples, in the open and before any noise or "
+    "mask, and stands in the model's file ({}): whoever prepares the data or has the file knows it, and no figure here "
+    "counts it"
+)
+
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -64,6 +71,10 @@ class Link:
     loss: Literal["square", "cross-entropy", "binary-square", "binary-cross-entropy"]
     target_scale: float = 1.0
     true_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not all(0 < number < math.inf for number in (self.target_scale, self.true_weight)):
+            raise ValueError("outputs are scaled by numbers that cannot be used")
 
     @staticmethod
     def of(loss: Loss, task: str) -> Link | None:
@@ -195,13 +206,22 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What the ledger says of choices that settings and the model's author made."""
         said = weights_note(self.config, self.loss)
-        if self.scheme.plan is not None:
-            lazy = any(data.source is not None for data in self.pool.clients)
-            said = (*said, *own_notes(self.loss, lazy=lazy or (self.config.augment or "").startswith(OBJECT)))
+        learnt = "" if self.facts.preparation is None else self.facts.preparation.learnt
+        if learnt and (self.scheme.plan is not None or not self.scheme.readable):
+            said = (*said, PREPARED.format(learnt))
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
         return (*said, *best_note(self))
+
+    @property
+    def own_assumptions(self) -> tuple[str, ...]:
+        """What an (ε, δ) takes for granted of code that is the caller's own."""
+        if self.scheme.plan is None:
+            return ()
+        sources = [data.source for data in self.pool.clients if data.source is not None]
+        augmented, unit = (self.config.augment or "").startswith(OBJECT), bounded(self.scheme.work).unit
+        return own_assumptions(self.loss, self.architecture.skeleton, sources, unit=unit, augmented=augmented)
 
     @property
     def model_here(self) -> bool:

@@ -230,13 +230,15 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
         return privacy_journal
     from fedveil.runs.folder import RunFolder  # which needs packages that in-memory training does not
 
-    done = sum("failed" not in row for row in RunFolder(journal.parent).metrics())
+    rows = RunFolder(journal.parent).metrics()
+    done = sum("failed" not in row for row in rows)
     for rounds, what in ((state.round, "the checkpoint is of round"), (done, "metrics.jsonl has rows of")):
         if known.rounds < rounds:
             raise CheckpointError(
                 f"{journal} tells of {known.rounds} rounds, but {what} {rounds}: what was spent is no longer known. "
                 f"Put the file back, or start anew with another {spelled('out')}."
             )
+    privacy_journal.check_rounds(row["round"] for row in rows)
     return privacy_journal
 
 

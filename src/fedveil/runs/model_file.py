@@ -133,8 +133,12 @@ def _called(factory: Callable[..., nn.Module], facts: ModelFacts) -> nn.Module:
 
 
 def _check_preparation(facts: ModelFacts, *, where: str) -> None:
-    """Refuse what would make of new samples something else than the model takes."""
+    """Refuse what would make of new samples something else than the model takes, or of its outputs other names."""
     prepared = facts.preparation
+    if facts.outputs < 1 or (facts.task != "regression" and len(facts.labels) not in (0, facts.outputs)):
+        raise CheckpointError(
+            f"{where} is damaged: it names {len(facts.labels)} classes and has {facts.outputs} outputs."
+        )
     if prepared is None:
         return
     vocabulary = prepared.inputs.ids if isinstance(prepared.inputs, Words) else facts.vocabulary

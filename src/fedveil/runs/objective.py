@@ -14,7 +14,9 @@ from fedveil.errors import ConfigError, DataError, spelled
 from fedveil.protocol.parts import Scheme
 from fedveil.work import ClientData, Loss, make_loss
 from fedveil.work.losses import check_smoothing
+from fedveil.work.messages import Source
 from fedveil.work.own_loss import OwnLoss, own_loss, tried
+from fedveil.work.stateless import is_own
 
 BALANCED = "balanced"
 _TRIED = 16
@@ -136,19 +138,27 @@ def weights_note(config: RunConfig, loss: Loss) -> tuple[str, ...]:
     )
 
 
-def own_notes(loss: Loss, *, lazy: bool) -> tuple[str, ...]:
-    """What a guarantee about single records takes for granted of code that is the caller's own."""
+def own_assumptions(
+    loss: Loss, model: nn.Module, sources: Sequence[Source], *, unit: str, augmented: bool
+) -> tuple[str, ...]:
+    """What a guarantee takes for granted of code that is the caller's own, beyond what is checked as it runs."""
     said = []
-    if isinstance(loss, OwnLoss):
+    owned = [*(["the loss"] if isinstance(loss, OwnLoss) else []), *(["the network"] if is_own(model) else [])]
+    if owned:
         said.append(
-            "the loss is the caller's own: that a sample's loss depends on that sample alone, and on nothing that the "
-            "function keeps from others, was tried on a few samples and is otherwise taken for granted"
+            f"the caller's own code ({' and '.join(owned)}) keeps nothing from one sample for another: asked again "
+            "after others, it gave the same for one sample of every batch; the rest is taken for granted"
         )
-    if lazy:
+    if (sources or augmented) and unit == "record":
         said.append(
-            "samples are read or augmented by the caller's own code: that each is made of one record alone (no mixing "
-            "of several) is taken for granted"
+            "samples are read or augmented by the caller's own code, and each is made of one record alone (no mixing "
+            "of several): taken for granted"
         )
+        if not all(source.repeats for source in sources):
+            said.append(
+                "samples differ each time they are read, with equal seeds: that this comes from generators of the "
+                "caller's own, and not from other samples, could not be tried and is taken for granted"
+            )
     return tuple(said)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import math
@@ -32,6 +33,8 @@ from fedveil.runs.judgement import JudgedSamples, Judgement, judge
 from fedveil.runs.model_file import Builder, LoadedModel, load_model
 
 _MOST_AT_ONCE = 1 << 26
+_LARGE = 1 << 22
+_ALIVE = 5  # tensors of a layer's size that are there at once: what it takes, gives, and a convolution's own room
 _BEYOND = 2.0
 _OWN = ("sample", "class", "labels")
 _HOLDS = 0.5
@@ -130,15 +133,53 @@ def predict_samples(loaded: LoadedModel, source: object, *, keep: Sequence[str] 
     facts = loaded.facts
     if facts.preparation is None:
         raise ConfigError(
-            "This model's file does not say how raw samples become inputs: it was written before files did, or its "
-            "clients prepared their own data. Give inputs as the model takes them: --inputs FILE.npy (in Python: call "
-            "the model)."
+            "This model's file does not say how raw samples become inputs: it was trained on other machines (Flower), "
+            "where each client prepares its own data and tells nobody how, or written before files did. Prepare new "
+            "samples as the clients did, and give them as the model takes them: --inputs FILE.npy (in Python: call the "
+            "model)."
         )
+    refuse_too_large(loaded.module, facts.input_shape)
     expected = Expected(facts.preparation, facts.task, facts.outputs, facts.vocabulary)  # type: ignore[arg-type]
     samples = read_samples(source, expected, keep=keep)
     outputs = torch.cat([_outputs(loaded, piece) for piece in _pieces(samples, math.prod(facts.input_shape))])
     predictions = _where_known(loaded, outputs, samples.y)
     return replace(predictions, beside=samples.beside, notes=samples.notes)
+
+
+def refuse_too_large(module: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse samples of a size at which a single one would not fit into memory: a file can name any.
+
+    What each layer gives is found without computing any number; a network that cannot be asked so is taken.
+
+    Raises:
+        DataError: One sample takes more memory than is free.
+    """
+    size = math.prod(shape)
+    if size < _LARGE:
+        return
+    from fedveil.runs.preflight import free_bytes  # which needs all that training does
+
+    made: list[int] = []
+
+    def note(layer: nn.Module, given: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            made.append(output.numel() * output.element_size())
+
+    twin = copy.deepcopy(module).to("meta")
+    for layer in twin.modules():
+        layer.register_forward_hook(note)
+    dtype = next(module.parameters()).dtype
+    try:
+        with torch.no_grad():
+            twin(torch.empty(1, *shape, dtype=dtype, device="meta"))
+    except Exception:  # a layer that looks at numbers
+        return
+    needed, free = _ALIVE * (max(made, default=0) + size * dtype.itemsize), free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise DataError(
+            f"The model takes samples of shape {shape}, and one of them takes about {needed / 1e9:.1f} GB on its way "
+            f"through; {free / 1e9:.1f} GB are free. Use a machine with more memory, or do not trust the file."
+        )
 
 
 def _pieces(samples: NewSamples, size: int) -> Iterator[Tensor]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from fedveil.data.pickles import Built, Machine, Named, RefusedError, StandIns
 from fedveil.errors import ConfigError, spelled
 
 # A counter that decides nothing here, and the ε that FedVeil's own files keep beside a normalisation's weights.
@@ -49,28 +51,121 @@ def _fill_from_safetensors(own: Mapping[str, Tensor], path: Path) -> None:
         raise ConfigError(f"{path} is damaged or not a safetensors file: {reason}") from reason
 
 
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_MOST_SAID = 32 << 20  # of names and shapes; that of a model of a billion parameters takes a few hundred kB
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Numbers that lie in a member of the archive."""
+
+    dtype: torch.dtype
+    key: str
+    count: int
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor as a file describes it, not yet read."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def read(self, content: bytes) -> Tensor:
+        """The tensor, from its storage's bytes."""
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        if len(content) != self.storage.count * self.storage.dtype.itemsize or (
+            0 not in self.shape and last >= self.storage.count
+        ):
+            raise ValueError("a tensor that is not where the file says")
+        if not content:
+            return torch.empty(self.shape, dtype=self.storage.dtype)
+        return torch.frombuffer(bytearray(content), dtype=self.storage.dtype).as_strided(
+            self.shape, self.strides, self.offset
+        )
+
+
+class _Ordered(dict[str, object], Built):
+    """Stands in for OrderedDict, to which PyTorch gives the versions of its layers as an attribute."""
+
+    def built(self, state: object) -> None:
+        """Versions decide nothing here."""
+
+
+def _tensor(storage: object, offset: object, shape: object, strides: object, *_: object) -> _Saved:
+    if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
+        raise ValueError("a tensor of nothing")
+    sizes = (offset, *shape, *strides)
+    if len(shape) != len(strides) or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
+        raise ValueError("a tensor of no shape")
+    assert isinstance(offset, int)
+    return _Saved(storage, offset, shape, strides)
+
+
+def _parameter(tensor: object, *_: object) -> object:
+    return tensor
+
+
+def _stored(named: object) -> _Storage:
+    kind, storage, key, _, count = named if isinstance(named, tuple) and len(named) == 5 else (None,) * 5
+    name = storage.name.removeprefix("torch.") if isinstance(storage, Named) else ""
+    if kind != "storage" or name not in _STORAGES or not isinstance(key, str) or type(count) is not int or count < 0:
+        raise ValueError("numbers of a kind that weights are not")
+    return _Storage(_STORAGES[name], key, count)
+
+
+_STAND_INS: StandIns = {
+    ("collections", "OrderedDict"): _Ordered,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    **{("torch", name): _parameter for name in _STORAGES},
+}
+
+
 def _fill_from_state_dict(own: Mapping[str, Tensor], path: Path) -> None:
-    """PyTorch's own reader of weights takes tensors, numbers and names, and runs nothing that the file says."""
+    """A state_dict as torch.save writes it, read without Python's unpickler: dense tensors by name, nothing else."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-        plain = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not plain or sum(member.file_size for member in members) > path.stat().st_size:
-            raise ConfigError(f"{path} is compressed, which torch.save never does: save it again.")
-        given = torch.load(path, map_location="cpu", weights_only=True)
+            members = {member.filename: member for member in archive.infolist()}
+            plain = all(member.compress_type == zipfile.ZIP_STORED for member in members.values())
+            if not plain or sum(member.file_size for member in members.values()) > path.stat().st_size:
+                raise ConfigError(f"{path} is compressed, which torch.save never does: save it again.")
+            (folder,) = {name.removesuffix("data.pkl") for name in members if name.endswith("/data.pkl")}
+            if members[f"{folder}data.pkl"].file_size > _MOST_SAID:
+                raise ValueError("too many names")
+            order = members.get(f"{folder}byteorder")
+            if order is not None and archive.read(order) != b"little":
+                raise ValueError("numbers with their largest byte first")
+            given = Machine(archive.read(f"{folder}data.pkl"), _STAND_INS, stored=_stored).run()
+            if not isinstance(given, dict) or not all(isinstance(value, _Saved) for value in given.values()):
+                raise ConfigError(f"{path} holds something else than tensors by name: save model.state_dict() alone.")
+            _check(own, {name: value.shape for name, value in given.items()}, path)
+            _copy(own, lambda name: given[name].read(archive.read(f"{folder}data/{given[name].storage.key}")))
     except ConfigError:
         raise
+    except RefusedError as reason:
+        raise ConfigError(
+            f"{path} cannot be read as weights alone: it names {reason}, and nothing was run. Save a state_dict of "
+            "dense tensors, torch.save(model.state_dict(), …), and not a whole model."
+        ) from reason
     except Exception as reason:  # whatever is wrong with the file, or in it
         raise ConfigError(
             f"{path} cannot be read as weights alone: save a state_dict, torch.save(model.state_dict(), …), with a "
             "PyTorch of this decade, and not a whole model."
         ) from reason
-    if not isinstance(given, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in given.items()
-    ):
-        raise ConfigError(f"{path} holds something else than tensors by name: save model.state_dict() alone.")
-    _check(own, {name: tuple(value.shape) for name, value in given.items()}, path)
-    _copy(own, given.__getitem__)
 
 
 def _check(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]], path: Path) -> None:

@@ -2,17 +2,16 @@
 
 A line of the journal is one JSON object: `plan` (how noise is planned from here on, and how far each client's data
 reach), `joined` (clients of other machines, as they announce themselves), `begin` and `end` of a round. What was begun
-and never ended is charged as if everything had been seen. For noise whose size is only assumed there is nothing to
-book: what its paper's figure would be worth is said in the ledger's notes.
+and never ended is charged as if everything had been seen; a round that every client has declined is `void`, costs
+nothing, and ends an attempt. Lines are chained (`journal_file`). For noise whose size is only assumed there is nothing
+to book: what its paper's figure would be worth is said in the ledger's notes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from fedveil.downlink import Architecture
-from fedveil.errors import CheckpointError, ConfigError, naming, spelled
+from fedveil.errors import CheckpointError, ConfigError, spelled
 from fedveil.ledger import caveats
 from fedveil.ledger.accountant import Accountant, SampledAccountant
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.gaussian import delta_floor, delta_floor_even, epsilon_of
 from fedveil.ledger.releases import Release
 from fedveil.ledger.statement import Ledger, PaperFigure, state
-from fedveil.plain import read_raw, read_text
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.protocol.phases import RoundBegins, RoundDone
 from fedveil.runs.job import Job
+from fedveil.runs.journal_file import JournalFile
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING
@@ -182,7 +181,7 @@ class PrivacyJournal:
 
     def __init__(self, job: Job, journal: Path | None = None) -> None:
         self._job = job
-        self._journal = journal
+        self._file = None if journal is None else JournalFile(journal)
         self._headed = False
         self._open: RoundBegins | None = None
         self.pinned = job.guard.identities is not None
@@ -193,10 +192,10 @@ class PrivacyJournal:
         if self.accountant is None:
             return
         self._terms = _Terms.of(job.scheme, {data.client: len(data) for data in job.pool.clients})
-        if journal is not None:
-            _mend(journal)
+        self._charged: set[int] = set()
+        if self._file is not None:
             try:
-                sizes = self._replay(_entries(journal))
+                sizes = self._replay(self._file.entries())
             except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as reason:
                 raise CheckpointError(
                     f"{journal} is damaged ({type(reason).__name__}: {reason}): what was spent is no longer known. Put "
@@ -278,7 +277,11 @@ class PrivacyJournal:
         """
         terms, everybody = self._terms, list(range(len(self._job.pool)))
         begun: list[tuple[_Terms, dict[str, Any]]] = []
+        ended = False
         for entry in entries:
+            if ended and "plan" not in entry:
+                raise ValueError("an attempt goes on after a round that everybody declined")
+            ended = False
             if "plan" in entry:
                 terms = terms.parsed(entry)
                 if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
@@ -300,12 +303,18 @@ class PrivacyJournal:
                 if not begun or begun[-1][1]["begin"] != entry["end"]:
                     raise ValueError(f"round {entry['end']} ends that was not begun")
                 noise, begins = begun.pop()
-                if not entry.get("void"):
+                if "void" in entry:
+                    if entry != {"end": begins["begin"], "void": True} or begins.get("arrived"):
+                        raise ValueError(f"round {entry['end']} is void, and not one that everybody declined")
+                    ended = True
+                else:
+                    self._charged.add(begins["begin"][0])
                     cohort = everybody if begins["cohort"] is None else begins["cohort"]
                     graph, published = bytes.fromhex(begins["graph"]), not entry.get("failed", False)
                     arrived = cohort if entry["arrived"] is None else entry["arrived"]
                     self._charge(noise, cohort, graph, arrived, entry["revealed"], published=published)
         for noise, begins in begun:  # killed in the middle: whatever was asked for may have been seen
+            self._charged.add(begins["begin"][0])
             cohort = everybody if begins["cohort"] is None else begins["cohort"]
             graph = bytes.fromhex(begins["graph"])
             self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
@@ -324,11 +333,22 @@ class PrivacyJournal:
         return dict(enumerate(most.tolist()))
 
     def _write(self, entry: dict[str, Any]) -> None:
-        if self._journal is not None:
-            with naming(self._journal), self._journal.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+        if self._file is not None:
+            self._file.write(entry)
+
+    def check_rounds(self, rounds: Iterable[int]) -> None:
+        """Refuse a journal in which a round, counted from 1, was not paid for although metrics tell of it.
+
+        A round that every client has declined leaves no metrics.
+        """
+        if self.accountant is None or self._file is None:
+            return
+        free = sorted({round for round in rounds if round - 1 not in self._charged})
+        if free:
+            raise CheckpointError(
+                f"{self._file.path} has no charge for round {free[0]}, of which metrics.jsonl has figures: what was "
+                f"spent is no longer known. Put the file back, or start anew with another {spelled('out')}."
+            )
 
     def ledger(self, *, rounds: int = 0) -> Ledger:
         """What a run of `rounds` rounds proves."""
@@ -356,6 +376,7 @@ class PrivacyJournal:
             notes=(*notes, *job.around.notes, *job.notes),
             plan=self._first_plan,
         )
+        ledger = _assuming(ledger, job.own_assumptions)
         return _with_roster(ledger) if self.pinned else ledger
 
 
@@ -389,6 +410,19 @@ def ledger_of(
         return ledger
     # What nothing is claimed on is still worth knowing.
     return replace(ledger, notes=(*scheme.caveats.assumptions, *ledger.notes))
+
+
+def _assuming(ledger: Ledger, taken: tuple[str, ...]) -> Ledger:
+    """The same, where figures rest on code that is somebody's own as well: the line itself says so."""
+    if not taken:
+        return ledger
+    lines = tuple(
+        line
+        if line.epsilon is None
+        else replace(line, why=f"{line.why}; {caveats.OWN_CODE}", assumptions=(*line.assumptions, *taken))
+        for line in ledger.lines
+    )
+    return replace(ledger, lines=lines)
 
 
 def _with_roster(ledger: Ledger) -> Ledger:
@@ -434,37 +468,3 @@ def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | N
 def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
     """By client number: JSON has names only."""
     return {int(client): value for client, value in named.items()}
-
-
-def _mend(journal: Path) -> None:
-    """End a line that a kill has torn, so that what is written next stands on its own."""
-    if journal.exists() and (content := read_raw(journal)) and not content.endswith(b"\n"):
-        with naming(journal), journal.open("ab") as file:
-            file.write(b"\n")
-
-
-def _entries(journal: Path) -> list[dict[str, Any]]:
-    """The journal's lines. Only one may be missing: the last before a power cut, which has torn it.
-
-    Nobody was asked for what it says, and the next attempt begins with a plan. Any other line that cannot be read may
-    tell of something spent.
-    """
-    if not journal.exists():
-        return []
-    entries: list[dict[str, Any]] = []
-    torn = 0
-    for number, line in enumerate(read_text(journal).split("\n"), start=1):
-        if not line:
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as reason:
-            if torn or (line.endswith("}") and not line.startswith('{"plan"')):
-                raise ValueError(f"line {torn or number} is not one that was written") from reason
-            torn = number
-            continue
-        if torn and "plan" not in entry:
-            raise ValueError(f"line {torn} is not one that was written")
-        torn = 0
-        entries.append(entry)
-    return entries

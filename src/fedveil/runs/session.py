@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fedveil.config import RunConfig
 from fedveil.data.description import Description
 from fedveil.downlink import assemble
-from fedveil.errors import CheckpointError, FedVeilError, NumericError, ProtocolError, spelled
+from fedveil.errors import CheckpointError, DataError, FedVeilError, NumericError, ProtocolError, spelled
 from fedveil.roles.server import ServerState
 from fedveil.runs.best import BestRound
 from fedveil.runs.callbacks import Callbacks, Follower, Progress, Row, Say, working
@@ -110,6 +110,8 @@ def _ready(
     """The job of settings, tried out; one that begins in `folder` leaves there what was found for it."""
     with working("loading the data and tracing the model", quiet=quiet):
         job = job_from_config(config, describe=True)
+        if folder is not None and job.description is not None:
+            _refuse_shared(job.description, config)
         warnings = [*job.remarks, *preflight(job)] if folder is not None else []
     if config.lr == "auto":
         with working("trying learning rates", quiet=quiet):
@@ -124,6 +126,18 @@ def _ready(
     for text in warnings:
         (say if folder is None else _noted(folder, say))(text)
     return job
+
+
+def _refuse_shared(description: Description, config: RunConfig) -> None:
+    """Refuse parts that have groups in common, as files of their own may; what is drawn here never does."""
+    shared = [count for others in description.shared_groups.values() for count in others.values()]
+    if config.split != "rows" and any(shared):
+        raise DataError(
+            f"{config.dataset}: {max(shared):,} groups are in two of its parts (training, validation, test), so that "
+            "figures would be better than on groups that the model has never seen. Move each group's samples to one "
+            f"part, or let parts be drawn from one file; {spelled('split', 'rows')} takes the parts as they are, and "
+            "says so."
+        )
 
 
 def continue_in(

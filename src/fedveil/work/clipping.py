@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Architecture, VectorBatchNorm
+from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
@@ -20,8 +20,10 @@ from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
+from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
+_UPDATES_HELD = 16
 _SAMPLES_TOGETHER = {"cpu": 1 << 10, "cuda": 1 << 16}
 
 
@@ -104,6 +106,7 @@ class ClippedSamples:
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        refuse_changed(self.loss)
         if not self.loss.separable:
             raise ConfigError(
                 f"The loss {self.loss.name} of a batch is not the mean of its samples' losses, and clipping sample by "
@@ -212,8 +215,12 @@ class ClippedSamples:
     ) -> Sums | None:
         pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
         x, y = pairs[0] if len(pairs) == 1 else (torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs]))
+        witness = _witness(y, round)
         try:
-            with seeded_dropout(engine.module, self.batches.seed, part[0].client, round):
+            with (
+                seeded_dropout(engine.module, self.batches.seed, part[0].client, round),
+                nothing_kept(engine.module, self.loss, x[witness], y[witness]),
+            ):
                 return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0]))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
             workspace.vectorisable = False
@@ -221,7 +228,11 @@ class ClippedSamples:
 
     def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
         x, y = data.take(chosen, step=round)
-        with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
+        witness = _witness(y, round)
+        with (
+            seeded_dropout(workspace.module, self.batches.seed, data.client, round),
+            nothing_kept(workspace.module, self.loss, x[witness], y[witness]),
+        ):
             bound = self._bound(workspace, data)
             return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)
 
@@ -229,6 +240,11 @@ class ClippedSamples:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
         samples = len(data) if self.sampling is not None else self.batches.batch_size(len(data))
         return safe_bound(self.clip, _dtype(workspace), samples)
+
+
+def _witness(y: Tensor, round: int) -> slice:
+    """The sample of a batch that is asked about before and after the others: another one every round."""
+    return slice(round % len(y), round % len(y) + 1)
 
 
 def _dtype(workspace: Workspace) -> torch.dtype:
@@ -253,6 +269,7 @@ class BoundedUpdate(ABC):
 
     def __post_init__(self) -> None:
         check_bound(self.clip)
+        refuse_changed(self.local.loss)  # what one client leaves in it would reach the next one's update
 
     @property
     def local_training(self) -> tuple[int | None, int | None]:
@@ -285,8 +302,27 @@ class BoundedUpdate(ABC):
         except NumericError as reason:
             yield from ((position, reason) for position in range(len(clients)))
             return
-        for position, moved in self.local.run_many(workspace, broadcast, clients, round=round):
+        for position, moved in self._trained(workspace, broadcast, clients, round=round):
             yield position, self._bounded(workspace, broadcast, clients[position], moved)
+
+    def _trained(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The clients' updates; in a simulation all of them are given the same network and loss, which keep nothing."""
+        module, loss = workspace.module, self.local.loss
+        if not is_own(module) or any(norm.training for _, norm in batch_norms(module)):
+            for position, moved in self.local.run_many(workspace, broadcast, clients, round=round):
+                refuse_changed(loss)
+                yield position, moved
+            return
+        for start in range(0, len(clients), _UPDATES_HELD):
+            part = clients[start : start + _UPDATES_HELD]
+            x, y = part[0].take(torch.zeros(1, dtype=torch.int64))
+            prepare(workspace.architecture, module, broadcast)
+            with nothing_kept(module, loss, x, y):
+                updates = list(self.local.run_many(workspace, broadcast, part, round=round))
+                prepare(workspace.architecture, module, broadcast)
+            yield from ((start + position, moved) for position, moved in updates)
 
     @abstractmethod
     def _bounded(

@@ -27,6 +27,11 @@ class Source(Protocol):
     def targets(self) -> Tensor:
         """All targets."""
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a sample that is read again in the same step is the same."""
+        ...
+
     def read(self, chosen: Tensor, *, step: int = 0) -> tuple[Tensor, Tensor]:
         """The chosen samples as they are in a step."""
         ...

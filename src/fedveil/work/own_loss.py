@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError
+from fedveil.work.losses import Loss
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
@@ -20,13 +24,17 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-7}
 class OwnLoss:
     """A function of a batch's outputs and targets that gives their mean loss, or each sample's.
 
-    Whether it is `separable` is found out by trying (`tried`).
+    Whether it is `separable`, and whether it gives the same for the same samples whatever it has seen in between
+    (`repeatable`), is found out by trying (`tried`).
     """
 
     name: str
     compute: Objective
     separable: bool = False
     capturable: bool = False
+    repeatable: bool = True
+    tried_on: tuple[Tensor, Tensor] | None = None
+    answered: tuple[Tensor, Tensor] | None = None
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """What the function gives, averaged."""
@@ -96,7 +104,70 @@ def tried(loss: OwnLoss, output: Tensor, target: Tensor) -> OwnLoss:
     allowed = _TOLERANCE.get(output.dtype, 1e-3) * (1.0 + apart.detach().abs())
     given = whole if whole.dim() else apart.mean()
     difference = (apart - given if whole.dim() else whole - given).detach().abs()
-    return replace(loss, separable=bool((difference <= allowed).all()))
+    examples = output.detach(), target
+    return replace(
+        loss,
+        separable=bool((difference <= allowed).all()),
+        repeatable=_repeats(loss, *examples),
+        tried_on=examples,
+        answered=answer(loss, *examples),
+    )
+
+
+def _repeats(loss: OwnLoss, output: Tensor, target: Tensor) -> bool:
+    """Whether single samples and the batch get what they got before the loss saw them in other sizes and orders."""
+    alone = [slice(number, number + 1) for number in range(len(target))]
+    before = [answer(loss, output[which], target[which]) for which in (*alone, slice(None))]
+    for scale in (-1.0, 10.0, 1000.0, 0.0):
+        with suppress(Exception):  # a loss may take probabilities only
+            answer(loss, scale * output, target)
+            answer(loss, scale * output[:1], target[:1])
+    answer(loss, output.flip(0), target.flip(0))
+    after = [answer(loss, output[which], target[which]) for which in (slice(None), *reversed(alone))]
+    return all(same(first, again) for first, again in zip(before, reversed(after), strict=True))
+
+
+def answer(loss: Loss, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean loss and its gradient in the outputs, with global generators where they always are when it is asked."""
+    leaf = output.detach().clone().requires_grad_()
+    with generators_at_zero(output.device), torch.enable_grad():
+        value = loss.mean(leaf, target)
+        grad = torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)[0]
+    return value.detach(), grad
+
+
+@contextmanager
+def generators_at_zero(device: torch.device) -> Iterator[None]:
+    """The global generators of torch, numpy and Python seeded with 0 inside, and afterwards as they were."""
+    gpu = device.type == "cuda"
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if gpu else []):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would reseed every GPU for good
+        if gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+_GPU_ROUNDING = 1e-5  # a GPU may add in another order each time
+
+
+def same(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> bool:
+    """Equal to the last bit, on a GPU to five digits; what is not a number equals itself."""
+    return all(a.shape == b.shape and _same(a, b) for a, b in zip(first, again, strict=True))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.is_cuda:
+        largest = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+        return torch.allclose(a, b, rtol=_GPU_ROUNDING, atol=_GPU_ROUNDING * largest, equal_nan=True)
+    return torch.equal(a.nan_to_num(nan=torch.pi), b.nan_to_num(nan=torch.pi))
 
 
 def _value(loss: OwnLoss, output: Tensor, target: Tensor) -> Tensor:

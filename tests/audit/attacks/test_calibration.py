@@ -169,7 +169,7 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
             heard.job.architecture, replace(sent, head=None), inputs=inputs, labels=labels, queries=inputs, counts=(1,)
         )
     readings = read_head(heard.job.architecture, received(heard.job.architecture, sent), inputs[:3])
-    with pytest.raises(ConfigError, match="has 10"):
+    with pytest.raises(ConfigError, match="has 2"):
         from_total(readings, sent.head)
     with pytest.raises(DataError, match="at least one"):
         from_balance(readings.rows(0), sent.head)

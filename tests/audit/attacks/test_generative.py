@@ -52,7 +52,7 @@ def test_digits_are_found_on_every_small_model(model: str) -> None:
     assert sorted(found)[len(found) // 2] > 20, found
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_batches_are_reconstructed(count: int) -> None:
     x, y = TEST.x[:count], TEST.y[:count]
     result = generative(unprotected("lenet-sigmoid", x, y), digits_prior(), generator=generator(), quick=True)
