@@ -5,6 +5,7 @@ Nothing is remembered between rounds, so a resumed run draws the same batches.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,12 @@ def mixed_seed(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
         state ^= state >> 31
     return state & _MASK
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(samples: int, seed: int) -> Tensor:
+    """The numbers below `samples` in an order; kept, since every step of an epoch asks for it."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,7 @@ class Batches:
         """All sample numbers in the order in which a local epoch takes them."""
         if self.batch_size(samples) == samples:
             return torch.arange(samples)
-        generator = torch.Generator().manual_seed(mixed_seed(self.seed, client, epoch))
-        return torch.randperm(samples, generator=generator)
+        return _shuffled(samples, mixed_seed(self.seed, client, epoch))
 
 
 def has_random_layers(module: nn.Module) -> bool:

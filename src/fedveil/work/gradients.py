@@ -273,7 +273,7 @@ class Gradients:
     def _checked(
         self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, chosen: Tensor
     ) -> Tensor | NumericError:
-        values = workspace.layout.split(vector)["values"]
+        values = workspace.layout.part(vector, "values")
         if not self.refuses:
             return reported(vector, values)
         try:
