@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "veil-secagg, on dropout": {"name": "veil-secagg", "unmask": "on-dropout"},
     "paraaegis, pads": {"name": "paraaegis", "cipher": "pads", "vote": "histogram"},
 }
-TIMES, LONGER = 10, 3000
+TIMES, LONGER = 20, 3000
 
 
 @pytest.mark.parametrize("times", [TIMES, pytest.param(LONGER, marks=pytest.mark.slow)])
