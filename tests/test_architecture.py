@@ -293,7 +293,12 @@ clients = [(split.train.x[rows], split.train.y[rows]) for rows in parts]
 result = fedveil.train(net, clients, test=(split.test.x, split.test.y), rounds=2, seed=1, vectorise=False)
 assert len(result.metrics) == 2
 assert not (BLOCKED | {"sklearn", "pandas", "sympy"}) & {name.split(".")[0] for name in sys.modules}
+fedveil.train(net, clients, rounds=1, seed=1, progress=False, vectorise=True)
+architecture, _ = fedveil.downlink.draw(net, split.train.x[:2], traced=False)
+per_sample = fedveil.work.per_sample.PerSample(architecture, fedveil.work.losses.CrossEntropy())
+assert per_sample(split.train.x[:4], split.train.y[:4], clients=2, clip=1.0).sums.shape[0] == 2
 assert "torch._dynamo" not in sys.modules
+assert torch._dynamo.compiled_autograd._disable  # whoever wants the compiler gets it
 print("trained")
 """
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -188,6 +192,30 @@ def _replayed(function: Callable[..., Tensor]) -> Replayed:
 def _all_in_range(numbers: Tensor) -> bool:
     low, high = numbers.aminmax()
     return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too
+
+
+class _Compiler(ModuleType):
+    """Stands where torch's compiler would, and lets it be loaded by whoever wants more of it than to stand aside."""
+
+    compiled_autograd = SimpleNamespace(_disable=nullcontext)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("torch._dynamo"), name)
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Derivatives by torch.func ask torch's compiler to stand aside, and load it to ask, which takes 1.5 seconds; where
+    nobody else has loaded it, there is nothing to ask."""
+    if "torch._dynamo" in sys.modules:
+        yield
+        return
+    stand_in = torch.__dict__["_dynamo"] = _Compiler("torch._dynamo")
+    try:
+        yield
+    finally:
+        if torch.__dict__.get("_dynamo") is stand_in:
+            del torch.__dict__["_dynamo"]
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

@@ -21,7 +21,7 @@ from fedveil.downlink.architecture import (
 from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import NumericError
-from fedveil.tensors import Layout, flatten
+from fedveil.tensors import Layout, flatten, without_compiler
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
@@ -147,7 +147,8 @@ def steps(
             rows.append(_flat(parameters, pull(seed)[0]))
         return torch.cat([*rows, phi, statistics])
 
-    return torch.vmap(one_client)(x, y)
+    with without_compiler():
+        return torch.vmap(one_client)(x, y)
 
 
 _CHUNK_BYTES = 64 << 20

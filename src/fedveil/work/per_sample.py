@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, TappedLinear
+from fedveil.tensors import without_compiler
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
 
@@ -552,7 +553,8 @@ class PerSample:
         derived = torch.func.grad_and_value(one_sample, argnums=(0, 1), has_aux=True)
         mapped = torch.vmap(derived, in_dims=(None, None, 0, 0), randomness=self._random)
         try:
-            (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
+            with without_compiler():
+                (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
         finally:
             self._slot.recorder = LayerRecorder()
         factors: dict[str, Factor] = {name: Dense(grads.flatten(1)) for name, grads in dense.items()}
