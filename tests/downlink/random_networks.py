@@ -71,13 +71,14 @@ plans = st.builds(
 class Block(nn.Module):
     """A block of the plan; it only uses torch's own layers."""
 
-    def __init__(self, plan: BlockPlan, channels: int, *, convolutional: bool) -> None:
+    def __init__(self, plan: BlockPlan, channels: int, *, convolutional: bool, side: int) -> None:
         super().__init__()
         self.join = plan.join
         width = channels if plan.join == "residual" else plan.width
         self.convolutional = convolutional
         self.main = self._map(plan, channels, width)
-        self.norm = self._norm(plan.norm, width)
+        # One pixel has no variance, and torch refuses to normalise it.
+        self.norm = nn.Identity() if plan.norm == "instance" and side == 1 else self._norm(plan.norm, width)
         self.act = {
             "relu": nn.ReLU,
             "leaky": nn.LeakyReLU,
@@ -132,9 +133,10 @@ class RandomNet(nn.Module):
         super().__init__()
         shape = CONV_SHAPE if plan.convolutional else LINEAR_SHAPE
         self.blocks = nn.ModuleList()
-        channels = shape[0]
+        channels, side = shape[0], shape[-1]
         for block in plan.blocks:
-            made = Block(block, channels, convolutional=plan.convolutional)
+            made = Block(block, channels, convolutional=plan.convolutional, side=side)
+            side = side if block.pool == "none" else -(-side // 2)
             self.blocks.append(made)
             channels = made.width
         self.drop = nn.Dropout(plan.dropout)

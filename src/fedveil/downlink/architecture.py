@@ -336,7 +336,7 @@ class Architecture:
         masks = self.parameters.split(self.trainable.cpu())
         return frozenset(name for name, mask in masks.items() if not bool(mask.any()))
 
-    @property
+    @functools.cached_property
     def statistics_sizes(self) -> list[tuple[str, int]]:
         """Channels of every batch norm with running statistics, by path."""
         return [(path, len(norm.running_mean)) for path, norm in batch_norms(self.skeleton)]

@@ -49,8 +49,9 @@ def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast)
         load_multipliers(architecture, module, broadcast.multipliers)
     if broadcast.statistics.numel():
         load_statistics(module, broadcast.statistics)
-    for _, norm in batch_norms(module):
-        norm.statistics.clear()  # a step that was interrupted may have left some
+    if architecture.statistics_sizes:
+        for _, norm in batch_norms(module):
+            norm.statistics.clear()  # a step that was interrupted may have left some
 
 
 def head_alpha(architecture: Architecture, module: nn.Module) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ from fedveil.work.gradients import collect_statistics, contribution_layout, prep
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace, check_finite, reported
-from fedveil.work.per_sample import trained_names
+
+_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -113,24 +115,42 @@ class LocalSteps:
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         module = workspace.module
         prepare(workspace.architecture, module, broadcast)
-        parameters: list[Tensor] = list(module.parameters())
-        trained = trained_names(workspace.architecture)
-        moving: list[Tensor] = [parameter for name, parameter in module.named_parameters() if name in trained]
+        named = dict(module.named_parameters())
+        parameters: list[Tensor] = list(named.values())
+        moving: list[Tensor] = [value for name, value in named.items() if name not in workspace.architecture.frozen]
         count, rate = self.count(len(data)), self.schedule.at(round)
         losses = []
         velocity = [torch.zeros_like(parameter) for parameter in moving] if self.momentum else []
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for step in range(round * count, (round + 1) * count):
-                x, y = data.take(self._chosen(data, step), step=step)
+            for x, y in self._taken(data, range(round * count, (round + 1) * count)):
                 loss = self._descended(module, moving, velocity, x, y, rate)
                 losses.append(loss)
-                if x.device.type == "cpu" and not torch.isfinite(loss):  # on a GPU, looking would cost a wait each step
+                if not (loss.is_cuda or math.isfinite(loss)):  # on a GPU, looking would cost a wait each step
                     break
         value = torch.stack(losses).mean().reshape(1)
         moved = broadcast.parameters - flatten([parameter.detach() for parameter in parameters])
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
         return self._checked(workspace, vector, data, round, steps=len(losses))
+
+    def _taken(self, data: ClientData, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every step's batch; of few numbers that lie in memory as they are, an epoch's are looked up at once."""
+        samples = len(data)
+        size = self.batches.batch_size(samples)
+        few = math.prod(data.x.shape[1:]) * samples <= _AT_ONCE
+        if data.source is not None or data.augment is not None or size == samples or not few:
+            for step in steps:
+                yield data.take(self._chosen(data, step), step=step)
+            return
+        known = None
+        for step in steps:
+            epoch, position = divmod(step, samples // size)
+            if epoch != known:
+                known, order = epoch, self.batches.order(client=data.client, samples=samples, epoch=epoch)
+                rows = order.to(data.x.device) if data.rows is None else data.rows[order.to(data.rows.device)]
+                x, y = data.x[rows], data.y[rows]
+            span = slice(position * size, (position + 1) * size)
+            yield x[span], y[span]
 
     def _checked(
         self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, *, steps: int | None = None

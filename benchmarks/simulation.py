@@ -1,0 +1,149 @@
+"""Rounds of the local engine against the same rounds written as a plain PyTorch loop, on this machine's CPU.
+
+Three settings: the public anchor LR_MNIST (1,000 clients, 10 a round, batches of 10, a local epoch), one gradient each
+of 100 clients with a CNN, and one each of 10 clients with a ResNet-20 (GroupNorm). Both sides take the same batches
+and end in the same model, which is checked; rounds take turns. `python -m benchmarks.simulation` shows these alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedveil
+from benchmarks.rows import Row
+from benchmarks.timing import Ratio
+from fedveil.models.networks import cifar_resnet, cnn
+from fedveil.protocol.cohort import Cohort
+from fedveil.work import Batches
+
+_SEED = 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides train, and the most that the engine may take of the loop's time."""
+
+    what: str
+    network: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    clients: int
+    cohort: int
+    samples: int
+    batch: int
+    lr: float
+    most: float | None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def local(self) -> bool:
+        """Whether a round is an epoch of local training."""
+        return "local_epochs" in self.settings
+
+    def data(self) -> list[tuple[Tensor, Tensor]]:
+        """Every client's samples."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(self.clients, self.samples, *self.shape, generator=generator)
+        y = torch.randint(0, 10, (self.clients, self.samples), generator=generator)
+        return list(zip(x, y, strict=True))
+
+
+def _logistic() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+
+
+SETTINGS = (
+    Setting("LR_MNIST, 10 of 1,000", _logistic, (1, 28, 28), 1000, 10, 60, 10, 0.03, 1.15, {"local_epochs": 1}),
+    Setting("CNN, 100 × 60", lambda: cnn(input_shape=(1, 28, 28), outputs=10), (1, 28, 28), 100, 100, 60, 60, 0.1, 1.0),
+    Setting(
+        "ResNet-20, GroupNorm, 10 × 32",
+        lambda: cifar_resnet(3)(input_shape=(3, 32, 32), outputs=10, norm="group"),
+        (3, 32, 32),
+        10,
+        10,
+        32,
+        32,
+        0.01,
+        1.05,
+        {"bn_eps": "public"},
+    ),
+)
+
+
+def simulation(*, repeats: int) -> list[Row]:
+    """Every setting, round by round in turns."""
+    return [_compared(setting, repeats) for setting in SETTINGS]
+
+
+def _compared(setting: Setting, repeats: int) -> Row:
+    torch.manual_seed(0)
+    model, data = setting.network(), setting.data()
+    net = copy.deepcopy(model)
+    loop = _loop(setting, net, data)
+    ours, plain = [], [0.0]
+
+    def in_turn(row: dict[str, Any]) -> None:
+        ours.append(row["seconds"] - plain[-1])  # a row's seconds begin where the last one was told
+        plain.append(next(loop))
+
+    given: dict[str, Any] = {"rounds": repeats + 2, "batch_size": setting.batch, "lr": setting.lr, "seed": _SEED}
+    if setting.cohort < setting.clients:
+        given["cohort"] = setting.cohort
+    given |= {"loss": "cross-entropy", "evaluate_every": 0, "progress": False, "callbacks": [in_turn]}
+    trained = fedveil.train(model, data, scheme="fedavg", **given, **setting.settings)
+    for own, other in zip(trained.model.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
+    pairs = list(zip(ours, plain[1:], strict=True))[2:]
+    ratios = sorted(a / b for a, b in pairs)
+    mine, theirs = (1e3 * statistics.median(seconds) for seconds in zip(*pairs, strict=True))
+    note = f"{mine:.2f} ms against {theirs:.2f}"
+    measured = Ratio(statistics.median(ratios), ratios[0], ratios[-1])
+    return Row(f"a round of {setting.what}", "plain PyTorch loop", measured, setting.most, note=note)
+
+
+def _loop(setting: Setting, net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Iterator[float]:
+    """Seconds of each round of plain federated averaging."""
+    local = copy.deepcopy(net)
+    weights, own = list(net.parameters()), list(local.parameters())
+    batches, cohort = Batches(setting.batch, _SEED), Cohort(setting.clients, setting.cohort, _SEED)
+    round_ = 0
+    while True:
+        start = time.perf_counter()
+        total = [torch.zeros_like(value) for value in weights]
+        chosen = cohort.draw(round_)
+        for client in chosen:
+            x, y = data[client]
+            with torch.no_grad():
+                torch._foreach_copy_(own, weights)
+            steps = setting.samples // setting.batch if setting.local else 1
+            for step in range(steps):
+                rows = batches.indices(client=client, samples=setting.samples, step=round_ * steps + step)
+                loss = F.cross_entropy(local(x[rows]), y[rows])
+                grads = torch.autograd.grad(loss, own)
+                with torch.no_grad():
+                    if setting.local:
+                        torch._foreach_add_(own, grads, alpha=-setting.lr)
+                    else:
+                        torch._foreach_add_(total, grads)
+            if setting.local:
+                with torch.no_grad():
+                    torch._foreach_add_(total, torch._foreach_sub(weights, own))
+        with torch.no_grad():
+            torch._foreach_add_(weights, total, alpha=-(1.0 if setting.local else setting.lr) / len(chosen))
+        round_ += 1
+        yield time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    from benchmarks.__main__ import show
+
+    torch.set_num_threads(1)
+    show("one thread", simulation(repeats=15))
