@@ -18,6 +18,7 @@ from fedveil.runs.callbacks import WARNING
 from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
 from fedveil.uplink.graph import n_out
+from fedveil.work.groups import TOGETHER
 
 if TYPE_CHECKING:
     from fedveil.protocol.cohort import Cohort
@@ -88,7 +89,8 @@ def _check_backward(job: Job) -> float:
 
 
 _COPIES = 6  # of the model: the server's, its momentum, what it sends, two skeletons of clients, a checkpoint
-_SUM_BYTES = 24  # an exact sum keeps three float64 for a number
+_SUM_BYTES = 72  # an exact sum keeps three float64 for a number, as often while it is carried, and a mean of them three
+_BEYOND_SAVED = 2  # what a pass takes at most, over what it saves for the way back, as seen
 _CHUNK_BYTES, _MOST_AT_ONCE = 64 << 20, 64  # as local work takes samples and clients
 
 
@@ -98,11 +100,16 @@ def _memory(job: Job, *, saved: float) -> str:
     number, size = weights.element_size(), weights.numel()
     most = max(len(data) for data in job.pool.clients)
     batch, upload = min(job.config.batch_size or most, most), scheme.layout(job.architecture).length
-    step, sums = saved * batch, float(upload * (2 * number + _SUM_BYTES))
+    step, at_once = _BEYOND_SAVED * saved * batch, 1
     if scheme.work.clip is not None and scheme.work.local_training == (None, None):
         step = min(step, _CHUNK_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
     elif scheme.work.returns == "gradient" and job.config.vectorise is not False and not _convolves(job):
-        step *= max(1, min(_MOST_AT_ONCE, job.cohort.size, _CHUNK_BYTES // (upload * number)))  # clients at once
+        at_once = max(1, min(_MOST_AT_ONCE, job.cohort.size, _CHUNK_BYTES // (upload * number)))
+    if weights.is_cuda and scheme.work.clip is None:
+        at_once = min(TOGETHER, job.cohort.size)
+    step *= at_once
+    # A client's vector is put together, weighted and sent; the server adds limbs, carries them and makes a mean.
+    sums = float(upload * (3 * number * at_once + _SUM_BYTES))
     needed, free = _COPIES * size * number + step + sums, free_bytes(weights.device)
     if free is None or needed < free:
         return ""
