@@ -18,6 +18,7 @@ from fedveil.errors import Code, ConfigError, DataError
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, ClientData, Workspace
 from fedveil.work.clipping import ClippedSamples
+from fedveil.work.losses import CrossEntropy
 from fedveil.work.own_loss import own_loss, tried
 
 CPU = torch.device("cpu")
@@ -172,3 +173,117 @@ def test_samples_that_are_drawn_anew_train_and_the_ledger_says_if_they_could_not
     )
     assumed = [text for line in done.ledger["lines"] for text in line["assumptions"]]
     assert any("could not be tried" in text for text in assumed) is not tried_out
+
+
+class FirstMean(nn.Module):
+    """Subtracts the mean of what it was shown first, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(4, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return self.layer(x - self.mean)  # type: ignore[no-any-return]
+
+
+class ScaledBack(nn.Module):
+    """Divides what comes back by a running norm of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 3), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        if output.requires_grad:
+            output.register_hook(self.scaled)
+        return output
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        self.norm = 0.9 * self.norm + 0.1 * float(grad.detach().norm())
+        return grad / self.norm
+
+
+def hooked() -> nn.Module:
+    """Layers of PyTorch's, one of which gives what it gave on average to somebody's function."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    seen = [0.0]
+
+    def less_the_mean(layer: nn.Module, given: Any, output: Tensor) -> Tensor:
+        seen[0] = 0.9 * seen[0] + 0.1 * float(output.detach().mean())
+        return output - seen[0]
+
+    network[0].register_forward_hook(less_the_mean)
+    return network
+
+
+def renormed() -> nn.Module:
+    """A tied embedding that shortens its rows as it reads them."""
+    table, head = nn.Embedding(6, 8, max_norm=1.0), nn.Linear(8, 6)
+    head.weight = table.weight
+    return nn.Sequential(table, nn.Flatten(), head)
+
+
+@pytest.mark.parametrize("make", [FirstMean, ScaledBack, hooked, renormed])
+def test_networks_that_leave_something_behind_for_the_next_sample_are_refused(make: Callable[[], nn.Module]) -> None:
+    numbers = torch.Generator().manual_seed(3)
+    words = make is renormed
+    clients = [
+        (
+            torch.randint(0, 6, (12, 1), generator=numbers) if words else torch.randn(12, 4, generator=numbers),
+            targets % 3,
+        )
+        for targets in (torch.arange(12), torch.arange(12))
+    ]
+    with pytest.raises(ConfigError) as refused:
+        fedveil.train(make(), clients, scheme="ldp", epsilon=8.0, rounds=1, seed=1, progress=False)
+    assert refused.value.code is Code.STATEFUL
+
+
+class FirstWeights(nn.Module):
+    """Weights classes by the first batch it is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: Tensor | None = None
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.weights is None:
+            self.weights = torch.bincount(target, minlength=output.shape[1]) + 1.0
+        return F.cross_entropy(output, target, reduction="none") * self.weights[target]
+
+
+def test_a_loss_that_is_fitted_to_its_first_samples_is_refused() -> None:
+    clients = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(k)), torch.arange(6) % 3) for k in range(3)]
+    with pytest.raises(ConfigError) as refused:
+        fedveil.train(
+            nn.Linear(4, 3), clients, scheme="ldp", loss=FirstWeights(), epsilon=8.0, rounds=1, seed=1, progress=False
+        )
+    assert refused.value.code is Code.STATEFUL
+
+
+class DropsIfLarge(nn.Module):
+    """Draws random numbers for some samples and none for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.dropout(x, 0.5) if float(x.detach().mean()) > 0 else x)  # type: ignore[no-any-return]
+
+
+def test_how_often_one_sample_draws_is_nothing_to_the_next() -> None:
+    x, y = torch.randn(16, 4, generator=torch.Generator().manual_seed(2)), torch.arange(16) % 3
+    x[0] = -1.0
+    other = x.clone()
+    other[0] = 50.0  # this one draws
+    torch.manual_seed(0)
+    architecture, weights = draw(DropsIfLarge(), x[:2], traced=False)
+    work = ClippedSamples(CrossEntropy(), Batches(0, 1), 1.0, vectorise=False)
+    workspace = Workspace(architecture, work.layout(architecture, tensors=1))
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(1).stream("veil"), head_level=None).broadcast()
+    moved = [work.run(workspace, sent, ClientData(0, records, y), round=0) for records in (x, other)]
+    assert float((moved[0] - moved[1]).norm()) <= work.sensitivity(16)

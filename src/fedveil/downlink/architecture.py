@@ -400,7 +400,8 @@ def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Architectu
 
     `example` is a batch of inputs of the right shape; only its shape and type matter.
     """
-    table = trace(model, example) if traced else None
+    # A copy: a network may keep something of what it is shown first, and nothing has been shown to this one.
+    table = trace(copy.deepcopy(model), example) if traced else None
     prepared = with_vector_norms(model)
     if table is not None and table.head is not None:
         # The class changes, parameters and names stay: every holder of the layer keeps its reference.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import secrets as system_random
 from collections.abc import Callable, Mapping, Sequence
@@ -584,17 +585,13 @@ def example_of(facts: ModelFacts, dtype: torch.dtype) -> Tensor:
 
 def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
     model = model.to(example.dtype) if example.is_floating_point() else model
-    modes = [(layer, layer.training) for layer in model.modules()]
     try:
         with torch.no_grad():
-            output = model.eval()(example)
+            output = copy.deepcopy(model).eval()(example)  # the model itself has been shown nothing yet
     except Exception as reason:
         raise ConfigError(
             f"The model does not take inputs of shape {facts.input_shape}: {type(reason).__name__}: {reason}"
         ) from reason
-    finally:
-        for layer, training in modes:
-            layer.training = training
     if not isinstance(output, Tensor) or tuple(output.shape) != (2, facts.outputs):
         shape = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(

@@ -71,7 +71,7 @@ def has_random_layers(module: nn.Module) -> bool:
 
 
 def _drops(layer: nn.Module) -> bool:
-    if isinstance(layer, nn.RReLU):
+    if isinstance(layer, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
     if isinstance(layer, nn.modules.dropout._DropoutNd):
         return layer.p > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
 from fedveil.downlink.messages import Broadcast
-from fedveil.errors import ConfigError, NumericError, spelled
+from fedveil.errors import Code, ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import prepare, weighted
@@ -45,6 +46,18 @@ def refuse_batch_norm(architecture: Architecture) -> None:
             )
 
 
+def refuse_renormed(architecture: Architecture) -> None:
+    """Refuse an embedding that shortens its rows while it reads them: the next sample would meet other parameters."""
+    for path, layer in architecture.skeleton.named_modules():
+        if getattr(layer, "max_norm", None) is not None:
+            raise ConfigError(
+                f"The embedding {path or 'that is the model'!r} has max_norm, and so changes its weights with every "
+                "sample it reads: what one leaves behind for the next is clipped by nobody. Leave max_norm out, or "
+                "take a scheme without noise.",
+                code=Code.STATEFUL,
+            )
+
+
 def bounded_layout(architecture: Architecture, *, tensors: int) -> Layout:
     """gradients (1 × parameters) and weight; values and statistics are empty, for they would carry no noise."""
     if tensors != 1:
@@ -53,6 +66,7 @@ def bounded_layout(architecture: Architecture, *, tensors: int) -> Layout:
             "or the differential-privacy claim."
         )
     refuse_batch_norm(architecture)
+    refuse_renormed(architecture)
     return Layout((("gradients", (1, architecture.size)), ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
 
@@ -219,7 +233,7 @@ class ClippedSamples:
         try:
             with (
                 seeded_dropout(engine.module, self.batches.seed, part[0].client, round),
-                nothing_kept(engine.module, self.loss, x[witness], y[witness]),
+                nothing_kept(workspace.architecture, engine.module, self.loss, x, y, witness=witness),
             ):
                 return engine(x, y, clients=len(part), clip=self._bound(workspace, part[0]))
         except RuntimeError:  # vmap knows no rule for some operation, or memory is short
@@ -229,12 +243,15 @@ class ClippedSamples:
     def _loop(self, workspace: Workspace, data: ClientData, chosen: Tensor, round: int) -> Sums:
         x, y = data.take(chosen, step=round)
         witness = _witness(y, round)
-        with (
-            seeded_dropout(workspace.module, self.batches.seed, data.client, round),
-            nothing_kept(workspace.module, self.loss, x[witness], y[witness]),
-        ):
+        module, architecture = workspace.module, workspace.architecture
+
+        def seeded(number: int) -> AbstractContextManager[None]:
+            # By the sample alone: what one draws, or how often, is nothing to the next.
+            return seeded_dropout(module, self.batches.seed, data.client, round, int(chosen[number]))
+
+        with nothing_kept(architecture, module, self.loss, x, y, witness=witness):
             bound = self._bound(workspace, data)
-            return looped(workspace.module, trained_names(workspace.architecture), self.loss, x, y, bound)
+            return looped(module, trained_names(architecture), self.loss, x, y, bound, seeded=seeded)
 
     def _bound(self, workspace: Workspace, data: ClientData) -> float:
         # Never the number of records that were drawn in secret: a record more would move everybody's weight.
@@ -242,9 +259,9 @@ class ClippedSamples:
         return safe_bound(self.clip, _dtype(workspace), samples)
 
 
-def _witness(y: Tensor, round: int) -> slice:
+def _witness(y: Tensor, round: int) -> int:
     """The sample of a batch that is asked about before and after the others: another one every round."""
-    return slice(round % len(y), round % len(y) + 1)
+    return round % len(y)
 
 
 def _dtype(workspace: Workspace) -> torch.dtype:
@@ -317,9 +334,9 @@ class BoundedUpdate(ABC):
             return
         for start in range(0, len(clients), _UPDATES_HELD):
             part = clients[start : start + _UPDATES_HELD]
-            x, y = part[0].take(torch.zeros(1, dtype=torch.int64))
+            x, y = part[0].take(torch.tensor([0, len(part[0]) - 1]))
             prepare(workspace.architecture, module, broadcast)
-            with nothing_kept(module, loss, x, y):
+            with nothing_kept(workspace.architecture, module, loss, x, y):
                 updates = list(self.local.run_many(workspace, broadcast, part, round=round))
                 prepare(workspace.architecture, module, broadcast)
             yield from ((start + position, moved) for position, moved in updates)

@@ -35,6 +35,8 @@ class OwnLoss:
     repeatable: bool = True
     tried_on: tuple[Tensor, Tensor] | None = None
     answered: tuple[Tensor, Tensor] | None = None
+    unused: Objective | None = None
+    """A copy that is asked about nothing, where there can be one."""
 
     def mean(self, output: Tensor, target: Tensor) -> Tensor:
         """What the function gives, averaged."""
@@ -63,7 +65,7 @@ def own_loss(given: Callable[..., Any], *, dtype: torch.dtype, device: torch.dev
     """
     if not isinstance(given, nn.Module):
         said = getattr(given, "__name__", type(given).__name__)
-        return OwnLoss("own function" if said == "<lambda>" else str(said), given)
+        return OwnLoss("own function" if said == "<lambda>" else str(said), given, unused=_copied(given))
     name = type(given).__name__
     if any(parameter.requires_grad for parameter in given.parameters()):
         raise ConfigError(
@@ -82,9 +84,17 @@ def own_loss(given: Callable[..., Any], *, dtype: torch.dtype, device: torch.dev
             "reduction='mean', and multiply the learning rate."
         )
     if how not in ("mean", "none", "batchmean"):
-        return OwnLoss(name, module, capturable=known)
+        return OwnLoss(name, module, capturable=known, unused=_copied(module))
     vars(module)["reduction"] = "none"
-    return OwnLoss(name, _ByParts(module, added=how == "batchmean"), capturable=known)
+    compute = _ByParts(module, added=how == "batchmean")
+    return OwnLoss(name, compute, capturable=known, unused=_copied(compute))
+
+
+def _copied(compute: Objective) -> Objective | None:
+    try:
+        return copy.deepcopy(compute)
+    except Exception:  # whatever somebody's object says to that
+        return None
 
 
 def tried(loss: OwnLoss, output: Tensor, target: Tensor) -> OwnLoss:
@@ -172,7 +182,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _value(loss: OwnLoss, output: Tensor, target: Tensor) -> Tensor:
     try:
-        with torch.enable_grad():
+        with generators_at_zero(output.device), torch.enable_grad():
             value = loss.compute(output, target)
     except Exception as reason:
         named = "" if target.is_floating_point() else " For classes there are loss='square' and loss='cross-entropy'."

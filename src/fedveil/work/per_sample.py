@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
@@ -453,14 +453,26 @@ def _summed(parts: Iterator[Sums]) -> Sums:
     return Sums(sums, torch.cat(norms, 1), torch.cat(losses, 1))
 
 
-def looped(module: nn.Module, trained: list[str], loss: Loss, x: Tensor, y: Tensor, clip: float) -> Sums:
-    """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with."""
+def looped(
+    module: nn.Module,
+    trained: list[str],
+    loss: Loss,
+    x: Tensor,
+    y: Tensor,
+    clip: float,
+    *,
+    seeded: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
+) -> Sums:
+    """One client's clipped sum, a backward pass per sample: for models vmap cannot run, and to compare with.
+
+    Each sample is computed within its own `seeded`, where there is one.
+    """
     named = dict(module.named_parameters())
     moving = [named[name] for name in trained]
     total = [parameter.new_zeros(1, parameter.numel(), dtype=torch.float64) for parameter in moving]
     norms, losses = [], []
     for number in range(len(y)):
-        with torch.enable_grad():
+        with seeded(number), torch.enable_grad():
             value = loss.mean(module(x[number : number + 1]), y[number : number + 1])
             grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
         kept, norm = measured({name: Dense(grad.reshape(1, -1)) for name, grad in zip(trained, grads, strict=True)})
