@@ -165,6 +165,30 @@ def test_bytes_named_again_and_again_are_not_copied_each_time(tmp_path: Path) ->
         read_pickle(path)
 
 
+@pytest.mark.parametrize("instruction", [b"}", b"\x85", b"("], ids=["dictionaries", "tuples in tuples", "marks"])
+def test_a_file_of_nothing_but_instructions_is_refused_before_it_costs_anything(
+    tmp_path: Path, instruction: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedveil.data.pickles._MOST_STEPS", 1000)
+    path = tmp_path / "batch"
+    path.write_bytes(b"\x80\x02}" + instruction * 998 + b".")
+    with pytest.raises(DataError) as enough:
+        read_pickle(path)
+    assert "instructions" not in str(enough.value)
+    path.write_bytes(b"\x80\x02}" + instruction * 999 + b".")
+    with pytest.raises(DataError, match="more than 1,000 instructions"):
+        read_pickle(path)
+
+
+@pytest.mark.parametrize("content", [b"c%s\nB\n.", b"\x80\x02cnumpy\ndtype\n(S'%s'\ntR."], ids=["name", "type"])
+def test_a_long_name_makes_no_long_message(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "batch"
+    path.write_bytes(content % (b"A" * 50_000))
+    with pytest.raises(DataError, match="AAA…") as refused:
+        read_pickle(path)
+    assert len(str(refused.value)) < 300 + len(str(path))
+
+
 def test_a_length_that_is_not_there_is_refused_without_allocating(tmp_path: Path) -> None:
     import tracemalloc
 

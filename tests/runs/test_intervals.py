@@ -86,6 +86,15 @@ def test_few_positives_in_any_order_are_rarely_taken_for_a_ranking(positive: int
     assert sum(above(figure, 0.5) for figure in figures) <= FALSE_ALARMS
 
 
+def test_no_calibration_error_is_above_1() -> None:
+    """All answers wrong, and more sure or less: the spread alone reaches further."""
+    sure = np.array([0.95, 0.55] * 4)
+    columns = metrics._binned(sure, np.zeros(8))
+    drawn = np.linspace(0.2, 1.0, 50)
+    figure = intervals.calibration(columns, 8, drawn, None)
+    assert (figure.value, figure.high) == (pytest.approx(0.75), 1.0)
+
+
 @pytest.mark.parametrize("sharper", [1.0, 2.0])
 def test_a_calibration_error_lies_in_its_interval_and_so_does_the_truth(sharper: float) -> None:
     """Chance makes it larger: that of a calibrated model is 0.09 on 100 samples, and bootstrap percentiles hold neither

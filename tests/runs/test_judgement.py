@@ -216,6 +216,39 @@ def test_one_patient_shows_nothing_and_the_verdict_says_why() -> None:
     assert "100.0 %, with no interval: it stands on one group" in judged.verdict
 
 
+def test_groups_that_are_too_uneven_are_not_said_to_be_one() -> None:
+    data = binary(samples=600)
+    groups = torch.cat([torch.zeros(200).long(), 1 + torch.arange(400) // 10])
+    judged = stored(judge(logits(data, 2.0), Known("classification", data.y, (), groups)))
+    assert judged.clusters == 41
+    why = "no interval: 41 groups of such uneven sizes are worth less than two"
+    assert {judged.figures[name].reason for name in ("accuracy", "f1", "kappa", "ece")} == {why}
+    assert why in judged.verdict
+    # The positive samples are of the large group and ten small ones.
+    assert judged.figures["auroc"].reason == "no interval: 11 groups of such uneven sizes are worth less than two"
+
+
+def test_groups_without_names_go_by_any_number() -> None:
+    data = binary(samples=6)
+    judged = judge(logits(data, 1.0), Known("classification", data.y, (), torch.tensor([-5, -5, 7, 7, 10**9, 3])))
+    assert [part.name for part in judged.parts] == ["-5", "3", "7", "1000000000"]
+
+
+@pytest.mark.parametrize(("samples", "words"), [(1, "does not beat"), (20, "is worse than")])
+def test_few_missed_samples_do_not_show_that_a_constant_answer_is_better(samples: int, words: str) -> None:
+    missed = judge(torch.tensor([[1.0, 0.0]] * samples), Known("classification", torch.ones(samples).long()))
+    assert missed.verdict.startswith(f"The model {words} always answering '1' (100.0 %): accuracy 0.0 % [0.0–")
+
+
+@pytest.mark.filterwarnings("error")
+def test_errors_too_large_to_be_squared_are_not_blamed_on_the_targets() -> None:
+    data = Known("regression", noise(6, 1))
+    judged = stored(judge(1e200 * noise(6, 1, seed=2), data))
+    assert judged.figures["r2"].reason == "the outputs, or the targets, are too large to be squared"
+    assert judged.figures["mae"].value is not None
+    assert set(quick_figures(1e200 * noise(6, 1, seed=2), data)) == {"mae"}
+
+
 def test_patients_stay_patients_within_a_site() -> None:
     outputs, data = patients(noise(12))
     known = Known("classification", data.y, data.labels, data.groups, torch.arange(240) // 120)

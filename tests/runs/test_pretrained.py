@@ -74,6 +74,24 @@ def broken(folder: Path, how: str) -> Path:
         # A tuple of two tuples of two tuples …, sixty deep: as a key, 2^60 steps to hash.
         doubled = b"".join(b"q" + bytes([depth]) + b"h" + bytes([depth]) + b"\x86" for depth in range(60))
         write_archive(path, b"\x80\x02}()" + doubled + b"K\x01u.")
+    elif how in ("a copied dictionary", "a hidden key without end"):
+        # OrderedDict makes neither copies of a dictionary, nor keys of what nobody has looked at.
+        doubled = b"".join(b"q" + bytes([depth]) + b"h" + bytes([depth]) + b"\x86" for depth in range(60))
+        given = b"}U\x01aNs" if how == "a copied dictionary" else b")" + doubled + b"N\x86\x85"
+        write_archive(path, b"\x80\x02ccollections\nOrderedDict\n" + given + b"\x85R.")
+    elif how == "instructions":
+        write_archive(path, b"\x80\x02" + b"}" * 1000 + b".")
+    elif how == "a long name":
+        torch.save({**state, "a" * 50_000: torch.ones(1)}, path)
+    elif how == "a long name of code":
+        write_archive(path, b"\x80\x02c" + b"a" * 50_000 + b"\nb\n.")
+    elif how == "not a number":
+        torch.save({name: value.clone().fill_(float("nan")) for name, value in state.items()}, path)
+    elif how == "too large a number":
+        torch.save({name: value.double().fill_(1e300) for name, value in state.items()}, path)
+    elif how == "infinite safetensors":
+        path = folder / "w.safetensors"
+        save_file({name: value.clone().fill_(float("inf")) for name, value in state.items()}, path)
     elif how == "beyond its storage":
         torch.save(state, folder / "plain.pt")
         with zipfile.ZipFile(folder / "plain.pt") as given, zipfile.ZipFile(path, "w") as cut:
@@ -107,6 +125,14 @@ def broken(folder: Path, how: str) -> Path:
         ("sparse", "weights alone: it names torch._utils._rebuild_sparse_tensor"),
         ("meta", "weights alone: it names torch._utils._rebuild_meta_tensor"),
         ("keys without end", "weights alone"),
+        ("a copied dictionary", "weights alone"),
+        ("a hidden key without end", "weights alone"),
+        ("instructions", "it asks for more than 1,000 instructions"),
+        ("a long name", "aaa… is not in the model"),
+        ("a long name of code", "names a+…, and nothing was run"),
+        ("not a number", "weight in .* hold NaN or infinity"),
+        ("too large a number", "weight in .* hold NaN or infinity"),
+        ("infinite safetensors", "weight in .* hold NaN or infinity"),
         ("beyond its storage", "weights alone"),
         ("rubbish", "weights alone"),
         ("compressed", "compressed"),
@@ -119,8 +145,10 @@ def test_what_is_no_file_of_weights_is_refused_and_runs_nothing(
     tmp_path: Path, how: str, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=complaint):
+    monkeypatch.setattr("fedveil.data.pickles._MOST_STEPS", 1000)
+    with pytest.raises(ConfigError, match=complaint) as refused:
         fill_from(pretrained(), broken(tmp_path, how))
+    assert len(str(refused.value)) < 500 + len(str(tmp_path))
     assert not Path("sprung").exists()
 
 
@@ -140,6 +168,36 @@ def test_a_state_dict_is_read_as_pytorch_reads_it(tmp_path: Path, dtype: torch.d
     loaded = torch.load(tmp_path / "w.pt", weights_only=True)
     for name, value in model.state_dict().items():
         assert torch.equal(value, loaded[name].to(value.dtype))
+
+
+def test_a_storage_that_many_tensors_are_views_of_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    like = pretrained().state_dict()
+    parts = torch.split(torch.randn(sum(value.numel() for value in like.values())), [v.numel() for v in like.values()])
+    state = {name: part.view(value.shape) for (name, value), part in zip(like.items(), parts, strict=True)}
+    torch.save(state, tmp_path / "w.pt")
+    names = []
+    read = zipfile.ZipFile.read
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda self, name: (names.append(name), read(self, name))[1])
+    model = pretrained()
+    fill_from(model, tmp_path / "w.pt")
+    assert [name for name in names if "/data/" in str(name)] == ["w/data/0"]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_tensor_that_is_kept_with_its_sign_turned_keeps_its_sign(tmp_path: Path) -> None:
+    state = pretrained().state_dict()
+    torch.save({name: torch._neg_view(value) for name, value in state.items()}, tmp_path / "w.pt")
+    model = pretrained()
+    fill_from(model, tmp_path / "w.pt")
+    assert all(torch.equal(value, -state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_mask_of_the_models_own_may_be_infinite(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    torch.save(net.state_dict(), tmp_path / "w.pt")
+    fill_from(net, tmp_path / "w.pt")
+    assert torch.isinf(net.mask[0, 1])  # type: ignore[index]
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_samples_are_augmented_where_they_are_trained_on_and_nowhere_else() -> N
         ("flip", (30,), True, "the samples of digits are texts"),
         ("cutout", (1, 8, 8), False, "cutout:8 is as large as the pictures of 8×8 pixels; write a smaller one"),
         ("crop:9,flip", (1, 28, 9), False, "like crop:2"),
+        ("crop:1", (1, 1, 7), False, "crop:1 is as large as the pictures of 1×7 pixels; leave crop out"),
         ("python:turned", (1, 28, 28), False, "given as a function from Python"),
     ],
 )

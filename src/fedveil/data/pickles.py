@@ -3,7 +3,8 @@
 The few instructions that a file of arrays needs are carried out here: texts, numbers, flat lists, dictionaries, and
 calls of names on a list, each of which a function of the reader's own stands in for. Nothing is imported, nothing the
 file names is run, keys are text (a nested key takes forever to hash), lists hold no lists (thirty that hold each other
-twice are a billion numbers), and what is made of the bytes is bounded by the file's own length.
+twice are a billion numbers), what is made of the bytes is bounded by the file's own length, and so many instructions
+are carried out and no more (a dictionary is one byte there and sixty here).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 StandIns = Mapping[tuple[str, str], Callable[..., object]]
 
 _MOST_COPIES = 4
+_MOST_STEPS = 1 << 20  # a second's; a state_dict takes 35 a tensor, the batches of CIFAR-100 a quarter of this
+_LONGEST_NAME = 80
 _MARK = object()
 
 
@@ -29,6 +32,10 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 class RefusedError(Exception):
     """The file names something outside the list."""
+
+
+class TooMuchError(ValueError):
+    """The file asks for more than a file of arrays needs."""
 
 
 class Built:
@@ -58,9 +65,11 @@ class Machine:
 
     def run(self) -> object:
         """What the file leaves on the stack."""
-        for opcode, argument, _ in pickletools.genops(self._content):
+        for steps, (opcode, argument, _) in enumerate(pickletools.genops(self._content)):
             if opcode.name == "STOP":
                 break
+            if steps >= _MOST_STEPS:
+                raise TooMuchError(f"more than {_MOST_STEPS:,} instructions")
             self._step(opcode.name, argument)
         (value,) = self._stack
         return value
@@ -119,7 +128,7 @@ class Machine:
 
     def _named(self, module: object, name: object) -> Named:
         if not isinstance(module, str) or not isinstance(name, str) or (module, name) not in self._stand_ins:
-            raise RefusedError(f"{text_of(module)}.{text_of(name)}")
+            raise RefusedError(cut(f"{text_of(module)}.{text_of(name)}"))
         return Named(self._stand_ins[module, name], f"{module}.{name}")
 
     def _since_mark(self) -> list[Any]:
@@ -156,7 +165,7 @@ class Machine:
             return
         self._left -= sum(len(item) for item in given if isinstance(item, str | bytes | bytearray))
         if self._left < 0:
-            raise ValueError("many times its own size in arrays")
+            raise TooMuchError("many times its own size in arrays")
 
 
 class Named:
@@ -164,6 +173,11 @@ class Named:
 
     def __init__(self, stand_in: Callable[..., object], name: str) -> None:
         self.stand_in, self.name = stand_in, name
+
+
+def cut(name: str) -> str:
+    """A name from a file as a message shows it: so much of it, whoever wrote it."""
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def text_of(value: object) -> str:

@@ -31,7 +31,7 @@ from fedveil.data.arrays import (
     read_bytes,
 )
 from fedveil.data.dataset import Options
-from fedveil.data.pickles import Built, Machine, RefusedError, text_of
+from fedveil.data.pickles import Built, Machine, RefusedError, cut, text_of
 from fedveil.data.tabular import read_table
 from fedveil.errors import DataError, missing_extra, spelled, unknown_name
 
@@ -124,7 +124,7 @@ def read_pickle(path: Path) -> dict[str, object]:
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise DataError(
-            f"{path}: not a readable pickled batch ({type(error).__name__}: {error}). Fetch it again."
+            f"{path}: not a readable pickled batch ({type(error).__name__}: {cut(str(error))}). Fetch it again."
         ) from error
     if not isinstance(loaded, dict):
         raise DataError(f"{path}: a pickled {type(loaded).__name__} where a dictionary is expected.")

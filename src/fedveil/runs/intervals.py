@@ -9,7 +9,7 @@ for copies of each other). Below one degree of freedom nothing is known of how g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ FEWEST_RESAMPLES = 200
 _MOST_DRAWS = 5_000_000
 _AT_ONCE = 2_000_000
 _SEED = 0
-_ALONE = "no interval: it stands on one group, or one sample, alone"
 _NO_SPREAD = "no interval: every resample gives the same"
 
 
@@ -84,6 +83,15 @@ def freedom(*parts: Codes) -> float:
     return spreads**2 / squares
 
 
+def too_few(*parts: Codes) -> str:
+    """Why there is no interval where `freedom` is 0."""
+    least = next(clusters for clusters in parts if not freedom(clusters))
+    count = len(_weights(least))
+    if count == 1:
+        return "no interval: it stands on one group, or one sample, alone"
+    return f"no interval: {count} groups of such uneven sizes are worth less than two"
+
+
 def quantile(degrees: float) -> float:
     """How many deviations a 95 % interval reaches to either side."""
     return float(stdtrit(degrees, 0.975))
@@ -108,7 +116,7 @@ def share_of(hits: Bits | Array, clusters: Codes | None) -> Measured:
         return Measured(share, *wilson(share * total, total), "Wilson")
     degrees = freedom(clusters)
     if not degrees:
-        return Measured(share, reason=_ALONE)
+        return Measured(share, reason=too_few(clusters))
     shares = np.bincount(clusters) / total
     spread = float((np.square(np.bincount(clusters, weights=hits - share)) / (1 - shares)).sum())
     alone = total * share * (1 - share)
@@ -131,7 +139,7 @@ def mean_of_shares(hits: Bits, members: Bits, clusters: Codes | None) -> Measure
         for column, member in zip(hits.T, members.T, strict=True)
     ]
     if all(own.low is None for own in each):
-        return Measured(value, reason=_ALONE)
+        return Measured(value, reason=each[0].reason)
     related: Any = np.eye(len(counts))
     if clusters is not None or bool((members.sum(1) > 1).any()):
         moved = group_sums(np.where(members, hits - shares, 0.0) / counts, clusters)
@@ -159,14 +167,15 @@ def group_sums(columns: Any, clusters: Codes | None) -> Any:
     return member @ columns
 
 
-def by_influence(value: float, influence: Array, clusters: Codes | None, degrees: float) -> Measured | None:
+def by_influence(value: float, influence: Array, clusters: Codes | None, parts: Sequence[Codes]) -> Measured | None:
     """The interval of a ranking by each sample's influence on it; None where nothing varies, as in a perfect ranking.
 
     It is taken on the logit scale, where no interval leaves 0 … 1. Groups are never taken for less varied than their
-    samples would be if they stood alone.
+    samples would be if they stood alone. `parts` are the groups of its positive and its negative samples.
     """
+    degrees = freedom(*parts)
     if not degrees:
-        return None if clusters is None else Measured(value, reason=_ALONE)
+        return None if clusters is None else Measured(value, reason=too_few(*parts))
     squares = float(np.square(influence).sum())
     if clusters is not None:
         squares = max(squares, float(np.square(np.bincount(clusters, weights=influence)).sum()))
@@ -231,8 +240,6 @@ def calibration(gaps: Any, samples: int, drawn: Array, degrees: float | None) ->
     squares = np.asarray((gaps.power(2) if sparse.issparse(gaps) else np.square(gaps)).sum(0), dtype=np.float64).ravel()
     gap, deviation = np.abs(np.asarray(gaps.sum(0), dtype=np.float64).ravel()), np.sqrt(squares)
     value = float(gap.sum()) / samples
-    if degrees == 0:
-        return Measured(value, reason=_ALONE)
     spread = float(drawn.std())
     if spread < 1e-12:
         return Measured(value, reason=_NO_SPREAD)
@@ -241,7 +248,7 @@ def calibration(gaps: Any, samples: int, drawn: Array, degrees: float | None) ->
     folded = deviation * (math.sqrt(2 / math.pi) * np.exp(-np.square(ratio) / 2) - 2 * ratio * ndtr(-ratio))
     most = float(np.where(ratio <= reach, deviation * math.sqrt(2 / math.pi), folded).sum()) / samples
     low, high = value - most - reach * spread, 2 * value - float(drawn.mean()) + reach * spread
-    return Measured(value, max(0.0, min(low, value)), max(high, value), "bootstrap")
+    return Measured(value, max(0.0, min(low, value)), max(min(high, 1.0), value), "bootstrap")
 
 
 @dataclass(frozen=True)
@@ -268,8 +275,6 @@ EXPLAINED = Scale(lambda values: -np.log1p(-values), lambda value: 1 - _exponent
 
 def jackknifed(value: float, left_out: Array, degrees: float, scale: Scale) -> Measured:
     """The interval of a figure by what it is with each group left out."""
-    if not degrees:
-        return Measured(value, reason=_ALONE)
     with np.errstate(divide="ignore", invalid="ignore"):
         moved, centre = scale.onto(left_out), float(scale.onto(np.array([value]))[0])
     if not math.isfinite(centre) or not np.isfinite(moved).all():

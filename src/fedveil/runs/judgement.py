@@ -29,6 +29,7 @@ from fedveil.runs.intervals import (
     missing,
     recoded,
     share_of,
+    wilson,
 )
 from fedveil.runs.metrics import (
     BINS,
@@ -55,6 +56,7 @@ _UNDEFINED = {
     "r2": "the targets do not vary",
     "balanced_accuracy": "every label has the same answer throughout",
 }
+_TOO_LARGE = "the outputs, or the targets, are too large to be squared"
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,6 @@ def beats(name: str, figure: Measured) -> bool | None:
     return figure.low > figure.baseline if KINDS[name].higher_is_better else figure.high < figure.baseline
 
 
-def worse(name: str, figure: Measured) -> bool:
-    """Whether it is wholly on the other side."""
-    if figure.low is None or figure.high is None or figure.baseline is None:
-        return False
-    return figure.high < figure.baseline if KINDS[name].higher_is_better else figure.low > figure.baseline
-
-
 def shown(name: str, value: float | None) -> str:
     """A figure the way people read it."""
     if value is None:
@@ -204,7 +199,7 @@ def _verdict(judged: Judgement) -> str:
     above = figure.value > figure.baseline
     if judged.beats_baseline:
         return f"The model beats {against}: {ours}."
-    if worse(name, figure):
+    if _worse(judged):
         said = f"The model is worse than {against}: {ours}."
     elif above and figure.low is None:
         said = f"The model is not shown to beat {against}: {ours}, with {figure.reason}."
@@ -222,6 +217,16 @@ def _verdict(judged: Judgement) -> str:
         return f"{said} It {ranks} than chance either (AUROC {told('auroc', ranking)})."
     fails = "" if above else ": what fails is the threshold, or the balance of classes"
     return f"{said} It does rank samples better than chance (AUROC {told('auroc', ranking)}){fails}."
+
+
+def _worse(judged: Judgement) -> bool:
+    """Whether a constant answer is shown to be better: its share of right answers is known from the same few samples,
+    and has an interval too."""
+    figure, count = judged.figures[judged.primary], judged.clusters or judged.samples
+    if figure.high is None or figure.baseline is None:
+        return False
+    share = judged.primary == "accuracy"
+    return figure.high < (wilson(figure.baseline * count, count)[0] if share else figure.baseline)
 
 
 def _constant(judged: Judgement) -> str:
@@ -357,7 +362,8 @@ def quick_figures(outputs: Tensor, data: JudgedSamples, loss: str | None = None)
     given, truth = outputs.detach().double().cpu(), data.y.detach().cpu().numpy()
     wanted: tuple[str, ...]
     if data.task == "regression":
-        figures = error_figures(total(error_columns(truth.astype(np.float64), given.numpy())))
+        with np.errstate(over="ignore", invalid="ignore"):
+            figures = error_figures(total(error_columns(truth.astype(np.float64), given.numpy())))
         wanted = ("mae", "r2")
     elif data.task == "multilabel":
         decided = given.numpy() >= (0.5 if loss == "square" else 0.0)
@@ -399,7 +405,7 @@ def _parts(samples: _Arrays, places: Codes, names: Sequence[str]) -> tuple[Subse
     made = []
     for code in codes.tolist():
         own = samples.at(places == code).judged()
-        made.append(Subset(names[code] if code < len(names) else str(code), own.samples, own.figures))
+        made.append(Subset(names[code] if 0 <= code < len(names) else str(code), own.samples, own.figures))
     return tuple(made)
 
 
@@ -559,13 +565,16 @@ class _Arrays:
 
     def _regression(self) -> Judgement:
         truth = self.truth.astype(np.float64)
-        made = counted(
-            error_columns(truth, self.chances),
-            error_figures,
-            constant=error_columns(truth, np.broadcast_to(truth.mean(0), truth.shape)),
-            clusters=self.clusters,
-            undefined=_UNDEFINED,
-        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            columns = error_columns(truth, self.chances)
+            huge = not np.isfinite(total(columns)).all()
+            made = counted(
+                columns,
+                error_figures,
+                constant=error_columns(truth, np.broadcast_to(truth.mean(0), truth.shape)),
+                clusters=self.clusters,
+                undefined=dict.fromkeys(("mae", "rmse", "mse", "r2"), _TOO_LARGE) if huge else _UNDEFINED,
+            )
         constant = bool((self.chances == self.chances[:1]).all())
         return Judgement(self.task, len(truth), {name: figures[0] for name, figures in made.items()}, constant=constant)
 

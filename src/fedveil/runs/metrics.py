@@ -9,7 +9,7 @@ which for two classes is DeLong's variance.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from fedveil.runs.intervals import (
     percentiles,
     quantile,
     resamples,
+    too_few,
     wilson,
     worth,
 )
@@ -101,12 +102,14 @@ def counted(
             if not math.isfinite(value):
                 made[name].append(missing(undefined.get(name, "it is not defined for these samples")))
                 continue
-            if name == "ece":
+            if clusters is not None and not degrees:
+                spread = Measured(value, reason=too_few(clusters))
+            elif name == "ece":
                 spread = calibration(units[:, -BINS:], columns.shape[0], drawn[name][:, at], degrees)
             elif degrees is None:
                 spread = percentiles(value, drawn[name][:, at])
             else:
-                others = left_out.get(name, np.empty(0)).reshape(units.shape[0], -1)[:, at] if degrees else np.empty(0)
+                others = left_out[name].reshape(units.shape[0], -1)[:, at]
                 spread = jackknifed(value, others, degrees, _SCALES.get(name, SHARE))
             made[name].append(replace(spread, baseline=_known(baseline)))
     return made
@@ -323,13 +326,13 @@ def ranked(truth: Bits, score: Array, clusters: Codes | None, *, kind: str) -> t
         else:
             influence = influence * _own_share(true, clusters)
             ends = ranking.bound(value, worth(sides[0]), worth(sides[1]), quantile(degrees) if degrees else Z)
-        each.append(replace(_interval(ranking, value, influence, clusters, degrees, ends), baseline=baseline))
+        each.append(replace(_interval(ranking, value, influence, clusters, sides, ends), baseline=baseline))
         measured.append((value, influence, *ends, baseline))
     if not measured:
         return missing("every sample is of one class"), each
     values, influences, low, high, baselines = (np.mean(part, axis=0) for part in zip(*measured, strict=True))
     ends = (float(low), float(high))
-    mean = _interval(ranking, float(values), influences, clusters, freedom(*parts), ends)
+    mean = _interval(ranking, float(values), influences, clusters, parts, ends)
     return replace(mean, baseline=float(baselines)), each
 
 
@@ -347,10 +350,10 @@ def _interval(
     value: float,
     influence: Array,
     clusters: Codes | None,
-    degrees: float,
+    parts: Sequence[Codes],
     ends: tuple[float, float],
 ) -> Measured:
-    spread = by_influence(value, influence, clusters, degrees)
+    spread = by_influence(value, influence, clusters, parts)
     if spread is None:
         return Measured(value, *ends, ranking.bound_interval)
     return replace(spread, interval=ranking.interval if spread.low is not None else "")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fedveil.data.pickles import Built, Machine, Named, RefusedError, StandIns
+from fedveil.data.pickles import Built, Machine, Named, RefusedError, StandIns, TooMuchError, cut
 from fedveil.errors import ConfigError, spelled
 
 # A counter that decides nothing here, and the ε that FedVeil's own files keep beside a normalisation's weights.
@@ -22,7 +23,8 @@ def fill_from(model: nn.Module, path: Path) -> None:
     """Give a model the weights of a file, all of them.
 
     Raises:
-        ConfigError: The file cannot be read, or a name, a shape or a type in it is not the model's.
+        ConfigError: The file cannot be read, a name, a shape or a type in it is not the model's, or its numbers are
+            NaN or infinite where the model's are not.
     """
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_weight(name)}
     if not path.is_file():
@@ -46,7 +48,7 @@ def _fill_from_safetensors(own: Mapping[str, Tensor], path: Path) -> None:
         with safe_open(str(path), "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             _check(own, shapes, path)
-            _copy(own, file.get_tensor)
+            _copy(own, file.get_tensor, path)
     except (SafetensorError, OSError, ValueError, AttributeError) as reason:
         raise ConfigError(f"{path} is damaged or not a safetensors file: {reason}") from reason
 
@@ -83,8 +85,9 @@ class _Saved:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    negated: bool
 
-    def read(self, content: bytes) -> Tensor:
+    def read(self, content: bytearray) -> Tensor:
         """The tensor, from its storage's bytes."""
         last = self.offset + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
         if len(content) != self.storage.count * self.storage.dtype.itemsize or (
@@ -93,26 +96,42 @@ class _Saved:
             raise ValueError("a tensor that is not where the file says")
         if not content:
             return torch.empty(self.shape, dtype=self.storage.dtype)
-        return torch.frombuffer(bytearray(content), dtype=self.storage.dtype).as_strided(
-            self.shape, self.strides, self.offset
-        )
+        numbers = torch.frombuffer(content, dtype=self.storage.dtype)
+        value = numbers.as_strided(self.shape, self.strides, self.offset)
+        return -value if self.negated else value
 
 
 class _Ordered(dict[str, object], Built):
-    """Stands in for OrderedDict, to which PyTorch gives the versions of its layers as an attribute."""
+    """Stands in for OrderedDict, to which PyTorch gives the versions of its layers as an attribute.
+
+    It begins empty, as pickles make it: what it were given would be copied, and its keys hashed, unseen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
 
     def built(self, state: object) -> None:
         """Versions decide nothing here."""
 
 
-def _tensor(storage: object, offset: object, shape: object, strides: object, *_: object) -> _Saved:
+def _tensor(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    _grad: object = None,
+    _hooks: object = None,
+    bits: object = None,
+) -> _Saved:
     if not isinstance(storage, _Storage) or not isinstance(shape, tuple) or not isinstance(strides, tuple):
         raise ValueError("a tensor of nothing")
     sizes = (offset, *shape, *strides)
     if len(shape) != len(strides) or not all(type(size) is int and 0 <= size < 1 << 48 for size in sizes):
         raise ValueError("a tensor of no shape")
     assert isinstance(offset, int)
-    return _Saved(storage, offset, shape, strides)
+    if bits not in (None, {}, {"neg": False}, {"neg": True}):  # that of conjugates belongs to complex numbers
+        raise ValueError("a tensor that is read in a way of its own")
+    return _Saved(storage, offset, shape, strides, negated=bits == {"neg": True})
 
 
 def _parameter(tensor: object, *_: object) -> object:
@@ -153,9 +172,14 @@ def _fill_from_state_dict(own: Mapping[str, Tensor], path: Path) -> None:
             if not isinstance(given, dict) or not all(isinstance(value, _Saved) for value in given.values()):
                 raise ConfigError(f"{path} holds something else than tensors by name: save model.state_dict() alone.")
             _check(own, {name: value.shape for name, value in given.items()}, path)
-            _copy(own, lambda name: given[name].read(archive.read(f"{folder}data/{given[name].storage.key}")))
+            _copy(own, _reader(given, own, lambda key: archive.read(f"{folder}data/{key}")), path)
     except ConfigError:
         raise
+    except TooMuchError as reason:
+        raise ConfigError(
+            f"{path} cannot be read as weights alone: it asks for {reason}. Save a state_dict, or the tensors as "
+            ".safetensors, which may be as many as you like."
+        ) from reason
     except RefusedError as reason:
         raise ConfigError(
             f"{path} cannot be read as weights alone: it names {reason}, and nothing was run. Save a state_dict of "
@@ -168,16 +192,36 @@ def _fill_from_state_dict(own: Mapping[str, Tensor], path: Path) -> None:
         ) from reason
 
 
+def _reader(
+    given: Mapping[str, _Saved], wanted: Iterable[str], stored: Callable[[str], bytes]
+) -> Callable[[str], Tensor]:
+    """Reads tensors by name, each once; a storage that several are views of is kept until the last of them."""
+    uses = Counter(given[name].storage.key for name in wanted)
+    kept: dict[str, bytearray] = {}
+
+    def read(name: str) -> Tensor:
+        key = given[name].storage.key
+        uses[key] -= 1
+        content = kept[key] if key in kept else bytearray(stored(key))
+        if uses[key]:
+            kept[key] = content
+        else:
+            kept.pop(key, None)
+        return given[name].read(content)
+
+    return read
+
+
 def _check(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]], path: Path) -> None:
     """Refuse weights of another model, by name, before any is read."""
     there = {name: shape for name, shape in given.items() if _is_weight(name)}
     wrong = [
-        f"{name} has shape {there[name]} there and {tuple(own[name].shape)} in the model"
+        f"{name} has shape {cut(str(there[name]))} there and {tuple(own[name].shape)} in the model"
         for name in own
         if name in there and there[name] != tuple(own[name].shape)
     ]
     wrong += [f"{name} is missing there" for name in own if name not in there]
-    wrong += [f"{name} is not in the model" for name in there if name not in own]
+    wrong += [f"{cut(name)} is not in the model" for name in there if name not in own]
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise ConfigError(
@@ -186,10 +230,16 @@ def _check(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]], path
         )
 
 
-def _copy(own: Mapping[str, Tensor], read: Callable[[str], Tensor]) -> None:
+def _copy(own: Mapping[str, Tensor], read: Callable[[str], Tensor], path: Path) -> None:
     with torch.no_grad():
         for name, target in own.items():
             value = read(name)
             if value.is_floating_point() != target.is_floating_point():
                 raise ConfigError(f"The weights of {name} are {value.dtype}, the model's {target.dtype}.")
+            value = value.to(target.dtype)
+            if not bool(value.isfinite().all()) and bool(target.isfinite().all()):  # a mask may well hold −∞
+                raise ConfigError(
+                    f"The weights of {name} in {path} hold NaN or infinity, from which nothing can be trained: give a "
+                    "file from before that happened."
+                )
             target.copy_(value)

@@ -112,9 +112,10 @@ def augmentation_of(
     sizes = {name: asked[name] or usual for name, usual in (("crop", _CROP), ("cutout", _CUTOUT)) if name in asked}
     for name, size in sizes.items():
         if size >= side:
+            instead = f"write a smaller one, like {name}:{max(1, side // 4)}" if side > 1 else f"leave {name} out"
             raise ConfigError(
                 f"augment = {named!r}: {name}:{size} is as large as the pictures of {input_shape[1]}×{input_shape[2]} "
-                f"pixels; write a smaller one, like {name}:{max(1, side // 4)}."
+                f"pixels; {instead}."
             )
     return PictureAugmentation(
         config.seed, (input_shape[1], input_shape[2]), sizes.get("crop", 0), "flip" in asked, sizes.get("cutout", 0)
