@@ -12,8 +12,10 @@ import pytest
 from federation import job
 from fedveil.errors import CheckpointError
 from fedveil.protocol.phases import RoundBegins
+from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
-from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.journal_file import JournalFile
+from fedveil.runs.loop import fresh_state, privacy_journal_of, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
 
 
@@ -47,6 +49,132 @@ def test_what_is_written_after_a_torn_line_counts(run: Job, tmp_path: Path, torn
     privacy_journal = PrivacyJournal(run, journal)  # the second attempt begins a round, and is killed in it
     privacy_journal.begin(RoundBegins(2, 1, (0, 1, 2, 3, 4), bytes(32)))
     assert spent(run, journal) == pytest.approx(whole * 4 / 3, rel=1e-9)
+
+
+_PLAN = {"plan": {"target": {"epsilon": 8.0, "rounds": 3}, "strength": None}, "reach": {"0": 2.0}, "samples": {"0": 40}}
+_LINES = [
+    _PLAN,
+    {"joined": {"3": [40, 2.0]}},
+    {"begin": [0, 0], "cohort": [0, 3], "graph": "ab"},
+    {"end": [0, 0], "arrived": None, "revealed": []},
+]
+
+
+@pytest.mark.parametrize("last", range(len(_LINES)), ids=lambda last: next(iter(_LINES[last])))
+@pytest.mark.parametrize("zeros", [0, 3], ids=["killed", "zeros"])
+def test_a_kill_at_any_byte_and_again_at_any_byte_leaves_all_whole_lines(tmp_path: Path, last: int, zeros: int) -> None:
+    """Torn, resumed with a plan that is torn at every byte, and once more; then a plan and a round stand, and count."""
+    journal = tmp_path / "privacy.jsonl"
+
+    def attempt(*entries: dict[str, object]) -> list[dict[str, object]]:
+        file = JournalFile(journal)
+        known = file.entries()
+        for entry in entries:
+            file.write(entry)
+        return known
+
+    attempt(*_LINES[:last])
+    before = journal.read_bytes() if last else b""
+    attempt(_LINES[last])
+    line = journal.read_bytes()[len(before) :]
+    journal.write_bytes(before)
+    attempt(_PLAN)
+    plan = journal.read_bytes()[len(before) :].rstrip(b"\n")
+    torn = [line[:cut] + bytes(zeros) for cut in range(len(line) - 1)]
+    again = [plan[:cut] + bytes(zeros) for cut in range(len(plan))]
+    pairs = [*((first, again[len(again) // 2]) for first in torn), *((torn[-1], second) for second in again)]
+    for first, second in pairs:
+        for rest in ([first], [first, second, second]):
+            journal.unlink()  # a new file is not flushed when it is closed
+            journal.write_bytes(before + b"\n".join(rest))
+            assert attempt() == _LINES[:last], rest
+    attempt(_PLAN, _LINES[2])
+    assert attempt() == [*_LINES[:last], _PLAN, _LINES[2]]
+
+
+def test_a_second_line_that_cannot_be_read_and_is_no_plan_is_refused(tmp_path: Path) -> None:
+    journal = tmp_path / "privacy.jsonl"
+    journal.write_text('{"begin":[0,0],"coh\n{"end":[0,0],"arr')
+    with pytest.raises(ValueError, match="line 1 "):
+        JournalFile(journal).entries()
+
+
+class Killed(BaseException):
+    """A run that is killed."""
+
+
+def _killed(run: Job, folder: RunFolder, *, attempt: int) -> None:
+    """An attempt that dies when its first round is over, before metrics tell of that."""
+    state = fresh_state(run)
+    state.attempt = attempt
+
+    def end(row: object, now: object) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        train_job(run, state=state, journal=folder.privacy_journal, on_round=end)
+
+
+@pytest.fixture
+def attempts(run: Job, tmp_path: Path) -> tuple[RunFolder, list[str]]:
+    """A run killed three times; the journal as each attempt left it."""
+    folder, journals = RunFolder(tmp_path / "run", engine="flower"), []
+    folder.start(run.config)
+    for attempt in range(3):
+        _killed(run, folder, attempt=folder.resume(run.config) if attempt else 0)
+        journals.append(folder.privacy_journal.read_text())
+    return folder, journals
+
+
+@pytest.mark.parametrize("back", [0, 1, None], ids=["first", "second", "lost"])
+def test_a_journal_put_back_to_an_earlier_attempt_is_refused(
+    run: Job, attempts: tuple[RunFolder, list[str]], back: int | None
+) -> None:
+    folder, journals = attempts
+    folder.resume(run.config)
+    privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
+    folder.privacy_journal.unlink()
+    if back is not None:
+        folder.privacy_journal.write_text(journals[back])
+    with pytest.raises(CheckpointError, match=r"attempts\.json"):
+        privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
+    assert json.loads((folder.path / "attempts.json").read_text())["engine"] == "flower"
+
+
+def test_a_journal_that_had_digests_is_not_taken_for_one_from_before(
+    run: Job, attempts: tuple[RunFolder, list[str]]
+) -> None:
+    folder, journals = attempts
+    lines = _dated(journals[-1].splitlines())
+    folder.privacy_journal.write_text("\n".join([*lines[:-1], _by_hand(lines[-1])]) + "\n")
+    with pytest.raises(CheckpointError, match=r"attempts\.json"):
+        privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
+    (folder.path / "attempts.json").write_text('{"attempts": 3, "engine": "flower"}')  # as older versions leave it
+    privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
+
+
+def test_an_attempt_killed_before_it_asked_anybody_is_no_reason_to_refuse(
+    run: Job, attempts: tuple[RunFolder, list[str]]
+) -> None:
+    """It has no plan in the journal, or half of one: there are more attempts than plans, and nothing is missing."""
+    folder, _ = attempts
+    whole = spent(run, folder.privacy_journal)
+    for torn in ("", '{"plan":{"tar', '{"plan"'):
+        folder.resume(run.config)
+        with folder.privacy_journal.open("a") as file:
+            file.write(torn)
+        privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
+    assert spent(run, folder.privacy_journal) == pytest.approx(whole, rel=1e-12)
+
+
+@pytest.mark.parametrize("mark", [[], [1], "1", {}, [0, ""], [10**9, "00"], [-1, "00"], [1, None]], ids=str)
+def test_a_mark_that_is_none_refuses_without_a_traceback(
+    run: Job, attempts: tuple[RunFolder, list[str]], mark: object
+) -> None:
+    folder, _ = attempts
+    (folder.path / "attempts.json").write_text(json.dumps({"attempts": 3, "engine": "local", "journal": mark}))
+    with pytest.raises(CheckpointError, match=r"attempts\.json"):
+        privacy_journal_of(run, folder.privacy_journal, fresh_state(run))
 
 
 def test_a_round_that_began_and_never_ended_counts_and_so_does_each_repetition(run: Job, tmp_path: Path) -> None:

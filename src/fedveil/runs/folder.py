@@ -213,6 +213,16 @@ class RunFolder:
             self._remember(facts)
         return str(facts["lineage"])
 
+    @property
+    def journal_mark(self) -> object:
+        """Up to where the privacy journal had come when the newest attempt began; None in folders from before."""
+        return self._remembered().get("journal")
+
+    def mark_journal(self, mark: tuple[int, str]) -> None:
+        """Remember up to where the privacy journal has come."""
+        if facts := self._remembered():
+            write_atomically(self._attempts, json.dumps({**facts, "journal": mark}))
+
     def _remembered(self) -> dict[str, Any]:
         try:
             return read_named(self._attempts)
@@ -382,8 +392,9 @@ def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], 
             f"The run in {folder.path} was started from Python and has not ended: continue it there with resume=True."
         )
     job = job_from_config(config)
-    rows = folder.metrics()
+    rows, mark = folder.metrics(), folder.journal_mark  # before the journal, which may be growing
     privacy_journal = PrivacyJournal(job, folder.privacy_journal)
+    privacy_journal.check_mark(mark)
     privacy_journal.check_rounds(row["round"] for row in rows)
     ledger = privacy_journal.ledger(rounds=len(rows))
     return replace(ledger, notes=("the run has not ended: this is what it has spent so far", *ledger.notes))

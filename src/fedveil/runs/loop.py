@@ -230,7 +230,8 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
         return privacy_journal
     from fedveil.runs.folder import RunFolder  # which needs packages that in-memory training does not
 
-    rows = RunFolder(journal.parent).metrics()
+    folder = RunFolder(journal.parent)
+    rows = folder.metrics()
     done = sum("failed" not in row for row in rows)
     for rounds, what in ((state.round, "the checkpoint is of round"), (done, "metrics.jsonl has rows of")):
         if known.rounds < rounds:
@@ -239,6 +240,8 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
                 f"Put the file back, or start anew with another {spelled('out')}."
             )
     privacy_journal.check_rounds(row["round"] for row in rows)
+    privacy_journal.check_mark(folder.journal_mark)
+    privacy_journal.on_plan = folder.mark_journal
     return privacy_journal
 
 

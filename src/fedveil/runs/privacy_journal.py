@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,8 @@ class PrivacyJournal:
         self._job = job
         self._file = None if journal is None else JournalFile(journal)
         self._headed = False
+        self.on_plan: Callable[[tuple[int, str]], None] = lambda mark: None
+        """Told the journal's mark once an attempt's plan is written, before anybody is asked."""
         self._open: RoundBegins | None = None
         self.pinned = job.guard.identities is not None
         """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
@@ -212,6 +214,8 @@ class PrivacyJournal:
         if not self._headed:
             self._headed = True
             self._write({"plan": dataclasses.asdict(self._terms.plan), **self._known()})
+            if self._file is not None:
+                self.on_plan(self._file.mark)
         cohort = None if len(begins.cohort) == len(self._job.pool) else list(begins.cohort)
         entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
         if begins.arrived is not None:
@@ -335,6 +339,16 @@ class PrivacyJournal:
     def _write(self, entry: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(entry)
+
+    def check_mark(self, mark: object) -> None:
+        """Refuse a journal that lacks what it had when the newest attempt began; None where nobody has written that."""
+        if self.accountant is None or self._file is None or mark is None or self._file.has(mark):
+            return
+        raise CheckpointError(
+            f"{self._file.path} is not the journal that the last attempt went on with, of which attempts.json tells: "
+            f"lines are missing or their digests are. What was spent is no longer known. Put the file back, or start "
+            f"anew with another {spelled('out')}."
+        )
 
     def check_rounds(self, rounds: Iterable[int]) -> None:
         """Refuse a journal in which a round, counted from 1, was not paid for although metrics tell of it.
