@@ -20,8 +20,6 @@ from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Workspace, check_finite, reported
 
-_AT_ONCE = 1 << 22
-
 
 @dataclass(frozen=True)
 class LocalSteps:
@@ -122,7 +120,8 @@ class LocalSteps:
         losses = []
         velocity = [torch.zeros_like(parameter) for parameter in moving] if self.momentum else []
         with seeded_dropout(module, self.batches.seed, data.client, round):
-            for x, y in self._taken(data, range(round * count, (round + 1) * count)):
+            for step in range(round * count, (round + 1) * count):
+                x, y = data.take(self._chosen(data, step), step=step)
                 loss = self._descended(module, moving, velocity, x, y, rate)
                 losses.append(loss)
                 if not (loss.is_cuda or math.isfinite(loss)):  # on a GPU, looking would cost a wait each step
@@ -132,25 +131,6 @@ class LocalSteps:
         statistics = collect_statistics(module, value)
         vector = weighted(torch.cat([moved, value, statistics]), len(data))
         return self._checked(workspace, vector, data, round, steps=len(losses))
-
-    def _taken(self, data: ClientData, steps: range) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every step's batch; of few numbers that lie in memory as they are, an epoch's are looked up at once."""
-        samples = len(data)
-        size = self.batches.batch_size(samples)
-        few = math.prod(data.x.shape[1:]) * samples <= _AT_ONCE
-        if data.source is not None or data.augment is not None or size == samples or not few:
-            for step in steps:
-                yield data.take(self._chosen(data, step), step=step)
-            return
-        known = None
-        for step in steps:
-            epoch, position = divmod(step, samples // size)
-            if epoch != known:
-                known, order = epoch, self.batches.order(client=data.client, samples=samples, epoch=epoch)
-                rows = order.to(data.x.device) if data.rows is None else data.rows[order.to(data.rows.device)]
-                x, y = data.x[rows], data.y[rows]
-            span = slice(position * size, (position + 1) * size)
-            yield x[span], y[span]
 
     def _checked(
         self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, *, steps: int | None = None
