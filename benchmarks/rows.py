@@ -18,7 +18,8 @@ from fedveil.protocol.messages import Train, Upload
 from fedveil.secrets import SeededSecrets
 from fedveil.tensors import ExactSum, flatten
 from fedveil.work import Batches, ClientData, Gradients, SquareLoss, Workspace
-from fedveil.work.gradients import prepare, step
+from fedveil.work.gradients import step
+from fedveil.work.messages import prepare
 
 
 @dataclass(frozen=True)

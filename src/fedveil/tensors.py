@@ -109,10 +109,10 @@ class ExactSum:
         """A look at a GPU's numbers costs a wait: rows of one tensor are looked at together; if it changes, again."""
         whole = vector._base if vector.is_cuda else None
         if whole is None or whole.shape[1:] != (self.length,):
-            return _all_in_range(vector)
+            return all_in_range(vector)
         if self._seen is None or self._seen[0] is not whole or self._seen[1] != whole._version:
-            if not _all_in_range(whole):
-                return _all_in_range(vector)
+            if not all_in_range(whole):
+                return all_in_range(vector)
             self._seen = (whole, whole._version)
         return True
 
@@ -189,7 +189,8 @@ def _replayed(function: Callable[..., Tensor]) -> Replayed:
     return Replayed(function)
 
 
-def _all_in_range(numbers: Tensor) -> bool:
+def all_in_range(numbers: Tensor) -> bool:
+    """Whether all are finite, and below what is taken for a training that has run away."""
     low, high = numbers.aminmax()
     return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too
 

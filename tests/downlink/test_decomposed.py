@@ -38,7 +38,7 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import TraceError
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, SquareLoss, Workspace
-from fedveil.work.gradients import prepare
+from fedveil.work.messages import prepare
 from pairs import crossed
 
 EXACT = 1e-10

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from fedveil import data
 from fedveil.downlink import Architecture, Broadcast, Mean, Plain, Rescaling, Weights, assemble, draw
 from fedveil.secrets import SeededSecrets
-from fedveil.work.gradients import prepare
 from fedveil.work.losses import make_loss
+from fedveil.work.messages import prepare
 from fedveil.work.per_sample import PerSample
 
 DRAWS = 20

@@ -17,7 +17,8 @@ from fedveil.downlink.architecture import VectorBatchNorm
 from fedveil.runs.judgement import quick_figures
 from fedveil.runs.own_metrics import OwnFigure, OwnMetrics
 from fedveil.work import Loss
-from fedveil.work.gradients import head_alpha, prepare
+from fedveil.work.gradients import head_alpha
+from fedveil.work.messages import prepare
 
 CHUNK = 1024
 

@@ -159,3 +159,25 @@ class Schedule:
                 "by which the rate is multiplied."
             )
         return factor
+
+
+def descend(
+    moving: list[Tensor],
+    grads: list[Tensor] | tuple[Tensor, ...],
+    velocity: list[Tensor],
+    rate: float | Tensor,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> None:
+    """v ← μ·v + g + λ·w; w ← w − lr·v in place; without momentum there is no `velocity`."""
+    if weight_decay:
+        grads = torch._foreach_add(grads, moving, alpha=weight_decay)
+    if velocity:
+        torch._foreach_mul_(velocity, momentum)
+        torch._foreach_add_(velocity, grads)
+        grads = velocity
+    if isinstance(rate, Tensor):  # as a captured step reads it anew each time
+        torch._foreach_sub_(moving, torch._foreach_mul(grads, rate))
+    else:
+        torch._foreach_add_(moving, grads, alpha=-rate)

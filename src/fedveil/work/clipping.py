@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from fedveil.downlink.messages import Broadcast
 from fedveil.errors import Code, ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
-from fedveil.work.gradients import prepare, weighted
+from fedveil.work.gradients import weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, Workspace
+from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, prepare
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
 from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
@@ -90,8 +90,30 @@ def _refuse_head(broadcast: Broadcast) -> None:
         )
 
 
+class ClippedWork(ManyAtOnce):
+    """Work whose contribution is bounded, whatever the data: nobody refuses to send it, unless the model is broken."""
+
+    def run_many(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """Every client's contribution, or that the model they were sent is broken."""
+        _refuse_head(broadcast)
+        try:
+            refuse_broken(broadcast, round)
+        except NumericError as reason:
+            yield from ((position, reason) for position in range(len(clients)))
+            return
+        yield from self._contributed(workspace, broadcast, clients, round)
+
+    @abstractmethod
+    def _contributed(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(position, contribution) of every client, in any order."""
+
+
 @dataclass(frozen=True)
-class ClippedSamples:
+class ClippedSamples(ClippedWork):
     """The mean over one batch of per-sample gradients, each clipped to L2 norm `clip` over all parameters.
 
         n_k · (1/b)·Σ_{i in batch} g_i·min(1, C/‖g_i‖)
@@ -152,23 +174,10 @@ class ClippedSamples:
             )
         return bounded_layout(architecture, tensors=tensors)
 
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """One client's clipped mean gradient."""
-        _, contribution = next(self.run_many(workspace, broadcast, [data], round=round))
-        if isinstance(contribution, NumericError):
-            raise contribution
-        return contribution
-
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+    def _contributed(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Clients with small batches of equal size together, the others one by one."""
-        _refuse_head(broadcast)
-        try:
-            refuse_broken(broadcast, round)
-        except NumericError as reason:
-            yield from ((position, reason) for position in range(len(clients)))
-            return
         engine = self._engine(workspace)
         prepare(workspace.architecture, engine.module, broadcast)
         for positions in self._groups(workspace, broadcast, clients):
@@ -202,7 +211,7 @@ class ClippedSamples:
 
     def _contributions(
         self, workspace: Workspace, engine: PerSample, broadcast: Broadcast, part: Sequence[ClientData], round: int
-    ) -> list[Tensor | NumericError]:
+    ) -> list[Tensor]:
         chosen = [self._chosen(workspace, data, round) for data in part]
         if self.sampling is not None and not len(chosen[0]):
             return [weighted(torch.zeros_like(workspace.architecture.trainable, dtype=_dtype(workspace)), len(part[0]))]
@@ -275,7 +284,7 @@ def refuse_broken(broadcast: Broadcast, round: int) -> None:
 
 
 @dataclass(frozen=True)
-class BoundedUpdate(ABC):
+class BoundedUpdate(ClippedWork):
     """Local training whose update, or the part of it that travels under noise, is clipped to L2 norm `clip` (θ)."""
 
     local: LocalSteps
@@ -302,23 +311,10 @@ class BoundedUpdate(ABC):
         """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
         return 2.0 * self.clip * samples
 
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """Train locally and bound what comes of it."""
-        _, contribution = next(self.run_many(workspace, broadcast, [data], round=round))
-        if isinstance(contribution, NumericError):
-            raise contribution
-        return contribution
-
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+    def _contributed(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """Many clients' local training, together where the device gains by it."""
-        _refuse_head(broadcast)
-        try:
-            refuse_broken(broadcast, round)
-        except NumericError as reason:
-            yield from ((position, reason) for position in range(len(clients)))
-            return
         for position, moved in self._trained(workspace, broadcast, clients, round=round):
             yield position, self._bounded(workspace, broadcast, clients[position], moved)
 

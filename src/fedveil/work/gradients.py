@@ -14,18 +14,14 @@ from fedveil.downlink.architecture import (
     Architecture,
     TappedLinear,
     batch_norms,
-    load_epsilon,
-    load_parameters,
-    load_statistics,
 )
-from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten, without_compiler
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
-from fedveil.work.messages import ClientData, Workspace, check_finite, reported
+from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, check_finite, prepare, reported
 
 
 def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
@@ -39,19 +35,6 @@ def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
             ("weight", (1,)),
         )
     )
-
-
-def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:
-    """Fill a skeleton with a broadcast."""
-    load_parameters(module, broadcast.parameters)
-    load_epsilon(architecture, module, broadcast.epsilon)
-    if architecture.table is not None:  # only traced networks can have transitional layers
-        load_multipliers(architecture, module, broadcast.multipliers)
-    if broadcast.statistics.numel():
-        load_statistics(module, broadcast.statistics)
-    if architecture.statistics_sizes:
-        for _, norm in batch_norms(module):
-            norm.statistics.clear()  # a step that was interrupted may have left some
 
 
 def head_alpha(architecture: Architecture, module: nn.Module) -> Tensor:
@@ -158,7 +141,7 @@ _VECTORISED_PIXELS = 4096
 
 
 @dataclass(frozen=True)
-class Gradients:
+class Gradients(ManyAtOnce):
     """The gradient(s) on one batch, weighted by the client's sample count.
 
     `vectorise` forces many clients at once on or off; None lets the measured rule decide. Where the uplink hides what
@@ -178,13 +161,6 @@ class Gradients:
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients, values, statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
-
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """One client's step."""
-        _, gradient = next(self.run_many(workspace, broadcast, [data], round=round))
-        if isinstance(gradient, NumericError):
-            raise gradient
-        return gradient
 
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int

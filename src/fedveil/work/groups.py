@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.captured import recorded
-from fedveil.downlink.architecture import Architecture, batch_norms, load_epsilon, load_parameters, load_statistics
-from fedveil.downlink.decomposed import load_multipliers
+from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.tensors import LARGEST
 from fedveil.work.augmentation import PictureAugmentation
-from fedveil.work.batches import Batches, has_random_layers
+from fedveil.work.batches import Batches, descend, has_random_layers
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, Workspace
+from fedveil.work.messages import ClientData, Workspace, prepare
 
 TOGETHER = 16
 """So many clients are one group, at most."""
@@ -167,30 +166,17 @@ def put(place: Tensor, numbers: Sequence[float]) -> None:
 class BroadcastPlaces:
     """Fixed places from which captured graphs read what clients were sent."""
 
-    def __init__(self, architecture: Architecture, broadcast: Broadcast) -> None:
-        self._architecture = architecture
+    def __init__(self, broadcast: Broadcast) -> None:
         self._places = [part.clone() for part in _parts(broadcast)]
-        self.parameters = self._places[0]
-        self.head = broadcast.head
-        if broadcast.head is not None:
-            vector, groups = self._places[4:]
-            self.head = PublicHead(vector, groups, broadcast.head.count, broadcast.head.per_group)
+        head = broadcast.head
+        if head is not None:
+            head = PublicHead(self._places[4], self._places[5], head.count, head.per_group)
+        parameters, epsilon, statistics, multipliers = self._places[:4]
+        self.sent = Broadcast(parameters, epsilon, statistics, multipliers, head)
 
     def put(self, broadcast: Broadcast) -> None:
         """Another round's."""
         torch._foreach_copy_(self._places, _parts(broadcast))
-
-    def load(self, module: nn.Module) -> None:
-        """Fill a skeleton."""
-        parameters, epsilon, statistics, multipliers = self._places[:4]
-        load_parameters(module, parameters)
-        load_epsilon(self._architecture, module, epsilon)
-        if statistics.numel():
-            load_statistics(module, statistics)
-        if multipliers.numel():
-            load_multipliers(self._architecture, module, multipliers)
-        for _, norm in batch_norms(module):
-            norm.statistics.clear()
 
 
 def _parts(broadcast: Broadcast) -> list[Tensor]:
@@ -209,11 +195,11 @@ class GroupStep(ClientGroup):
         super().__init__(task, clients, channels_last=channels_last)
         architecture = task.architecture
         # Held, since the graph goes on writing to them: what is let go of is somebody else's memory.
-        self._module, self._sent = self._skeleton(architecture), BroadcastPlaces(architecture, task.broadcast)
-        module, sent = self._module, self._sent
+        self._module, self._places = self._skeleton(architecture), BroadcastPlaces(task.broadcast)
+        module, sent = self._module, self._places.sent
 
         def work() -> Result:
-            sent.load(module)
+            prepare(architecture, module, sent)
             x = self._laid_out()
             result = self.weights.new_empty(self.count, task.length)
             result[:, -1] = self.weights
@@ -226,7 +212,7 @@ class GroupStep(ClientGroup):
 
     def run(self, broadcast: Broadcast) -> Result:
         """The step on the batches it is filled with."""
-        self._sent.put(broadcast)
+        self._places.put(broadcast)
         self._graph.replay()
         vectors, largest = self._result
         return vectors.clone(), largest
@@ -248,7 +234,8 @@ class GroupDescent(ClientGroup):
     ) -> None:
         super().__init__(task, clients, channels_last=channels_last)
         architecture = task.architecture
-        self._sent = sent = BroadcastPlaces(architecture, task.broadcast)
+        self._places = BroadcastPlaces(task.broadcast)
+        sent = self._places.sent
         self._modules = modules = [self._skeleton(architecture) for _ in range(self.count)]
         moving: list[list[Tensor]] = [
             [parameter for name, parameter in module.named_parameters() if name not in architecture.frozen]
@@ -261,7 +248,7 @@ class GroupDescent(ClientGroup):
 
         def begin() -> Result:
             for module in modules:
-                sent.load(module)
+                prepare(architecture, module, sent)
             for velocity in self._velocity:
                 if velocity:
                     torch._foreach_zero_(velocity)
@@ -276,13 +263,8 @@ class GroupDescent(ClientGroup):
                     value = task.loss.mean(module(x[place]), self.y[place])
                     grads = torch.autograd.grad(value, moving[place], allow_unused=True, materialize_grads=True)
                 with torch.no_grad():
-                    if weight_decay:
-                        grads = torch._foreach_add(grads, moving[place], alpha=weight_decay)
-                    if momentum:
-                        torch._foreach_mul_(self._velocity[place], momentum)
-                        torch._foreach_add_(self._velocity[place], grads)
-                        grads = tuple(self._velocity[place])
-                    torch._foreach_sub_(moving[place], torch._foreach_mul(grads, self._rates[place]))
+                    own, rate = self._velocity[place], self._rates[place]
+                    descend(moving[place], grads, own, rate, momentum=momentum, weight_decay=weight_decay)
                     told = torch.cat([value.detach().reshape(1), statistics_of(module, value)])
                     self._sums[place].addcmul_(told, self._shares[place])
             return self._sums, self._rates
@@ -302,7 +284,7 @@ class GroupDescent(ClientGroup):
 
     def run(self, broadcast: Broadcast, fill: Callable[[int], None], counts: Sequence[int], rate: float) -> Result:
         """`counts` steps of the clients; `fill` puts the batches of a step where it reads them."""
-        self._sent.put(broadcast)
+        self._places.put(broadcast)
         self._begin.replay()
         going: list[bool] = []
         for step in range(max(counts)):
@@ -439,10 +421,8 @@ class Groups:
                     torch.cuda.empty_cache()
                     self._most = len(part) // 2
                     return None
-                except (
-                    RuntimeError
-                ):  # something waits for the host, or is never the same: launched one by one, it works
-                    self._most = 0
+                except RuntimeError:
+                    self._most = 0  # something waits for the host, or is never the same: launched one by one, it works
                     return None
                 self._made[key] = group
             group.weigh(part)

@@ -14,15 +14,15 @@ from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import Layout, flatten
-from fedveil.work.batches import Batches, Schedule, seeded_dropout
-from fedveil.work.gradients import collect_statistics, contribution_layout, prepare, weighted
+from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
+from fedveil.work.gradients import collect_statistics, contribution_layout, weighted
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, Workspace, check_finite, reported
+from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, check_finite, prepare, reported
 
 
 @dataclass(frozen=True)
-class LocalSteps:
+class LocalSteps(ManyAtOnce):
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
     A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
@@ -61,13 +61,6 @@ class LocalSteps:
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """gradients (here w − w_k), values (the mean loss), statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
-
-    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
-        """Train locally and report how far the parameters moved."""
-        _, update = next(self.run_many(workspace, broadcast, [data], round=round))
-        if isinstance(update, NumericError):
-            raise update
-        return update
 
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
@@ -160,22 +153,3 @@ class LocalSteps:
         with torch.no_grad():
             descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
         return value.detach()
-
-
-def descend(
-    moving: list[Tensor],
-    grads: list[Tensor] | tuple[Tensor, ...],
-    velocity: list[Tensor],
-    rate: float,
-    *,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-) -> None:
-    """v ← μ·v + g + λ·w; w ← w − lr·v in place; without momentum there is no `velocity`."""
-    if weight_decay:
-        grads = torch._foreach_add(grads, moving, alpha=weight_decay)
-    if velocity:
-        torch._foreach_mul_(velocity, momentum)
-        torch._foreach_add_(velocity, grads)
-        grads = velocity
-    torch._foreach_add_(moving, grads, alpha=-rate)

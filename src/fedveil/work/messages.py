@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Architecture
+from fedveil.downlink.architecture import (
+    Architecture,
+    batch_norms,
+    load_epsilon,
+    load_parameters,
+    load_statistics,
+)
+from fedveil.downlink.decomposed import load_multipliers
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import NumericError
 from fedveil.secrets import OsSecrets, SecretSource
-from fedveil.tensors import LARGEST, Layout
+from fedveil.tensors import LARGEST, Layout, all_in_range
 
 
 class Source(Protocol):
@@ -143,10 +151,39 @@ class Workspace:
         self.captured: dict[object, object] = {}
 
 
+def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:
+    """Fill a skeleton with a broadcast."""
+    load_parameters(module, broadcast.parameters)
+    load_epsilon(architecture, module, broadcast.epsilon)
+    if architecture.table is not None:  # only traced networks can have transitional layers
+        load_multipliers(architecture, module, broadcast.multipliers)
+    if broadcast.statistics.numel():
+        load_statistics(module, broadcast.statistics)
+    if architecture.statistics_sizes:
+        for _, norm in batch_norms(module):
+            norm.statistics.clear()  # a step that was interrupted may have left some
+
+
+class ManyAtOnce(ABC):
+    """Work of many clients at a time: that of one is that of a list of one."""
+
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """One client's contribution."""
+        _, contribution = next(self.run_many(workspace, broadcast, [data], round=round))
+        if isinstance(contribution, NumericError):
+            raise contribution
+        return contribution
+
+    @abstractmethod
+    def run_many(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """(position, contribution or why there is none) of every client, in any order."""
+
+
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
     """Refuse NaN, infinity and runaway numbers in a contribution, naming the client and the batch."""
-    low, high = vector.aminmax()
-    if bool((low > -LARGEST) & (high < LARGEST)):  # false for NaN too
+    if all_in_range(vector):
         return
     sort = "gradient" if torch.isfinite(values).all() else "loss"
     what = "has grown beyond 2^36" if torch.isfinite(vector).all() else "is not finite"

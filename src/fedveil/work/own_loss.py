@@ -173,10 +173,15 @@ def same(first: tuple[Tensor, ...], again: tuple[Tensor, ...]) -> bool:
     return all(a.shape == b.shape and _same(a, b) for a, b in zip(first, again, strict=True))
 
 
+def close(a: Tensor, b: Tensor, rounding: float) -> bool:
+    """Equal but for such a share of a number, or of the largest; what is not a number equals itself."""
+    largest = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=rounding, atol=rounding * largest, equal_nan=True)
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     if a.is_cuda:
-        largest = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
-        return torch.allclose(a, b, rtol=_GPU_ROUNDING, atol=_GPU_ROUNDING * largest, equal_nan=True)
+        return close(a, b, _GPU_ROUNDING)
     return torch.equal(a.nan_to_num(nan=torch.pi), b.nan_to_num(nan=torch.pi))
 
 

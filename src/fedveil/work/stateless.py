@@ -23,7 +23,7 @@ from fedveil.downlink.decomposed import has_multipliers
 from fedveil.errors import Code, ConfigError
 from fedveil.tensors import flatten
 from fedveil.work.losses import Loss
-from fedveil.work.own_loss import OwnLoss, answer, generators_at_zero, same
+from fedveil.work.own_loss import OwnLoss, answer, close, generators_at_zero, same
 
 _OURS = ("torch.nn.modules.", "fedveil.")
 
@@ -112,13 +112,7 @@ def _alike(first: tuple[Tensor, ...], other: tuple[Tensor, ...] | None) -> bool:
     """Equal but for rounding: a copy may take other kernels."""
     if other is None:
         return True
-    return all(
-        torch.allclose(
-            a, b, rtol=_ROUNDING, atol=_ROUNDING * float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()), equal_nan=True
-        )
-        for a, b in zip(first, other, strict=True)
-        if a.numel()
-    )
+    return all(close(a, b, _ROUNDING) for a, b in zip(first, other, strict=True))
 
 
 _ROUNDING = 1e-3

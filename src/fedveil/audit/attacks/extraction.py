@@ -30,7 +30,8 @@ from fedveil.downlink import Architecture, Broadcast, PublicHead, assemble
 from fedveil.downlink.architecture import VectorBatchNorm, batch_norms, load_statistics
 from fedveil.errors import ConfigError, DataError, NotApplicableError
 from fedveil.tensors import flatten
-from fedveil.work.gradients import collect_statistics, prepare
+from fedveil.work.gradients import collect_statistics
+from fedveil.work.messages import prepare
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
