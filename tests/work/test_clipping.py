@@ -108,6 +108,27 @@ class HiddenDropout(nn.Module):
         return self.head(F.dropout(F.relu(self.a(x)), 0.5, self.training))  # type: ignore[no-any-return]
 
 
+class PreActivation(nn.Module):
+    """A residual block as many write it: what a norm gives, and what a block gives, is changed in place."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.relu, self.inner = norm, nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(x)
+        out += 0.5 * x
+        out = self.inner(self.relu(out))
+        out += x
+        return out  # type: ignore[no-any-return]
+
+
+def in_place(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        nn.Linear(6, 12), nn.Unflatten(1, (4, 3)), PreActivation(norm()), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
@@ -148,6 +169,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "read twice": (ReadTwice, (6,)),
     "mixing": (Mixing, (6,)),
     "frozen head": (frozen_head, (6,)),
+    "in place after a group norm": (in_place(lambda: nn.GroupNorm(2, 4)), (6,)),
+    "in place after a layer norm": (in_place(lambda: nn.LayerNorm(3)), (6,)),
 }
 
 
