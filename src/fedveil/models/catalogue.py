@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError, unknown_option
-from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, mlp, resnet18
+from fedveil.models.attention import decoder, transformer, vit
+from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, lstm, mlp, resnet18
 
 BATCH = 2
 MOST_PARAMETERS = 1 << 30
@@ -22,8 +23,8 @@ MOST_STEPS = 1 << 14
 MOST_OF_AN_OPTION = 1 << 20
 _FITS = {
     "numbers": "'mlp' takes numbers of any shape.",
-    "images": "'cnn' and the ResNets take images (channels, height, width).",
-    "tokens": "'gru' takes token sequences.",
+    "images": "'cnn', 'vit' and the ResNets take images (channels, height, width).",
+    "tokens": "'gru', 'lstm', 'transformer' and 'decoder' take token sequences.",
 }
 
 
@@ -195,7 +196,16 @@ _ROWS = (
     _entry("resnet56", cifar_resnet(9), "images", "CIFAR ResNet with 56 layers, 0.85 M parameters"),
     _entry("resnet18", resnet18, "images", "ImageNet-style ResNet with 18 layers, 11.2 M parameters"),
     _entry("densenet", densenet, "images", "three dense blocks whose layers see all earlier ones", smallest=4),
+    _entry("vit", vit, "images", "vision Transformer over patches"),
     _entry("gru", gru, "tokens", "embedding, gated recurrent unit and mean over the words, for text"),
+    _entry("lstm", lstm, "tokens", "embedding, long short-term memory and mean over the words, for text"),
+    _entry("transformer", transformer, "tokens", "Transformer encoder and mean over the words, for text"),
+    _entry(
+        "decoder",
+        decoder,
+        "tokens",
+        "RMSNorm, rotary positions, grouped queries and SwiGLU, read at the last word, for text",
+    ),
 )
 
 _CATALOGUE = {row.info.name: row for row in _ROWS}
