@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -96,14 +96,14 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
 
 def check_output(
     model: nn.Module, *, name: str, input_shape: tuple[int, ...], outputs: int, vocabulary: int | None
-) -> None:
-    """Run a random batch of two in eval mode and compare the shape of what comes out."""
+) -> object:
+    """Run a random batch of two in eval mode, compare the shape of the logits that come out, and give what did."""
     batch = _random_batch(model, shape=(BATCH, *input_shape), vocabulary=vocabulary)
     # Module by module, because a factory may have frozen some of its parts in eval mode.
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            scores = model.eval()(batch)
+            output = model.eval()(batch)
     except Exception as error:
         raise ConfigError(
             f"Model {name!r} failed on a batch of shape {tuple(batch.shape)} ({batch.dtype}): "
@@ -113,12 +113,22 @@ def check_output(
     finally:
         for module, training in modes:
             module.training = training
+    scores = logits_of(output)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
     if shape != (BATCH, outputs):
         raise ConfigError(
             f"Model {name!r} returns {shape} for a batch of shape {tuple(batch.shape)}, but the task needs "
             f"{(BATCH, outputs)}: make its last layer give {outputs} numbers per sample."
         )
+    return output
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of an output that is an object or a dict with such; otherwise the output itself."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
 
 
 def _random_batch(model: nn.Module, *, shape: tuple[int, ...], vocabulary: int | None) -> Tensor:
