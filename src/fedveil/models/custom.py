@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedveil.errors import ConfigError, FedVeilError, unknown_option
 from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue, logits_of
@@ -129,6 +130,51 @@ class Adapted(nn.Module):
 def inputs_of(network: nn.Module) -> tuple[str, ...]:
     """The names that a network's inputs go by."""
     return tuple(p.name for p in inspect.signature(network.forward).parameters.values() if p.kind in _KEYWORDS)
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse tensors of a model that lie in each other's memory without being one.
+
+    Weights are sent, filled in and copied tensor by tensor: what lies under two names would be written twice, or would
+    part when the model is moved. A parameter that several layers hold is one tensor, and fine; so are constants that
+    share memory, for they are never written.
+
+    Raises:
+        ConfigError: Two parameters, a parameter and a buffer, or the running statistics of two layers do.
+    """
+    spans: list[tuple[int, int, int, str, bool]] = []
+    seen: set[int] = set()
+    for path, layer in model.named_modules():
+        for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            counted = isinstance(layer, nn.modules.batchnorm._NormBase) and name in ("running_mean", "running_var")
+            if (id(tensor) in seen and not counted) or not _lies_somewhere(tensor):
+                continue
+            seen.add(id(tensor))
+            moves = counted or isinstance(tensor, nn.Parameter)
+            spans.append((*_span(tensor), f"{path}.{name}" if path else name, moves))
+    spans.sort()
+    for position, (storage, _, end, name, moves) in enumerate(spans):
+        for other_storage, other_start, _, other, also in spans[position + 1 :]:
+            if other_storage != storage or other_start >= end:
+                break
+            if moves or also:
+                first, second = sorted((name, other))
+                raise ConfigError(
+                    f"{first!r} and {second!r} of the model lie in the same memory without being one tensor: trained "
+                    "apart, they would not be what they are together. Give one of them memory of its own (.clone()), "
+                    "or let both layers hold the same nn.Parameter."
+                )
+
+
+def _lies_somewhere(tensor: Tensor) -> bool:
+    return not (is_lazy(tensor) or tensor.is_meta or not tensor.numel())
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage that a tensor lies in, and from which byte to which."""
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    last = start + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().data_ptr(), start * size, (last + 1) * size
 
 
 def plain(network: nn.Module, output: object) -> nn.Module:
