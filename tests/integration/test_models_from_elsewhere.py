@@ -17,7 +17,11 @@ from downlink.exactness import assert_exact
 from fedveil.errors import ConfigError, DataError
 from fedveil.models import Adapted, build
 from fedveil.own_code import OwnCode
+from fedveil.work import Batches, ClientData, CrossEntropy
+from fedveil.work.clipping import ClippedSamples
 from shell import fedveil as command
+from work.test_clipping import by_hand as by_hand_clipped
+from work.test_clipping import opened, typical, workbench
 
 STEPS, WORDS = 6, 20
 QUICK: dict[str, Any] = {"rounds": 2, "seed": 1, "progress": False, "lr": 0.1, "dtype": "float64"}
@@ -136,6 +140,22 @@ def test_a_network_with_named_inputs_trains_under_noise(name: str, scheme: str) 
     result = fedveil.train(make(), clients, scheme=scheme, **{**QUICK, **SCHEMES[scheme], "rounds": 1})
     assert result.ledger["lines"]
     assert all(bool(p.isfinite().all()) for p in result.model.parameters())
+
+
+@pytest.mark.parametrize("name", [*TEXT, "vit"])
+def test_what_is_clipped_is_every_samples_own_gradient(name: str) -> None:
+    columns = pictures()[0] if name == "vit" else CLIENTS[0]
+    inputs = [column for key, column in columns.items() if key != "labels"]
+    fields = () if name == "vit" else (("input_ids", (STEPS,)), ("attention_mask", (STEPS,)))
+    net = Adapted((vit if name == "vit" else TEXT[name])(), fields).double()
+    x, y, loss = inputs[0].double() if name == "vit" else torch.cat(inputs, 1), columns["labels"], CrossEntropy()
+    architecture, sent = opened(net, x)
+    clip = typical(net, loss, x, y)
+    work = ClippedSamples(loss, Batches(0, 0), clip)
+    workspace = workbench(work, architecture)
+    sums = workspace.layout.split(work.run(workspace, sent, ClientData(0, x, y), round=0))["gradients"][0]
+    truth = by_hand_clipped(net, loss, x, y, clip)
+    assert float((sums / len(y) - truth).abs().max()) < 1e-9 * float(truth.abs().max())
 
 
 class Rows(Dataset[Any]):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import fedveil
 from downlink.exactness import assert_exact
 from fedveil import models
 from fedveil.errors import ConfigError
@@ -163,6 +166,27 @@ def test_a_veiled_round_recovers_the_gradient(name: str) -> None:
         assert_exact(text_model(name), tokens(2, low=0))
     else:
         assert_exact(vision_model(pool="mean" if name == "vit" else "class"), torch.randn(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize("name", [*TEXT, "vit"])
+def test_it_trains_under_schemes_that_are_one_model_and_under_noise(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shape = (8, 3, 8, 8) if name == "vit" else (8, STEPS)
+    inputs = [torch.randn(shape, generator=generator) for _ in range(3)]
+    if name != "vit":
+        inputs = [torch.randint(0, WORDS, shape, generator=generator) for _ in inputs]
+    clients = [(x, torch.randint(0, 3, (8,), generator=generator)) for x in inputs]
+    net = vision_model() if name == "vit" else text_model(name)
+    given: dict[str, Any] = {"rounds": 2, "seed": 1, "lr": 0.1, "dtype": "float64", "progress": False}
+    given |= {"loss": "cross-entropy", "bn_eps": "public"}
+    plain = fedveil.train(net, clients, scheme="fedavg", **given).model.state_dict()
+    for scheme, near in (("lossless", 1e-9), ("veil-secagg", 1e-4)):
+        veiled = fedveil.train(net, clients, scheme=scheme, head_noise=False, min_coverage=0.0, **given)
+        assert veiled.summary["coverage"] > 0.3
+        assert all(torch.allclose(value, plain[key], atol=near) for key, value in veiled.model.state_dict().items())
+    noised = fedveil.train(net, clients, scheme="nadp", **given)
+    assert all(bool(value.isfinite().all()) for value in noised.model.state_dict().values())
+    assert any(line["epsilon"] is not None for line in noised.ledger["lines"])
 
 
 @pytest.mark.parametrize(
