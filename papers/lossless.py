@@ -544,13 +544,13 @@ def _table2_cells(quick: bool) -> tuple[Cell, ...]:
     for label, run, loss in _table2_labels(quick):
         own = {"model": run["model"], "clients": run["clients"], "rounds": run["rounds"], "lr": run["lr"][loss]}
         shared = {**form["settings"], **own, "loss": loss, "evaluate_every": run["epoch"]}
-        usual = run.get("usual", True)
+        usual, more = run.get("usual", True), {"tf32": True} if run.get("tf32") else {}
+        plain = {**shared, "scheme": FEDAVG}
         veiled = {**shared, "scheme": LOSSLESS, **form["losses"][loss]["veiled"]}
-        cells.append(Cell(f"{label}/{FEDAVG}", {**shared, "scheme": FEDAVG}, usual=usual))
-        cells.append(Cell(f"{label}/{LOSSLESS}", veiled, usual=usual))
+        cells.append(Cell(f"{label}/{FEDAVG}", plain, usual=usual, more=more))
+        cells.append(Cell(f"{label}/{LOSSLESS}", veiled, usual=usual, more=more))
         if not quick:
-            again = {**shared, "scheme": FEDAVG}
-            cells.append(Cell(f"{label}/{REORDERED}", again, usual=usual, more={"reordered": True}))
+            cells.append(Cell(f"{label}/{REORDERED}", plain, usual=usual, more={**more, "reordered": True}))
     return tuple(cells)
 
 
