@@ -14,6 +14,7 @@ import torch
 from benchmarks.encryption import encryption
 from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
+from benchmarks.peers.table import peers
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
 from benchmarks.simulation import simulation
@@ -39,6 +40,7 @@ def main() -> int:
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),
         *(encryption(repeats=options.repeats) if device.type == "cpu" else []),
         *(hiding(repeats=options.repeats) if device.type == "cpu" else []),
+        *(peers(turns=options.repeats) if device.type == "cpu" else []),
         *(gpu_rounds() if device.type == "cuda" else []),
         *bytes_on_the_wire(),
     ]
