@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.encryption import encryption
+from benchmarks.gpu_clipping import gpu_clipping
 from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
 from benchmarks.peers.table import peers
@@ -42,6 +43,7 @@ def main() -> int:
         *(hiding(repeats=options.repeats) if device.type == "cpu" else []),
         *(peers(turns=options.repeats) if device.type == "cpu" else []),
         *(gpu_rounds() if device.type == "cuda" else []),
+        *(gpu_clipping(device, repeats=options.repeats) if device.type == "cuda" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

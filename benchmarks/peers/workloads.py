@@ -63,10 +63,31 @@ class Workload:
 WORKLOADS = (
     Workload("lr-mnist", "LR_MNIST, 10 of 1,000", "logistic", (1, 28, 28), 1000, 10, 60, 10, 0.03, True, block=20),
     Workload("cnn", "CNN, 100 × 60, one gradient", "cnn", (1, 28, 28), 100, 100, 60, 60, 0.1, block=2),
-    Workload("resnet20", "ResNet-20, GroupNorm, 10 × 32, one gradient", "resnet20", (3, 32, 32), 10, 10, 32, 32, 0.01),
+    Workload(
+        "resnet20",
+        "ResNet-20, 10 × 32, one gradient",
+        "resnet20",
+        (3, 32, 32),
+        10,
+        10,
+        32,
+        32,
+        0.01,
+        block=2,
+    ),
     Workload("clip-cnn", "CNN, 64 gradients clipped", "cnn", (1, 28, 28), 1, 1, 64, 64, 0.1, clipped=True, block=10),
     Workload(
-        "clip-resnet20", "ResNet-20, 32 gradients clipped", "resnet20", (3, 32, 32), 1, 1, 32, 32, 0.01, clipped=True
+        "clip-resnet20",
+        "ResNet-20, 32 gradients clipped",
+        "resnet20",
+        (3, 32, 32),
+        1,
+        1,
+        32,
+        32,
+        0.01,
+        clipped=True,
+        block=3,
     ),
 )
 
