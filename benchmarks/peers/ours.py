@@ -54,12 +54,12 @@ def plain_loop(plan: Plan, turns: Turns) -> Tensor:
 
 
 def engine(plan: Plan, turns: Turns, *, processes: int = 1) -> Tensor:
-    """`fedveil.train` as a user calls it."""
+    """`fedveil.train` as a user calls it, on so many processes."""
     workload = plan.workload
     given = {"local_epochs": 1} if workload.local else {}
     if workload.cohort < workload.clients:
         given["cohort"] = workload.cohort
-    if processes > 1:
+    if spreads():
         given[PROCESSES] = processes
     turns.begin()
     trained = fedveil.train(
