@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.clipping import clipped_rounds, clipping
 from benchmarks.encryption import encryption
 from benchmarks.gpu_clipping import gpu_clipping
 from benchmarks.gpu_rounds import gpu_rounds
@@ -36,6 +37,8 @@ def main() -> int:
         *server_work(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(simulation(repeats=options.repeats) if device.type == "cpu" else []),
+        *(clipping(device, repeats=options.repeats) if device.type == "cpu" else []),
+        *(clipped_rounds(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *(protection(repeats=options.repeats) if device.type == "cpu" else []),
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),
