@@ -151,7 +151,11 @@ class Player:
             stderr=self._log,
             text=True,
         )
-        self.hear("ready")
+        try:
+            self.hear("ready")
+        except RuntimeError:
+            self.close()
+            raise
 
     def turn(self, rounds: int) -> list[float]:
         """Seconds of each of so many rounds."""
@@ -223,10 +227,16 @@ def contest(
     with tempfile.TemporaryDirectory(prefix="fedveil-peers-") as scratch, ExitStack() as stack:
         folder = Path(scratch)
         plan.write(folder)
-        players = []
+        players: list[Player] = []
         for candidate in candidates:
-            players.append(Player(candidate, folder))
-            stack.callback(players[-1].close)
+            try:
+                players.append(Player(candidate, folder))
+            except RuntimeError as reason:
+                if candidate.peer is None:  # others are held against these
+                    raise
+                print(f"{workload.what}: {reason}", file=sys.stderr)
+            else:
+                stack.callback(players[-1].close)
         for player in players:
             player.turn(WARM_ROUNDS)
         seconds: list[list[float]] = [[] for _ in players]

@@ -10,6 +10,7 @@ import torch
 from benchmarks import gpu_clipping
 
 
+@pytest.mark.slow
 def test_clipped_steps_are_held_against_plain_ones_and_their_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_clipping.BATCHES, "cpu", (2,))
     (row,) = gpu_clipping.gpu_clipping(torch.device("cpu"), repeats=1)

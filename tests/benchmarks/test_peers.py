@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers import contest as contests
 from benchmarks.peers import environments
 from benchmarks.peers.contest import CLIPPING, FEDVEIL_2, TRAINING, Candidate, Cell, Player, cell, prepared
 from benchmarks.peers.page import page
 from benchmarks.peers.table import BOUNDS, keep, kept, marks, peers, rows
-from benchmarks.peers.workloads import WORKLOADS, Plan, Workload
+from benchmarks.peers.workloads import WARM_ROUNDS, WORKLOADS, Plan, Workload
 
 TINY = Workload("tiny", "a tiny one", "logistic", (1, 28, 28), 5, 2, 8, 4, 0.1, local=True)
 PLAYER = """
@@ -26,10 +27,10 @@ from benchmarks.peers.turns import Turns
 turns = Turns()
 print("a library says hello")
 turns.begin()
-for _ in range(3):
+for _ in range(ROUNDS):
     turns.lap()
 class Parameters:
-    numpy = staticmethod(lambda: numpy.arange(3.0))
+    numpy = staticmethod(lambda: numpy.arange(7850.0) + SHIFT)
 turns.finish(Path(sys.argv[1]), Parameters)
 """
 
@@ -38,13 +39,32 @@ def made(name: str = "FedVeil", *, seconds: float = 0.02, load: float = 1.0, apa
     return cell(WORKLOADS[0], name, [seconds, 1.1 * seconds, 0.9 * seconds], [0.1, load], most=2, apart=apart)
 
 
+def playing(name: str, *, rounds: int, shift: float = 0.0) -> Candidate:
+    return Candidate(name, ("-c", PLAYER.replace("ROUNDS", str(rounds)).replace("SHIFT", str(shift))))
+
+
+def test_everybody_takes_turns_and_a_peer_that_does_not_start_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contests, "interpreter", lambda peer: sys.executable)
+    rounds = WARM_ROUNDS + 2 * TINY.block
+    broken = Candidate("a peer", ("-c", "raise SystemExit('out of order')"), peer="pfl", processes=2)
+    candidates = [playing("first", rounds=rounds), broken, playing("other", rounds=rounds, shift=1.0)]
+    first, other = contests.contest(TINY, candidates, turns=2)
+    assert (first.candidate, other.candidate) == ("first", "other")
+    assert (len(first.seconds), len(other.seconds)) == (2, 2)
+    assert first.apart == 0
+    assert other.apart == pytest.approx(7850**0.5 / np.linalg.norm(np.arange(7850.0)), rel=1e-3)
+    assert "out of order" in capsys.readouterr().err
+
+
 def test_a_process_is_given_turns_and_tells_each_round(tmp_path: Path) -> None:
-    player = Player(Candidate("a player", ("-c", PLAYER)), tmp_path)
+    player = Player(playing("a player", rounds=3), tmp_path)
     try:
         taken = [player.turn(1), player.turn(2)]
         assert [len(seconds) for seconds in taken] == [1, 2]
         assert all(0 <= value < 60 for seconds in taken for value in seconds)
-        assert player.model(tmp_path).tolist() == [0, 1, 2]
+        assert player.model(tmp_path).tolist() == list(range(7850))
     finally:
         player.close()
 
