@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup run test test-all check docs bench clean
+.PHONY: setup run test test-all check docs bench bench-peers clean
 
 setup: $(STAMP)
 
@@ -41,5 +41,10 @@ docs: setup
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# Peers live in .peers/, one environment each (3.6 GB in all); `make bench` shows them too, once they are there.
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers --make
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

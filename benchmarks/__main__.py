@@ -11,9 +11,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.clipping import clipped_rounds, clipping
 from benchmarks.encryption import encryption
+from benchmarks.gpu_clipping import gpu_clipping
 from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
+from benchmarks.peers.table import peers
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
 from benchmarks.simulation import simulation
@@ -34,12 +37,16 @@ def main() -> int:
         *server_work(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(simulation(repeats=options.repeats) if device.type == "cpu" else []),
+        *(clipping(device, repeats=options.repeats) if device.type == "cpu" else []),
+        *(clipped_rounds(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *(protection(repeats=options.repeats) if device.type == "cpu" else []),
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),
         *(encryption(repeats=options.repeats) if device.type == "cpu" else []),
         *(hiding(repeats=options.repeats) if device.type == "cpu" else []),
+        *(peers(turns=options.repeats) if device.type == "cpu" else []),
         *(gpu_rounds() if device.type == "cuda" else []),
+        *(gpu_clipping(device, repeats=options.repeats) if device.type == "cuda" else []),
         *bytes_on_the_wire(),
     ]
     machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()

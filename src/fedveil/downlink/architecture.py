@@ -75,29 +75,35 @@ class _FusedTrainingNorm(torch.autograd.Function):
         return gx, gw, gb, None, None, None
 
 
-class _FusedGroupNorm(torch.autograd.Function):
-    """Group normalisation with vector ε on torch's own kernels.
+def group_normalised(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(x − μ)/√(v + ε)·w + b by groups, with one ε for each, and μ and 1/√(v + ε), both (samples, groups).
 
     Groups of samples are taken for the channels of one batch, whose mean and variance and whose normalisation by given
-    ones torch does fast; its way back reads 1/√(v + ε) from what the forward saved.
+    ones torch does fast.
     """
+    samples, channels, groups = x.shape[0], x.shape[1], len(eps)
+    mean, var = torch.batch_norm_update_stats(x.reshape(1, samples * groups, -1), None, None, 0.0)
+    invstd = torch.rsqrt(var.reshape(samples, groups) + eps)
+    means, factors = (part.reshape(-1).repeat_interleave(channels // groups) for part in (mean, invstd))
+    given = (weight.repeat(samples), bias.repeat(samples), means)
+    rows = x.reshape(1, samples * channels, -1)
+    if x.is_cuda:
+        out = torch.batch_norm_elemt(rows, *given, factors, 0.0)
+    else:
+        out, _, _ = torch.ops.aten.native_batch_norm(rows, *given, factors**-2, False, 0.0, 0.0)
+    # Not a view of `out`: autograd lets nobody change a view in place that a function of ours has made.
+    return torch.ops.aten._unsafe_view(out, x.shape), mean.reshape(samples, groups), invstd
+
+
+class _FusedGroupNorm(torch.autograd.Function):
+    """Group normalisation with vector ε; torch's own way back reads 1/√(v + ε) from what the forward saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Tensor:
         x = x.contiguous()
-        samples, channels, groups = x.shape[0], x.shape[1], len(eps)
-        mean, var = torch.batch_norm_update_stats(x.reshape(1, samples * groups, -1), None, None, 0.0)
-        invstd = torch.rsqrt(var.reshape(samples, groups) + eps)
-        means, factors = (part.reshape(-1).repeat_interleave(channels // groups) for part in (mean, invstd))
-        given = (weight.repeat(samples), bias.repeat(samples), means)
-        rows = x.reshape(1, samples * channels, -1)
-        if x.is_cuda:
-            out = torch.batch_norm_elemt(rows, *given, factors, 0.0)
-        else:
-            out, _, _ = torch.ops.aten.native_batch_norm(rows, *given, factors**-2, False, 0.0, 0.0)
-        ctx.save_for_backward(x, weight, mean.reshape(samples, groups), invstd)
-        # Not a view of `out`: autograd lets nobody change a view in place that a function of ours has made.
-        return torch.ops.aten._unsafe_view(out, x.shape)  # type: ignore[no-any-return]
+        out, mean, invstd = group_normalised(x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, invstd)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

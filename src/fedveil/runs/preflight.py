@@ -20,6 +20,7 @@ from fedveil.runs.monitor import monitor_of
 from fedveil.runs.pretrained import loaded_from
 from fedveil.uplink.graph import n_out
 from fedveil.work.groups import TOGETHER
+from fedveil.work.per_sample import CPU_BYTES
 
 if TYPE_CHECKING:
     from fedveil.protocol.cohort import Cohort
@@ -123,7 +124,7 @@ def _memory(job: Job, *, saved: float) -> str:
     batch, upload = min(job.config.batch_size or most, most), scheme.layout(job.architecture).length
     step, at_once = _BEYOND_SAVED * saved * batch, 1
     if scheme.work.clip is not None and scheme.work.local_training == (None, None):
-        step = min(step, _CHUNK_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
+        step = min(step, CPU_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
     elif scheme.work.returns == "gradient" and job.config.vectorise is not False and not _convolves(job):
         at_once = max(1, min(_MOST_AT_ONCE, job.cohort.size, _CHUNK_BYTES // (upload * number)))
     if weights.is_cuda and scheme.work.clip is None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, TappedLinear
 from fedveil.tensors import plain_attention, without_compiler
+from fedveil.work import vmapped
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
 
@@ -422,7 +423,9 @@ def _plain(layer: nn.Module) -> bool:
     return True
 
 
-CPU_BYTES = 64 << 20
+CPU_BYTES = 160 << 20
+CPU_TENSOR_BYTES = 16 << 20
+"""More for one tensor is slower on a CPU: beyond 32 MB, malloc asks the system for new pages every time."""
 GPU_BYTES = 4 << 30
 
 
@@ -501,11 +504,12 @@ def _placed(named: dict[str, nn.Parameter], sums: dict[str, Tensor], clients: in
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The recorded calls of one pass over one sample, and the memory such a pass takes."""
+    """The recorded calls of one pass over one sample, the numbers that such a pass keeps, and those of one tensor."""
 
     layers: list[Recorded]
     taps: list[Tensor]
     numbers: int
+    largest: int
 
 
 class PerSample:
@@ -516,6 +520,7 @@ class PerSample:
         self._loss = loss
         self._trained = set(trained_names(architecture))
         self._slot = install(self.module)
+        vmapped.install(self.module)
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}
 
@@ -526,6 +531,8 @@ class PerSample:
         budget = budget or (GPU_BYTES if x.device.type == "cuda" else CPU_BYTES)
         element = next((parameter.element_size() for parameter in self.module.parameters()), 4)
         at_once = max(1, budget // (plan.numbers * element))
+        if x.device.type == "cpu":
+            at_once = max(1, min(at_once, CPU_TENSOR_BYTES // (plan.largest * element)))
         whole = max(1, at_once // each)
         parts = []
         for start in range(0, clients, whole):
@@ -603,13 +610,14 @@ class PerSample:
         values = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.module.named_parameters()
         }
-        shared, numbers = {tensor.untyped_storage().data_ptr() for tensor in values.values()}, 0
+        shared, numbers, largest = {tensor.untyped_storage().data_ptr() for tensor in values.values()}, 0, 1
 
         def keep(tensor: Tensor) -> Tensor:
             """Count what the pass keeps for its way back, the parameters (shared by all samples) aside."""
-            nonlocal numbers
+            nonlocal numbers, largest
             if tensor.untyped_storage().data_ptr() not in shared:
                 numbers += tensor.numel()
+                largest = max(largest, tensor.numel())
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved)
@@ -639,4 +647,4 @@ class PerSample:
             numbers += layer.numbers([i for i, called in zip(recorder.inputs, layers, strict=True) if called is layer])
         recorded = {named[id(parameter)] for layer in layers for parameter in layer.parameters(recurse=False)}
         numbers += sum(tensor.numel() for n, tensor in values.items() if n in self._trained and n not in recorded)
-        return _Plan(layers, [torch.zeros_like(tensor) for tensor in recorder.made], max(1, numbers))
+        return _Plan(layers, [torch.zeros_like(tensor) for tensor in recorder.made], max(1, numbers), largest)
