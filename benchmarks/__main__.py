@@ -16,6 +16,7 @@ from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
+from benchmarks.scale import scale
 from benchmarks.simulation import simulation
 from benchmarks.voting import voting
 
@@ -34,6 +35,7 @@ def main() -> int:
         *server_work(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(simulation(repeats=options.repeats) if device.type == "cpu" else []),
+        *(scale() if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *(protection(repeats=options.repeats) if device.type == "cpu" else []),
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),
