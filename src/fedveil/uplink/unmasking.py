@@ -425,6 +425,7 @@ class MaskedSum(Inbox[Any]):
             raise ProtocolError("a revelation does not sign the survivor list")
         self.signatures[reply.client] = signature
         self._locked[reply.client] = to_bytes(reply.locked)
+        self.relay.pop(reply.client, None)  # it has been handed these: of many clients they are most of the memory
         for peer, share in zip(peers, reply.keys, strict=True):
             self._shares[(peer, LOCK)][reply.client] = to_bytes(share)
 
