@@ -103,11 +103,18 @@ def scale(clients: Sequence[int] = CLIENTS) -> list[Row]:
         some = cost(scheme, fixed, simulate_dropout=_DROPOUT)
         ratio = _exact(some.seconds / whole.seconds)
         rows.append(Row(f"{scheme}, {fixed:,} clients, {_DROPOUT:.0%} drop out", "nobody does", ratio))
-        large = cost(scheme, fixed, width=1_280)
-        share = _exact((large.memory - whole.memory) / (fixed * 8 * 9 * 9_600))
-        title = f"{scheme}, {fixed:,} clients: memory a 10 × larger model adds"
-        rows.append(Row(title, "clients × what it adds", share, 0.25))
+        rows.append(Row(f"{scheme}: memory a larger model adds a client", "bytes of it", _exact(_added(scheme)), 0.1))
     return rows
+
+
+def _added(scheme: str) -> float:
+    """How much more memory further clients take with a larger model, over their number × what is larger in it.
+
+    From more clients on than are worked on at once, so that what one such group takes is in all of it.
+    """
+    few, many, narrow, wide = 600, 1_200, 128, 384
+    grown = [cost(scheme, many, width=width).memory - cost(scheme, few, width=width).memory for width in (narrow, wide)]
+    return (grown[1] - grown[0]) / ((many - few) * 8 * (64 + 1 + 10) * (wide - narrow))
 
 
 def _exact(value: float) -> Ratio:
