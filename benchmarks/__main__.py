@@ -19,6 +19,7 @@ from benchmarks.hiding import hiding
 from benchmarks.peers.table import peers
 from benchmarks.protection import protection
 from benchmarks.rows import Row, bytes_on_the_wire, client_steps, many_clients, server_work, streams
+from benchmarks.scale import scale
 from benchmarks.simulation import simulation
 from benchmarks.voting import voting
 
@@ -39,6 +40,7 @@ def main() -> int:
         *(simulation(repeats=options.repeats) if device.type == "cpu" else []),
         *(clipping(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(clipped_rounds(device, repeats=options.repeats) if device.type == "cpu" else []),
+        *(scale() if device.type == "cpu" else []),
         *(streams(repeats=options.repeats) if device.type == "cpu" else []),
         *(protection(repeats=options.repeats) if device.type == "cpu" else []),
         *(voting(repeats=options.repeats) if device.type == "cpu" else []),

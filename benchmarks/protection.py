@@ -78,7 +78,6 @@ def client_protection(*, repeats: int) -> list[Row]:
 def _noising(bed: Bed) -> Callable[[], object]:
     """What `veil-dp` adds to the upload of a client with six partners: its own noise and that of six pairs."""
     from fedveil.protocol.parts import planned
-    from fedveil.uplink.grid_noise import partners
     from fedveil.uplink.noise_plan import NoisePlan, Target
     from fedveil.uplink.noised import Noised
     from fedveil.work.clipping import ClippedSamples
@@ -92,7 +91,7 @@ def _noising(bed: Bed) -> Callable[[], object]:
     plan = NoisePlan(Target(3.0, 1e-5, 100, 100), "pairs", neighbours=3)
     context = RoundContext(0, 0, tuple(range(CLIENTS)), directory, beacon)
     noise_layout = planned(plan, context, terms.work)
-    client = next(one for one in context.cohort if len(partners(noise_layout, one)) == 6)
+    client = next(one for one in context.cohort if len(noise_layout.partners(one)) == 6)
     uplink, vector = Noised(plan), torch.ones(layout.length)
     return lambda: uplink.protect(states[client], vector, context, terms, secrets=OsSecrets())
 

@@ -199,7 +199,7 @@ def _in_memory(job: Job, callbacks: Sequence[Follower], *, progress: bool) -> Tr
         watch.callbacks.begin(None, job.config, ())
         try:
             told, begun = (boundary, watch.round_begins) if progress or watch.listens else (None, None)
-            outcome = train_job(job, state=state, on_round=told, on_begin=begun, say=_warn)
+            outcome = train_job(job, state=state, on_round=told, on_begin=begun, on_answer=bar.listener, say=_warn)
             summary, best = summarise(job, outcome), watch.best
             if best is not None and best.weights is not None:
                 summary["best"] = best.as_data()

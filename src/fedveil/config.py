@@ -336,7 +336,7 @@ class RunConfig:
     pair_strength: float | None = _option(
         _PRIVACY,
         "nadp, veil-dp, mpdp: how strong the noise is that cancels.",
-        shown="10; on a sparse graph √1000; the paper's with --accounting paper or --dropouts tolerate",
+        shown="10, on a sparse graph what that calls for; the paper's with --accounting paper or --dropouts tolerate",
     )
     dropouts: str | None = _option(
         _PRIVACY,
@@ -351,8 +351,8 @@ class RunConfig:
     )
     neighbours: int | None = _option(
         _PRIVACY,
-        "With how many others each client shares noise or masks; even for masks.",
-        shown="noise: all; mpdp: 5; masks: as many as collusion calls for, all up to 32 clients",
+        "With how many others each client shares masks (an even number), or how many it picks to share noise with.",
+        shown="as many as collusion calls for; all up to 128 clients for noise, up to 32 for masks; mpdp: 5",
     )
     skip_cancelling: bool | None = _option(
         _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -189,6 +190,25 @@ def test_a_terminal_does_get_a_progress_bar(tmp_path: Path, monkeypatch: pytest.
     with Progress("lossless", total=3) as bar:
         bar.update({"round": 1, "loss": 0.5, "test_accuracy": 0.25})
         bar.update({"round": 2, "loss": 0.5, "test_mse": 0.25})
+
+
+def test_within_a_long_round_the_bar_says_how_many_have_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedveil.runs import callbacks
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    clock = itertools.count(step=0.75)
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(clock))
+    assert callbacks.Progress("nadp", total=3, quiet=True).listener is None
+    bar = callbacks.Progress("nadp", total=3)
+    assert bar.shown is not None
+    assert bar.listener is not None
+    said = []
+    for answered in (10, 20, 9_000):
+        bar.listener(answered, 10_000)
+        said.append(bar.shown.tasks[0].fields["figures"])
+    assert said == ["", "20 of 10,000 answered", "9,000 of 10,000 answered"]
+    bar.update({"round": 1, "loss": 0.5})
+    assert bar.shown.tasks[0].fields["figures"] == "loss 0.5000"
 
 
 def test_export_then_predict_gives_the_same_accuracy(ran: Path, tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from sympy import isprime
 
+from fedveil.crypto import shamir
 from fedveil.crypto.shamir import PRIME, SHARE_BYTES, join, split
 from fedveil.errors import ProtocolError
 from fedveil.secrets import OsSecrets, SeededSecrets
@@ -63,3 +67,17 @@ def test_a_malformed_share_is_refused_with_its_holder(share: bytes) -> None:
 def test_impossible_sharings_are_refused(holders: list[int], threshold: int) -> None:
     with pytest.raises(ProtocolError):
         split(SECRET, holders=holders, threshold=threshold, stream=OsSecrets().stream())
+
+
+@pytest.mark.parametrize(("threshold", "most"), [(1, 4), (3, 60), (27, 1 << 14), (30, 1 << 29)])
+def test_many_secrets_are_shared_by_the_polynomials_that_whole_numbers_give(threshold: int, most: int) -> None:
+    drawn = random.Random(threshold)
+    extremes = (0, 1, 2**256, PRIME - 1)
+    polynomials = [[drawn.choice([drawn.randrange(PRIME), *extremes]) for _ in range(threshold)] for _ in range(6)]
+    points = [drawn.sample(range(1, most + 1), 4) for _ in polynomials]
+    wanted = [
+        [sum(c * pow(x, power, PRIME) for power, c in enumerate(row)) % PRIME for x in places]
+        for row, places in zip(polynomials, points, strict=True)
+    ]
+    values = shamir._evaluated(polynomials, np.array(points))
+    assert [[int.from_bytes(share, "big") for share in row] for row in values] == wanted

@@ -42,7 +42,7 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.grid import ROUNDING, add_noise
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed
 from fedveil.work.messages import ClientData, Workspace
 from uplink.masking import epoch_of, nonces_of
 
@@ -201,7 +201,7 @@ def sigma_of(noise_layout: NoiseLayout, left_out: set[frozenset[int]]) -> np.nda
 def shared_noise(seen: Seen, one: int, other: int, by: int) -> Tensor:
     """What `one` added for the sake of `other`, by the keys of `by`, who is one of them."""
     seed = pair_seed(seen.states[by], one if by == other else other, seen.context)
-    variance = dict(partners(seen.noise_layout, one))[other]
+    variance = dict(seen.noise_layout.partners(seen.noise_layout.members[one]))[other]
     words = np.zeros(len(seen.shift), dtype=np.uint64)
     add_shared(words, seed, client=one, peer=other, variance=variance, step=seen.step)
     return torch.from_numpy(words.view(np.int64)).double() * seen.step

@@ -17,7 +17,7 @@ from audit.attacks.listening import Heard, listen
 from federation import job
 from fedveil.errors import ConfigError
 from fedveil.ledger.correlated import charges
-from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed, partners
+from fedveil.uplink.grid_noise import add_shared, pair_purpose, pair_seed
 from papers.leftover_noise import (
     remaining_variance,
     sharpest_estimate,
@@ -60,7 +60,7 @@ def run(neighbours: int | None = None) -> Heard:
 def shared(heard: Heard, colluder: int, victim: int) -> Tensor | None:
     """What a colluder can compute: from its own key ring and the round's public facts."""
     noise_layout, context = heard.noise_layout(0), heard.context(0)
-    variance = dict(partners(noise_layout, noise_layout.members.index(colluder))).get(victim)
+    variance = dict(noise_layout.partners(colluder)).get(victim)
     if variance is None:
         return None
     seed, length = pair_seed(heard.states[colluder], victim, context), len(heard.uploads[0][victim])
@@ -127,7 +127,7 @@ def test_seeds_of_another_round_take_nothing_off() -> None:
     """Control: subtracting noise that is not in the upload adds it."""
     heard = run()
     noise_layout, length = heard.noise_layout(0), len(heard.uploads[0][VICTIM])
-    variance = dict(partners(noise_layout, noise_layout.members.index(0)))[VICTIM]
+    variance = dict(noise_layout.partners(0))[VICTIM]
     purpose = pair_purpose(heard.context(0).graph_seed().hex())
     seed = heard.states[0].ring().pair(VICTIM).seed(round=1, attempt=0, purpose=purpose)
     part = pair_noise(seed, colluder=0, victim=VICTIM, variance=variance, step=heard.step(0), length=length)

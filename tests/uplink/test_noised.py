@@ -33,7 +33,7 @@ from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.uplink import grid_noise as grid_module
 from fedveil.uplink import noised as noised_module
 from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed, partners
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_seed
 from fedveil.uplink.noised import Noised, Repair
 from fedveil.work.messages import Workspace
 
@@ -128,7 +128,7 @@ class Federation:
     def between(self, ask: Ask, one: int, other: int) -> Tensor:
         """What `one` adds for the sake of `other`, in steps."""
         noise_layout, seed = self.noise_layout(ask), pair_seed(self.states[one], other, self.context(ask))
-        variance = dict(partners(noise_layout, noise_layout.members.index(one)))[other]
+        variance = dict(noise_layout.partners(one))[other]
         words = np.zeros(self.job.architecture.size, dtype=np.uint64)
         add_shared(words, seed, client=one, peer=other, variance=variance, step=self.codec(ask).step)
         return torch.from_numpy(words.view(np.int64))

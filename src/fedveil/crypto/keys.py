@@ -80,7 +80,7 @@ def signed_by(identity: bytes, signature: bytes, content: bytes, *, purpose: str
     return _signed(identity, signature, _statement(content, purpose))
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 16)
 def _signed(identity: bytes, signature: bytes, content: bytes) -> bool:
     # Remembered, because in a simulation every client checks the same statements.
     try:
@@ -93,16 +93,18 @@ def _signed(identity: bytes, signature: bytes, content: bytes) -> bool:
 class PairSecret(Guarded):
     """What two clients share for one run; only they can expand it."""
 
+    __slots__ = ("_extracted", "_pair", "_run")
+
     def __init__(self, extracted: bytes, *, run: str, pair: tuple[int, int]) -> None:
         self._extracted = extracted
-        self._run = run.encode()
+        self._run = run
         self._pair = pair
 
     def seed(self, *, round: int, attempt: int, purpose: str) -> bytes:
         """32 bytes for one round, attempt and purpose (HKDF-Expand)."""
         low, high = self._pair
-        label = purpose.encode()
-        info = struct.pack("<IQQQQ", len(self._run), round, attempt, low, high) + self._run + label
+        name, label = self._run.encode(), purpose.encode()
+        info = struct.pack("<IQQQQ", len(name), round, attempt, low, high) + name + label
         return HKDFExpand(hashes.SHA256(), SEED_BYTES, info).derive(self._extracted)
 
 

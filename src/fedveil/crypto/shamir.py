@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedveil.crypto.keys import SEED_BYTES
 from fedveil.errors import ProtocolError
 from fedveil.secrets import SecretStream
@@ -17,22 +20,82 @@ SHARE_BYTES = 33
 
 def split(secret: bytes, *, holders: Sequence[int], threshold: int, stream: SecretStream) -> dict[int, bytes]:
     """One share per holder (by number): points of a random polynomial of degree t − 1 through the secret."""
-    if len(secret) != SEED_BYTES:
-        raise ValueError(f"a shared secret has {SEED_BYTES} bytes, not {len(secret)}")
-    if len(set(holders)) != len(holders) or any(holder < 0 for holder in holders):
-        raise ProtocolError("a secret is shared among distinct, non-negative numbers")
-    if not 1 <= threshold <= len(holders):
-        raise ProtocolError(f"a threshold of {threshold} does not fit {len(holders)} holders")
+    return split_many([secret], holders=[holders], threshold=threshold, stream=stream)[0]
+
+
+def split_many(
+    secrets: Sequence[bytes], *, holders: Sequence[Sequence[int]], threshold: int, stream: SecretStream
+) -> list[dict[int, bytes]]:
+    """The shares of each secret for its own holders, of which all have as many: one polynomial each."""
+    for secret, around in zip(secrets, holders, strict=True):
+        if len(secret) != SEED_BYTES:
+            raise ValueError(f"a shared secret has {SEED_BYTES} bytes, not {len(secret)}")
+        if len(set(around)) != len(around) or any(not 0 <= holder < _MOST for holder in around):
+            raise ProtocolError("a secret is shared among distinct, non-negative numbers")
+        if not 1 <= threshold <= len(around):
+            raise ProtocolError(f"a threshold of {threshold} does not fit {len(around)} holders")
+    random = threshold - 1
+    drawn = [stream.bytes(48 * random) if random else b"" for _ in secrets]
     # 48 random bytes reduced modulo a 257-bit prime are uniform to 2⁻¹²⁷.
-    drawn = [int.from_bytes(stream.bytes(48), "big") % PRIME for _ in range(threshold - 1)]
-    coefficients = [int.from_bytes(secret, "big"), *drawn]
-    shares = {}
-    for holder in holders:
-        value = 0
-        for coefficient in reversed(coefficients):
-            value = (value * (holder + 1) + coefficient) % PRIME
-        shares[holder] = value.to_bytes(SHARE_BYTES, "big")
-    return shares
+    polynomials = [
+        [
+            int.from_bytes(secret, "big"),
+            *(int.from_bytes(row[at : at + 48], "big") % PRIME for at in range(0, 48 * random, 48)),
+        ]
+        for secret, row in zip(secrets, drawn, strict=True)
+    ]
+    values = _evaluated(polynomials, np.array(holders, dtype=np.int64) + 1)
+    return [dict(zip(around, shares, strict=True)) for around, shares in zip(holders, values, strict=True)]
+
+
+_MOST = 1 << 30
+_LIMB, _LIMBS = 26, 10
+_MASK = (1 << _LIMB) - 1
+_FOLDED = 16 * 297
+"""2²⁶⁰ is −16·297 modulo the prime."""
+
+
+def _evaluated(polynomials: Sequence[Sequence[int]], points: NDArray[np.int64]) -> list[list[bytes]]:
+    """Each polynomial's values at its row of points below 2³⁰, as shares: Horner's rule for all of them at once.
+
+    Numbers are ten limbs of 26 bits, carried often enough that none passes 2⁶²; what passes 2²⁶⁰ comes back at the
+    bottom.
+    """
+    words = np.frombuffer(b"".join(number.to_bytes(40, "little") for row in polynomials for number in row), dtype="<u4")
+    words = words.astype(np.int64).reshape(len(polynomials), -1, 10)
+    limbs = np.stack([_bits(words, _LIMB * at) for at in range(_LIMBS)])
+    steps = max(1, (60 - _LIMB) // int(points.max()).bit_length())
+    value = np.zeros((_LIMBS, *points.shape), dtype=np.int64)
+    degree = limbs.shape[2]
+    for number in range(degree):
+        value *= points
+        value += limbs[:, :, degree - 1 - number, None]
+        if number % steps == steps - 1:
+            _carry(value)
+    return [
+        [_joined(column).to_bytes(SHARE_BYTES, "big") for column in row] for row in np.moveaxis(value, 0, 2).tolist()
+    ]
+
+
+def _bits(words: NDArray[np.int64], start: int) -> NDArray[np.int64]:
+    """26 bits from `start` on of numbers in words of 32."""
+    at, shift = divmod(start, 32)
+    return (words[..., at] >> shift | words[..., min(at + 1, 9)] << 32 - shift) & _MASK
+
+
+def _carry(value: NDArray[np.int64]) -> None:
+    for at in range(_LIMBS - 1):
+        value[at + 1] += value[at] >> _LIMB
+        value[at] &= _MASK
+    over = value[-1] >> _LIMB
+    value[-1] &= _MASK
+    value[0] -= _FOLDED * over
+    value[1] += value[0] >> _LIMB  # what came back may be long, too
+    value[0] &= _MASK
+
+
+def _joined(limbs: Sequence[int]) -> int:
+    return sum(limb << _LIMB * at for at, limb in enumerate(limbs)) % PRIME
 
 
 def join(shares: Mapping[int, bytes], *, threshold: int) -> bytes:

@@ -103,13 +103,16 @@ def folded(into: Accumulator, reply: Reply, sender: int) -> Refusal | None:
 
 Absent = Callable[[Request, int], bool]
 Listen = Callable[[Heard], None]
+OnAnswer = Callable[[int, int], None]
+"""Told how many of how many clients have answered a phase."""
 
 
 class LocalEngine:
     """Clients in this process, as an engine.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
-    `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes.
+    `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes, and
+    `on_answer` how far a phase has come.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class LocalEngine:
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
         listen: Listen | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
         self._role = role
         self._pool = pool
@@ -131,6 +135,7 @@ class LocalEngine:
         self._reorder = reorder
         self._absent = absent
         self._listen = listen
+        self._on_answer = on_answer
 
     def state_of(self, client: int) -> ClientState:
         """What a client remembers now."""
@@ -150,6 +155,8 @@ class LocalEngine:
         for start in range(0, len(present), _AT_ONCE):
             for state, reply in self._replies(ask, present[start : start + _AT_ONCE]):
                 self._states[state.client] = state
+                if self._on_answer is not None:
+                    self._on_answer(len(arrived) + len(refused) + 1, len(ask.to))
                 if isinstance(reply, FedVeilError):
                     refused[state.client] = Refusal.of(reply)
                     continue

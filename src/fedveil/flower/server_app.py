@@ -211,6 +211,7 @@ def train_on_flower(
     state: ServerState,
     on_round: Callable[[Row, ServerState], None],
     on_begin: Callable[[int], None],
+    on_answer: Callable[[int, int], None] | None,
     journal: Path | None,
     record: Path | None,
     say: Say,

@@ -93,10 +93,13 @@ class Accountant:
     def _with_colluders(
         self, noise_layout: NoiseLayout, seen: Collection[int] | None, revealed: Collection[tuple[int, int]]
     ) -> Prices:
-        hidden = without(noise_layout, revealed)
         # What the masks can be made to open does not depend on who is said to have arrived.
         fixed = noise_layout.summed and noise_layout.removable
-        hidden = hidden if seen is None or fixed else only(hidden, seen)
+        hidden = noise_layout
+        if seen is not None and not fixed:
+            hidden, here = only(noise_layout, seen), set(seen)
+            revealed = [pair for pair in revealed if here.issuperset(pair)]
+        hidden = without(hidden, revealed)
         result = np.zeros(len(noise_layout.members))
         if not hidden.members:
             return result

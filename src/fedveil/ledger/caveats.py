@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from fedveil.ledger.sparse import LEAST_BITS, Circle
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,23 @@ REST_OPEN = (
 CHANGES_OPEN = "the model: the server sees every change to it, and lacks only its first version"
 MODEL_WITH_CLIENTS = "the model from clients: each of them holds it"
 FORGED = "the model's integrity: a server can add to sums what it likes, and clients cannot tell"
+
+
+def noise_circle(circle: Circle, colluders: int) -> str:
+    """What the graph is on which clients share noise, and how many may collude or be missing around one."""
+    near, gap = circle.near(colluders), circle.gap(colluders)
+    said = (
+        f"each of a round's {circle.count} clients shares noise with {circle.degree} others, on a graph of second "
+        f"eigenvalue {circle.second:.2f} in an order that the epoch's beacon draws; "
+    )
+    few = f"any {colluders}" if colluders > 1 else "any one"
+    who = f"{few} of them may collude"
+    if not circle.whoever(colluders):
+        who = (
+            f"{colluders} of them may collude, if not by who is whose neighbour: the chance that more than {near} are "
+            f"among the {circle.degree} around an honest client anywhere in the run is at most 2^-{LEAST_BITS}"
+        )
+    return f"{said}{who}, and {math.ceil(gap) - 1} more of anybody's {circle.degree} may be missing (gap {gap:.2f})"
 
 
 def shared_noise(collusion: float, accounting: str) -> tuple[str, ...]:

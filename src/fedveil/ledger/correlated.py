@@ -36,9 +36,11 @@ from scipy.linalg.lapack import dpotrf, dpotri
 from scipy.sparse.csgraph import connected_components
 
 from fedveil.errors import ConfigError
+from fedveil.ledger.sparse import Circle, bound
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
+Ends = tuple[Positions, Positions]
 
 BLOCK = 64
 _ULP = sys.float_info.epsilon
@@ -223,7 +225,8 @@ class NoiseLayout:
     by member first[e] and subtracted by member second[e] (positions into `members`, which holds client numbers).
     `sensitivity[i]` is the largest L2 change that one unit of member i's data causes in its upload. `summed` says
     that masks hide the single uploads, so that only their sum is ever seen; whoever runs the masks can open sums
-    that lack up to `removable` members.
+    that lack up to `removable` members. On a `circle` all pairs are alike and the members, or those they are of, are
+    everybody around it: what it proves is then taken in place of what would have to be computed.
     """
 
     members: tuple[int, ...]
@@ -234,6 +237,35 @@ class NoiseLayout:
     pairs: Floats
     summed: bool = False
     removable: int = 0
+    circle: Circle | None = None
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {member: place for place, member in enumerate(self.members)}
+
+    @cached_property
+    def _rows(self) -> tuple[Positions, Positions]:
+        """Compressed rows: the pairs of the member at place i are edges[starts[i] : starts[i + 1]], ascending."""
+        ends = np.concatenate([self.first, self.second])
+        order = np.argsort(ends, kind="stable")
+        starts = np.zeros(len(self.members) + 1, dtype=np.int64)
+        np.cumsum(np.bincount(ends, minlength=len(self.members)), out=starts[1:])
+        return starts, order % max(len(self.pairs), 1)
+
+    def place(self, member: int) -> int:
+        """Where a member stands; ConfigError for one that is not of the round."""
+        try:
+            return self._places[member]
+        except KeyError:
+            raise ConfigError(f"client {member} is not among the {len(self.members)} members of the round.") from None
+
+    def partners(self, member: int) -> list[tuple[int, float]]:
+        """(client, variance) of everybody who shares noise with a member."""
+        place, (starts, edges) = self.place(member), self._rows
+        here = np.sort(edges[starts[place] : starts[place + 1]])
+        others = self.first[here] + self.second[here] - place
+        shared = zip(others.tolist(), self.pairs[here].tolist(), strict=True)
+        return [(self.members[other], variance) for other, variance in shared if variance > 0]
 
     def __post_init__(self) -> None:
         size, edges = (len(self.members),), self.pairs.shape
@@ -288,10 +320,16 @@ def charges(
         return _smallest_sum(noise_layout, colluding)
     if noise_layout.summed:
         return central(noise_layout, arrived=arrived, known=colluding)
-    kept, graph = _seen(noise_layout, arrived, revealed, colluding)
+    kept, graph, inside = _seen(noise_layout, arrived, revealed, colluding)
     result: Floats = np.zeros(len(noise_layout.members))
-    result[kept] = _times(noise_layout.sensitivity[kept] ** 2, _diagonal(graph))
+    result[kept] = _times(noise_layout.sensitivity[kept] ** 2, _diagonal(graph, _second(noise_layout), inside))
     return result
+
+
+def _second(noise_layout: NoiseLayout) -> float:
+    """w·θ of the circle that the pairs are on; infinite where they are on none."""
+    circle = noise_layout.circle
+    return math.inf if circle is None else circle.second * float(noise_layout.pairs.max(initial=0.0))
 
 
 def central(
@@ -379,9 +417,13 @@ def without(noise_layout: NoiseLayout, revealed: Collection[tuple[int, int]]) ->
     kept = ~_are_revealed(noise_layout, revealed)
     if bool(kept.all()):
         return noise_layout
-    return replace(
+    rest = replace(
         noise_layout, first=noise_layout.first[kept], second=noise_layout.second[kept], pairs=noise_layout.pairs[kept]
     )
+    # What a circle proves holds of clients with all the pairs among them.
+    label, gone = _parts(rest), ~kept
+    torn = bool(np.any(label[noise_layout.first[gone]] == label[noise_layout.second[gone]]))
+    return replace(rest, circle=None) if torn else rest
 
 
 @lru_cache(maxsize=8)  # plan, account and every simulated client's policy ask for the same covering
@@ -396,6 +438,10 @@ def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 1
     size = len(noise_layout.members)
     if not 0 <= colluders < size:
         raise ConfigError(f"{colluders} colluders among {size} members: there must be at least one honest member.")
+    if noise_layout.circle is not None and colluders:
+        around = _around_circle(noise_layout, noise_layout.circle, colluders)
+        if around is not None:
+            return around
     weakest = math.inf if noise_layout.summed else _weakest_pair(noise_layout)
     if colluders == 1 and weakest == 0 and size <= DENSE_UP_TO:
         alone = _each_alone(noise_layout)
@@ -420,6 +466,35 @@ def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 1
     mu2[mu2 == 0] = mu2.max()  # drawn as a colluder every time
     mu2[noise_layout.sensitivity == 0] = 0
     return Collusion(mu2, False, f"largest of {draws} random draws of {colluders} colluders; colluders may do better")
+
+
+def _around_circle(noise_layout: NoiseLayout, circle: Circle, colluders: int) -> Collusion | None:
+    """What the circle proves against so many colluders; None where that is nothing, and others can be tried out."""
+    graph = NoiseGraph(noise_layout.residual, noise_layout.first, noise_layout.second, noise_layout.pairs)
+    near, each = circle.near(colluders), float(noise_layout.pairs.max(initial=0.0))
+    with np.errstate(divide="ignore"):
+        share, proven = 1 / graph.residual, False  # whatever others tell, there is one's own
+    label = _parts(noise_layout)
+    for part in np.flatnonzero(np.bincount(label) > colluders):
+        inside = label == part
+        least, size = float(graph.residual[inside].min()), int(inside.sum()) - colluders
+        left = float(graph.degree[inside].min()) * (1 - graph.size * _ULP) - near * each - _second(noise_layout)
+        if left > 0 and least > 0:
+            share[inside] = np.minimum(share[inside], bound(residual=least, pairs=left, size=size))
+            proven = True
+    if not proven and graph.size <= DENSE_UP_TO:
+        return None
+    mu2 = _times(noise_layout.sensitivity**2, share)
+    how = f"bound over every set of {colluders} colluders"
+    if not circle.whoever(colluders):
+        how = f"bound for {colluders} colluders of which {near} at most are neighbours of one client"
+    return Collusion(mu2, True, how)
+
+
+def _parts(noise_layout: NoiseLayout) -> Positions:
+    """Which of the groups that share no noise with others each member is of."""
+    graph = NoiseGraph(noise_layout.residual, noise_layout.first, noise_layout.second, noise_layout.pairs)
+    return np.asarray(connected_components(graph.adjacency, directed=False)[1], dtype=np.int64)
 
 
 def _each_alone(noise_layout: NoiseLayout) -> Floats | None:
@@ -507,24 +582,30 @@ def _seen(
     arrived: Collection[int] | None,
     revealed: Collection[tuple[int, int]],
     colluding: Collection[int],
-) -> tuple[Positions, NoiseGraph]:
-    """The positions of the honest members whose upload is seen, and the noise on those uploads."""
+) -> tuple[Positions, NoiseGraph, Ends]:
+    """The positions of the honest members whose upload is seen, the noise on those uploads, and which pairs of them
+    have none that counts."""
     honest = ~_marked(noise_layout, colluding)
     visible = honest & _present(noise_layout, arrived)
     first, second, pairs = noise_layout.first, noise_layout.second, noise_layout.pairs
+    place = np.cumsum(visible) - 1
     secret = honest[first] & honest[second] & ~_are_revealed(noise_layout, revealed) & (pairs > 0)
+    bare = visible[first] & visible[second] & ~secret
+    without_noise = (place[first[bare]], place[second[bare]])
     first, second, pairs = first[secret], second[secret], pairs[secret]
     residual = noise_layout.residual.copy()
     np.add.at(residual, first, np.where(visible[second], 0.0, pairs))
     np.add.at(residual, second, np.where(visible[first], 0.0, pairs))
     inside = visible[first] & visible[second]
-    place = np.cumsum(visible) - 1
     graph = NoiseGraph(residual[visible], place[first[inside]], place[second[inside]], pairs[inside])
-    return np.flatnonzero(visible), graph
+    return np.flatnonzero(visible), graph, without_noise
 
 
-def _diagonal(graph: NoiseGraph) -> Floats:
-    """(Σ⁻¹)_ii, component by component; infinite where a component has no residual noise at all."""
+def _diagonal(graph: NoiseGraph, second: float, bare: Ends) -> Floats:
+    """(Σ⁻¹)_ii, component by component; infinite where a component has no residual noise at all.
+
+    `second` is w·θ of the circle they are on, which counts for components in which no pair is `bare`.
+    """
     with np.errstate(divide="ignore"):
         result = 1 / graph.residual
     count, label = connected_components(graph.adjacency, directed=False)
@@ -533,6 +614,7 @@ def _diagonal(graph: NoiseGraph) -> Floats:
     ends = np.searchsorted(label[by_label], np.arange(count + 1))
     edge_ends = np.searchsorted(label[graph.first][edges_by_label], np.arange(count + 1))
     place = np.empty(graph.size, dtype=np.int64)
+    torn = set(label[bare[0]][label[bare[0]] == label[bare[1]]].tolist())
     for part in np.flatnonzero(np.diff(ends) > 1):
         inside = by_label[ends[part] : ends[part + 1]]
         edges = edges_by_label[edge_ends[part] : edge_ends[part + 1]]
@@ -540,13 +622,16 @@ def _diagonal(graph: NoiseGraph) -> Floats:
         piece = NoiseGraph(
             graph.residual[inside], place[graph.first[edges]], place[graph.second[edges]], graph.pairs[edges]
         )
-        result[inside] = np.minimum(result[inside], _connected(piece))
+        result[inside] = np.minimum(result[inside], _connected(piece, math.inf if part in torn else second))
     return result
 
 
-def _connected(graph: NoiseGraph) -> Floats:
+def _connected(graph: NoiseGraph, second: float) -> Floats:
     if not graph.residual.any():
         return np.full(graph.size, np.inf)
+    least, left = float(graph.residual.min()), float(graph.degree.min()) * (1 - graph.size * _ULP) - second
+    if left > 0 and least > 0:
+        return np.full(graph.size, bound(residual=least, pairs=left, size=graph.size))
     full = graph.size <= DENSE_UP_TO_IF_FULL and 16 * len(graph.pairs) >= graph.size**2
     if graph.size <= DENSE_UP_TO or full:
         value, margin = _dense(graph)

@@ -125,7 +125,7 @@ class Policy:
         The policy's own share of colluders is of all that the round has `asked`. Refused if the policy allows less.
         """
         dishonest = self._dishonest(noise_layout, colluders, asked)
-        price = float(_charges(noise_layout, colluders=dishonest)[noise_layout.members.index(client)])
+        price = float(_charges(noise_layout, colluders=dishonest)[noise_layout.place(client)])
         return self._allowed(spent + price, client=client, what="this round")
 
     def surcharged(
@@ -139,7 +139,7 @@ class Policy:
         asked: int | None = None,
     ) -> float:
         """The μ² spent once the noise of `revealed` pairs, counted on when the round was charged, is known."""
-        place, colluders = noise_layout.members.index(client), self._dishonest(noise_layout, colluders, asked)
+        place, colluders = noise_layout.place(client), self._dishonest(noise_layout, colluders, asked)
         before = float(_charges(noise_layout, colluders=colluders)[place])
         extra = float(_charges(noise_layout, frozenset(revealed), colluders)[place]) - before
         return self._allowed(spent + max(extra, 0.0), client=client, what="giving away noise shared with others")

@@ -208,11 +208,17 @@ class Directory(Request):
 
     def check(self) -> None:
         """Refuse a directory without clients, with one that has no samples, or of an epoch that cannot be."""
+        assert self._in_order
+
+    @cached_property
+    def _in_order(self) -> bool:
+        # What follows from a directory is worked out once for it: simulated clients are all sent the same object.
         if not len(self.clients) or int(self.samples.min()) < 1:
             raise ProtocolError("a directory names nobody, or a client without samples")
         self.epoch.check()
         if not set(self.present.tolist()) <= set(self.clients.tolist()):
             raise ProtocolError("a directory names clients of its epoch that it has no entry for")
+        return True
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -251,19 +257,55 @@ class Directory(Request):
 
     def outsized(self, ratio: float) -> dict[int, str]:
         """The clients that claim a number of samples out of proportion to that of everybody, and the words for it."""
-        return outsized(dict(zip(self.clients.tolist(), self._counts, strict=True)), ratio)
+        if ratio not in self._outsized:
+            self._outsized[ratio] = outsized(dict(zip(self.clients.tolist(), self._counts, strict=True)), ratio)
+        return self._outsized[ratio]
+
+    @cached_property
+    def _outsized(self) -> dict[float, dict[int, str]]:
+        return {}
+
+    @cached_property
+    def _columns(self) -> tuple[tuple[bytes, int], ...]:
+        """Identities, keys and signatures, each as all its bytes and how many are one client's."""
+        columns = (self.identities, self.keys, self.signatures)
+        return tuple((to_bytes(column), column.shape[1]) for column in columns)
 
     def entry(self, client: int) -> tuple[bytes, bytes, bytes, int]:
         """(identity, key, signature, samples) of a client."""
         place = self.place(client)
-        identity, key, signature = (to_bytes(column[place]) for column in (self.identities, self.keys, self.signatures))
-        return identity, key, signature, int(self.samples[place])
+        identity, key, signature = (data[place * size : (place + 1) * size] for data, size in self._columns)
+        return identity, key, signature, self._counts[place]
+
+    def vouched(self, client: int) -> tuple[bytes, bytes, int]:
+        """(identity, key, samples) of a client, whose signature has been checked: once for each entry."""
+        identity, key, signature, samples = self.entry(client)
+        if client not in self._vouched:
+            from fedveil.crypto.keys import check_key_signature
+
+            check_key_signature(identity, signature, run=self.run, client=client, public=key, samples=samples)
+            self._vouched.add(client)
+        return identity, key, samples
+
+    def vouch_for(self, clients: tuple[int, ...]) -> None:
+        """Check the signatures of all `clients`, once each."""
+        if self._vouched_last and self._vouched_last[0] is clients:
+            return
+        for client in clients:
+            self.vouched(client)
+        self._vouched_last[:] = [clients]
+
+    @cached_property
+    def _vouched(self) -> set[int]:
+        return set()
+
+    @cached_property
+    def _vouched_last(self) -> list[tuple[int, ...]]:
+        return []  # the cohort itself: comparing its numbers would take every client of a round as long as checking
 
     def agrees_with(self, earlier: Directory) -> bool:
         """Whether every entry of an earlier directory of this run stands here unchanged."""
-        return self.run == earlier.run and all(
-            client in self and self.entry(client) == earlier.entry(client) for client in earlier.clients.tolist()
-        )
+        return self is earlier or _agree(self, earlier)
 
     @cached_property
     def digest(self) -> bytes:
@@ -314,6 +356,13 @@ def outsized(samples: Mapping[int, int], ratio: float) -> dict[int, str]:
         for client, count in samples.items()
         if count > ratio * usual
     }
+
+
+@lru_cache(maxsize=4)
+def _agree(later: Directory, earlier: Directory) -> bool:
+    return later.run == earlier.run and all(
+        client in later and later.entry(client) == earlier.entry(client) for client in earlier.clients.tolist()
+    )
 
 
 @lru_cache(maxsize=4)

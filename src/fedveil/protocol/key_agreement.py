@@ -38,7 +38,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -87,6 +87,9 @@ KEY_SIZES: dict[Introduction, dict[str, int]] = {
     "keys": {"identity": 32, "key": 32, "signature": 64, "commitment": NONCE_BYTES},
 }
 """The bytes of keys, signatures and commitments in an introduction."""
+
+_FEW_CLIENTS = 512
+"""Among so many, secrets agreed on with others are kept from round to round."""
 
 _MOST_VOIDED = 3
 """So many epochs may a client void, by keeping back its nonce, before it is asked no more."""
@@ -359,7 +362,7 @@ class Keyring(Guarded):
         self._nonce = b""
         self._stored = (identity, key)
         self._pairs: dict[int, PairSecret] = {}
-        self._vouched: set[int] = set()
+        self._round = -1
         from fedveil.crypto.keys import Identity, RunKey
 
         self._identity = Identity(StoredSecret(identity))
@@ -457,17 +460,11 @@ class Keyring(Guarded):
 
     def vouched(self, peer: int) -> tuple[bytes, bytes, int]:
         """(identity, key, samples) of a peer, whose signature has been checked."""
-        identity, key, signature, samples = self.known().entry(peer)
-        from fedveil.crypto.keys import check_key_signature
+        return self.known().vouched(peer)
 
-        check_key_signature(identity, signature, run=self.run, client=peer, public=key, samples=samples)
-        return identity, key, samples
-
-    def vouch_for(self, peers: Iterable[int]) -> None:
-        """Check the signatures of all `peers`, once each: an accepted entry never changes within a run."""
-        for peer in set(peers) - self._vouched:
-            self.vouched(peer)
-            self._vouched.add(peer)
+    def vouch_for(self, peers: tuple[int, ...]) -> None:
+        """Check the signatures of all `peers`, once each."""
+        self.known().vouch_for(peers)
 
     def pair(self, peer: int) -> PairSecret:
         """The secret shared with a peer."""
@@ -477,6 +474,12 @@ class Keyring(Guarded):
             _, key, _ = self.vouched(peer)
             self._pairs[peer] = self._key.agree(key, run=self.run, own=self.client, peer=peer)
         return self._pairs[peer]
+
+    def turn_to(self, round: int) -> None:
+        """Forget secrets of earlier rounds where clients are so many that one seldom meets the same again."""
+        if round != self._round and len(self.known().clients) > _FEW_CLIENTS:
+            self._pairs.clear()
+        self._round = round
 
     def own(self, *, round: int, attempt: int, purpose: str) -> bytes:
         """32 bytes that only this client can make again, for one round, attempt and purpose."""

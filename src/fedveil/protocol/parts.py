@@ -59,15 +59,23 @@ class RoundContext:
                 f"round {self.round + 1} is not of the epoch that begins with round {self.directory.epoch.first + 1}: "
                 "a server that skips rounds could pick the graph that suits it"
             )
-        if self.cohort != self.directory.cohort(self.round, self.beacon):
+        if not self._as_scheduled:
             raise ProtocolError(
                 f"round {self.round + 1} names other clients than the epoch's schedule: a server that picks them could "
                 "pick the graph that suits it"
             )
 
+    @cached_property
+    def _as_scheduled(self) -> bool:
+        return self.directory is None or self.cohort == self.directory.cohort(self.round, self.beacon)
+
+    @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(self.cohort)
+
     def check_member(self, client: int) -> None:
         """Refuse a round to a client that is not of its cohort."""
-        if client not in self.cohort:
+        if client not in self._members:
             raise ProtocolError(f"client {client} was sent a round in which it has no part")
 
     @property
@@ -81,8 +89,8 @@ class RoundContext:
         Or if it no longer has as many `samples` as it has announced: noise is made for those.
         """
         odd = {} if self.directory is None else self.directory.outsized(ratio)
-        for other in self.cohort:
-            if other in odd:
+        for other in sorted(odd):
+            if other in self._members:
                 raise ProtocolError(f"client {client} takes part in no round with client {other}, which {odd[other]}")
         if self.directory is not None and self.directory.samples_of([client]) != [samples]:
             raise ProtocolError(
@@ -105,7 +113,11 @@ class RoundContext:
         """The cohort's sample counts, as announced."""
         if self.directory is None:
             raise ProtocolError("this round's clients have not introduced themselves")
-        return self.directory.samples_of(self.cohort)
+        return self._samples
+
+    @cached_property
+    def _samples(self) -> list[int]:
+        return [] if self.directory is None else self.directory.samples_of(self.cohort)
 
     def graph_seed(self) -> bytes:
         """From what every client derives the round's graph."""

@@ -87,22 +87,24 @@ class RequestCheck:
             "ballot": architecture.size,
         }
         self._passed: tuple[Request, int] | None = None
+        self._lists: tuple[int, Sizes] | None = None
 
     def check(self, state: ClientState, request: Request, private: Request | None) -> None:
         """Refuse what cannot be meant for this client as it stands."""
         directory = None if state.keys is None else state.keys.directory
         known = MOST_CLIENTS if directory is None else len(directory.clients)
+        if self._lists is None or self._lists[0] != known:
+            self._lists = (known, {**self._fixed, **dict.fromkeys(_LISTS, range(known + 1))})
+        if private is not None:
+            check(private, self._lists[1])
         # Simulated clients are sent the same request: once is enough.
-        if private is None and self._passed is not None and self._passed[0] is request and self._passed[1] == known:
+        if self._passed is not None and self._passed[0] is request and self._passed[1] == known:
             return
-        sizes = {**self._fixed, **dict.fromkeys(_LISTS, range(known + 1))}
-        check(request, sizes)
+        check(request, self._lists[1])
         if isinstance(request, Train):
             head = request.broadcast.head
             if (1 if head is None else head.tensors) != self._heads:
                 raise ProtocolError("a model comes with another head noise than the scheme has")
-        if private is not None:
-            check(private, sizes)
         self._passed = (request, known)
 
 
@@ -316,8 +318,9 @@ class ClientRole(Participant):
                 raise ProtocolError(f"client {state.client} was asked to introduce itself, which this scheme needs not")
             return self._introduced(state, request, data)
         advanced, reply = self._uplink.answer(state, request, private)
-        plan, given = self._uplink.plan, self._uplink.gives_away(state, request)
-        if plan is None or not given or not self._books_repairs:
+        plan = self._uplink.plan
+        given = self._uplink.gives_away(state, request) if self._books_repairs else ()
+        if plan is None or not given:
             return advanced, reply
         noise_layout = answered(plan, state, self._terms.work)
         spent = self._policy.surcharged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -133,11 +134,16 @@ class Callbacks(Callback):
         self._tell("stopped", reason, warn=reason.add_note)
 
 
+_REDRAWN_EVERY = 0.1
+
+
 class Progress:
     """Round, loss, accuracy and time left, on standard error, if that is a terminal and rich is there; else silence."""
 
     def __init__(self, label: str, *, total: int, done: int = 0, quiet: bool = False) -> None:
         self.shown = None
+        self._figures = ""
+        self._since = self._drawn = time.monotonic()
         if quiet or not sys.stderr.isatty():
             return
         try:
@@ -146,6 +152,7 @@ class Progress:
         except ImportError:
             return
         self.shown = progress.Progress(
+            progress.SpinnerColumn(),
             progress.TextColumn("[bold]{task.description}"),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
@@ -174,7 +181,21 @@ class Progress:
             figures.append(f"accuracy {row['test_accuracy']:.1%}")
         if "test_mse" in row:
             figures.append(f"mse {row['test_mse']:.4f}")
-        self.shown.update(self._task, completed=row["round"], figures="  ".join(figures))
+        self._figures, self._since = "  ".join(figures), time.monotonic()
+        self.shown.update(self._task, completed=row["round"], figures=self._figures)
+
+    @property
+    def listener(self) -> Callable[[int, int], None] | None:
+        """Who is to be told of answers within a round; nobody where nothing is shown."""
+        return None if self.shown is None else self.within
+
+    def within(self, answered: int, asked: int) -> None:
+        """How many of a phase's clients have answered, in a round that takes longer than a second."""
+        now = time.monotonic()
+        if self.shown is None or now < self._since + 1 or now < self._drawn + _REDRAWN_EVERY:
+            return
+        self._drawn = now
+        self.shown.update(self._task, figures=f"{self._figures}  {answered:,} of {asked:,} answered".strip())
 
 
 @contextmanager

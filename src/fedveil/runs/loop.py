@@ -19,7 +19,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
 from fedveil.downlink import assemble
-from fedveil.engine import LocalEngine
+from fedveil.engine.local import LocalEngine, OnAnswer
 from fedveil.errors import (
     CheckpointError,
     Code,
@@ -172,6 +172,7 @@ def train_job(
     state: ServerState,
     on_round: OnRound | None = None,
     on_begin: OnBegin | None = None,
+    on_answer: OnAnswer | None = None,
     journal: Path | None = None,
     record: Path | Recording | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -183,6 +184,7 @@ def train_job(
         state: Where to begin; it is moved on in place.
         on_round: Told every boundary's metrics and state; may raise StopTraining, as may `on_begin`.
         on_begin: Told the number of every round before it is asked for.
+        on_answer: Told how many of how many clients have answered a phase of a round, as they do.
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
         say: Told what a person should know.
@@ -198,6 +200,7 @@ def train_job(
         absent=_simulated_dropout(job),
         spent=privacy_journal.remembered(),
         listen=None if recorder is None else recorder.hear,
+        on_answer=on_answer,
     )
     server = server_role(
         job if recorder is None else replace(job, scheme=recorder.scheme), state, privacy_journal.accountant

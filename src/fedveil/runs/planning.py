@@ -70,8 +70,9 @@ class Charged:
 def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     """Charge `accountant` for a whole run in which everybody answers."""
     plan, size = rounds.plan, rounds.cohort.size
-    sparse = plan.layout == "pairs" and plan.neighbours is not None
-    if plan.layout == "pairs" and not sparse and size > LARGEST_COMPLETE:
+    paired = plan.layout == "pairs" and plan.circle(size) is None  # what a circle proves is alike every round
+    sparse = paired and plan.neighbours is not None
+    if paired and not sparse and size > LARGEST_COMPLETE:
         raise ConfigError(
             f"{size} clients of which every two share noise make {size * (size - 1) // 2:,} pairs. Give "
             f"{spelled('neighbours')}: "

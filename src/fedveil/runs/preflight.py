@@ -188,7 +188,7 @@ def _check_promises(job: Job) -> None:
     scheme.uplink.prepare()
     uplink, first = scheme.uplink, job.cohort.draw(0)
     neighbours = uplink.noise_neighbours
-    if neighbours is not None:
+    if neighbours is not None and (uplink.plan is None or uplink.plan.circle(len(first)) is None):
         _check_graphs(job.cohort, neighbours, rounds=job.config.rounds)
     try:
         if policy is not None and uplink.introduction != "none":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from fedveil.downlink.rescaling import HeadNoise
 from fedveil.errors import ConfigError, spelled
+from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.masked import Masked, Unmasking
@@ -138,6 +139,7 @@ class PairOptions:
             self.neighbours,
             tolerant=self.dropouts == "tolerate",
             asked=setting.cohort,
+            draws=draws_of(setting.rounds),
         )
         return Noised(plan, self.dropouts, self.repair_limit, cancelling=cancelling)
 

@@ -82,10 +82,7 @@ class AssumedNoise(Uplink):
 
     def graph(self, context: RoundContext) -> Graph:
         """Who shares noise with whom."""
-        members = context.cohort
-        if self.neighbours is None or self.neighbours >= len(members) - 1:
-            return complete(members)
-        return covering_graph(members, neighbours=self.neighbours, seed=context.graph_seed())
+        return _graph_of(context, self.neighbours)
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""
@@ -104,7 +101,7 @@ class AssumedNoise(Uplink):
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
         """η_k and Σ ± Δ on the first tensor, in the units of a contribution of mean size."""
-        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        count, mean_size = len(context.cohort), _mean_size(context)
         payload = vector.to(torch.float64, copy=True) if self._paired else vector.clone()
         noised = terms.layout.split(payload)["gradients"][0]
         own = self.own_sigma(count)
@@ -121,7 +118,7 @@ class AssumedNoise(Uplink):
 
     def add_pair(self, target: Tensor, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> None:
         """Add what a client shares with `peer` to its own first tensor, in place; −1 × that is in the peer's."""
-        count, mean_size = len(context.cohort), sum(context.samples()) / len(context.cohort)
+        count, mean_size = len(context.cohort), _mean_size(context)
         seed = state.ring().pair(peer).seed(round=context.round, attempt=context.attempt, purpose=_PAIR)
         sigma = self.sigma / math.sqrt(count) * self.strength * mean_size
         self._add(target, terms, sigma=sigma, seed=seed, sign=1.0 if state.client < peer else -1.0)
@@ -154,6 +151,20 @@ class AssumedNoise(Uplink):
         """Nobody clips, and not everything is covered."""
         known = (caveats.SCALES_KNOWN,) if self.law == "decomposed" else ()
         return Caveats(assumptions=(caveats.UNCLIPPED,), unprotected=(caveats.HEAD_BARE, *known))
+
+
+# Remembered by context, which simulated clients share.
+@lru_cache(maxsize=4)
+def _graph_of(context: RoundContext, neighbours: int | None) -> Graph:
+    members = context.cohort
+    if neighbours is None or neighbours >= len(members) - 1:
+        return complete(members)
+    return covering_graph(members, neighbours=neighbours, seed=context.graph_seed())
+
+
+@lru_cache(maxsize=4)
+def _mean_size(context: RoundContext) -> float:
+    return sum(context.samples()) / len(context.cohort)
 
 
 @lru_cache(maxsize=4)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedveil.errors import ConfigError, ProtocolError
+from fedveil.ledger.sparse import Circle
 
 Positions = NDArray[np.int64]
 
@@ -26,6 +27,7 @@ COMPLETE_UP_TO = 32
 """The largest number of clients of which each masks with every other by default."""
 
 _PICKING_ROWS = 1024
+_SETS_KEPT = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +61,26 @@ class Graph:
         except KeyError:
             raise ProtocolError(f"client {client} is not among the {len(self.members)} clients of this round") from None
 
+    def __contains__(self, client: int) -> bool:
+        return client in self._position
+
     def neighbours(self, client: int) -> tuple[int, ...]:
         """The clients joined to `client`, ascending."""
         starts, numbers = self._rows
         place = self._place(client)
         return tuple(numbers[starts[place] : starts[place + 1]].tolist())
+
+    @cached_property
+    def _around(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    def around(self, client: int) -> frozenset[int]:
+        """The same as a set, remembered for the few that are asked about again and again."""
+        if client not in self._around:
+            while len(self._around) >= _SETS_KEPT:
+                self._around.pop(next(iter(self._around)))
+            self._around[client] = frozenset(self.neighbours(client))
+        return self._around[client]
 
     def degree(self, client: int) -> int:
         """How many clients are joined to `client`."""
@@ -130,10 +147,20 @@ def ring(members: Sequence[int], *, degree: int, seed: bytes) -> Graph:
         return complete(ordered)
     if degree < 2 or degree % 2:
         raise ConfigError(f"A ring needs an even number of neighbours, at least 2, not {degree}.")
+    return _around(ordered, range(1, degree // 2 + 1), seed)
+
+
+def circulant(members: Sequence[int], circle: Circle, *, seed: bytes) -> Graph:
+    """Each member joined to those a circle's steps away, on a shuffled ring."""
+    return _around(_checked(members), circle.steps, seed)
+
+
+def _around(ordered: tuple[int, ...], steps: Sequence[int], seed: bytes) -> Graph:
+    count = len(ordered)
     keys = _words(seed, "ring", 0, 2 * count)
     order = np.lexsort((keys[:count], keys[count:]))
-    near = np.concatenate([np.roll(order, -step) for step in range(1, degree // 2 + 1)])
-    return _joined(ordered, np.tile(order, degree // 2), near)
+    near = np.concatenate([np.roll(order, -step) for step in steps])
+    return _joined(ordered, np.tile(order, len(steps)), near)
 
 
 def n_out(members: Sequence[int], *, neighbours: int, seed: bytes) -> Graph:

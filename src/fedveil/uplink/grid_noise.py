@@ -7,7 +7,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedveil.ledger.correlated import NoiseLayout
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
 from fedveil.secrets import SecretSource
@@ -41,7 +40,7 @@ def add_residual(
 ) -> None:
     """Add a client's own noise, from fresh randomness, in place."""
     noise_layout = planned(plan, context, terms.work)
-    variance = float(noise_layout.residual[noise_layout.members.index(client)])
+    variance = float(noise_layout.residual[noise_layout.place(client)])
     seed = secrets.stream("residual", client, context.round, context.attempt).bytes(32)
     add_noise(words, variance=variance, step=gridded(plan, context, terms).step, seed=seed)
 
@@ -66,14 +65,3 @@ def add_shared(
 ) -> None:
     """Add `sign` × what `client` shares with `peer`, in place; −1 × that is in the peer's upload."""
     add_noise(words, variance=variance, step=step, seed=seed, subtract=(client < peer) != (sign > 0))
-
-
-def partners(noise_layout: NoiseLayout, place: int) -> list[tuple[int, float]]:
-    """(client, variance) of everybody who shares noise with the member at `place`."""
-    here = (noise_layout.first == place) | (noise_layout.second == place)
-    others = noise_layout.first[here] + noise_layout.second[here] - place
-    return [
-        (noise_layout.members[int(other)], float(variance))
-        for other, variance in zip(others, noise_layout.pairs[here], strict=True)
-        if variance > 0
-    ]

@@ -94,10 +94,39 @@ MOST_UNEXPLAINED = 3
 """After so many rounds of a run that nobody accounted for a client leaves."""
 
 
-@lru_cache(maxsize=8)
+_RINGS: dict[tuple[int, bytes], Graph] = {}
+_RINGS_KEPT = 8
+
+
 def _ring(members: tuple[int, ...], degree: int, seed: bytes) -> Graph:
-    # Remembered, because in a simulation every client derives the same graph.
-    return ring(members, degree=degree, seed=seed)
+    """A ring; remembered, because in a simulation every client derives the same graph."""
+    known = _RINGS.get((degree, seed))
+    if known is None or (known.members is not members and known.members != members):
+        known = ring(members, degree=degree, seed=seed)
+        if known.members == members:  # the very same numbers: comparing thousands would take every client long
+            known = replace(known, members=members)
+        while len(_RINGS) >= _RINGS_KEPT:
+            _RINGS.pop(next(iter(_RINGS)), None)
+        _RINGS[degree, seed] = known
+    return known
+
+
+@dataclass(frozen=True, eq=False)
+class _Survivors:
+    """Whom a list names, whether paths join them, and what is signed of it."""
+
+    alive: frozenset[int]
+    inside: bool
+    connected: bool
+    digest: bytes
+
+
+@lru_cache(maxsize=4)
+def _survivors(request: Unmask, graph: Graph, seed: bytes) -> _Survivors:
+    # Remembered, because simulated clients are all sent the same list.
+    alive = frozenset(listed(request.survivors))
+    inside = all(client in graph for client in alive)
+    return _Survivors(alive, inside, inside and graph.connected(alive), list_digest(sorted(alive), graph=seed))
 
 
 def _label(state: ClientState, round: int, attempt: int) -> Label:
@@ -277,6 +306,7 @@ class Masked(Uplink):
         if self.noise is not None:  # its size rests on everybody's sample count
             state.ring().vouch_for(context.cohort)
         keys = state.ring()
+        keys.turn_to(context.round)
         revealed_last = bool(state.survivor_digest) and state.revealed == state.answered
         if self.unmask != "always" or not revealed_last or state.ran != keys.run:
             return state
@@ -362,33 +392,31 @@ class Masked(Uplink):
         advanced = state.revealing(request.round, request.attempt)
         keys, graph = state.ring(), self._answered_graph(state)
         label = _label(state, request.round, request.attempt)
-        survivors = self._checked_survivors(state, graph, request)
-        digest = list_digest(survivors, graph=label.graph)
-        signature = keys.sign(digest, purpose="survivors")
-        held = self._held(keys, graph, label, set(survivors), private)
-        revealed = self._reveal(keys, graph, label, set(survivors), held, signature)
-        return replace(advanced, survivor_digest=digest.hex()), revealed
+        survivors = self._checked_survivors(state, graph, request, label)
+        signature = keys.sign(survivors.digest, purpose="survivors")
+        held = self._held(keys, graph, label, survivors.alive, private)
+        revealed = self._reveal(keys, graph, label, survivors.alive, held, signature)
+        return replace(advanced, survivor_digest=survivors.digest.hex()), revealed
 
-    def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask) -> list[int]:
-        survivors = listed(request.survivors)
-        alive, needed = set(survivors), self.quorum.of(len(graph.members))
-        if not alive <= set(graph.members):
+    def _checked_survivors(self, state: ClientState, graph: Graph, request: Unmask, label: Label) -> _Survivors:
+        survivors, needed = _survivors(request, graph, label.graph), self.quorum.of(len(graph.members))
+        if not survivors.inside:
             raise ProtocolError("a survivor list names a client outside the round")
-        if state.client not in alive:
+        if state.client not in survivors.alive:
             raise ProtocolError(f"client {state.client} was asked to reveal in a round that counts it as missing")
-        if len(alive) < needed:
+        if len(survivors.alive) < needed:
             raise ProtocolError(
-                f"client {state.client} does not reveal for {len(alive)} survivors: {needed} of "
+                f"client {state.client} does not reveal for {len(survivors.alive)} survivors: {needed} of "
                 f"{len(graph.members)} are needed for the sum to hide each of them"
             )
-        if not graph.connected(alive):
+        if not survivors.connected:
             raise ProtocolError(
                 f"client {state.client} does not reveal: the survivors fall into groups whose sums could be read"
             )
         return survivors
 
     def _held(
-        self, keys: Keyring, graph: Graph, label: Label, alive: set[int], private: Request | None
+        self, keys: Keyring, graph: Graph, label: Label, alive: frozenset[int], private: Request | None
     ) -> dict[Item, bytes]:
         """The shares that survivors dealt to this client."""
         held: dict[Item, bytes] = {}
@@ -404,7 +432,7 @@ class Masked(Uplink):
 
     @staticmethod
     def _reveal(
-        keys: Keyring, graph: Graph, label: Label, alive: set[int], held: Mapping[Item, bytes], signature: bytes
+        keys: Keyring, graph: Graph, label: Label, alive: frozenset[int], held: Mapping[Item, bytes], signature: bytes
     ) -> Revealed:
         near = set(graph.neighbours(keys.client))
         opening = {dealer: share for (dealer, about), share in held.items() if about == LOCK}
@@ -469,7 +497,7 @@ class Masked(Uplink):
             return None
         total.asked = True
         request = Unmask(context.round, context.attempt, torch.tensor(alive, dtype=torch.int64))
-        return Ask(alive, request, total, each={client: total.private(client) for client in alive})
+        return Ask(alive, request, total, each=total.relayed())
 
     def parting(self, total: Summing) -> Mapping[int, Request | None]:
         """Each client's neighbours' signatures on the survivor list, whatever came of the round; None if too few."""

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from fedveil.errors import ConfigError, ProtocolError, spelled, unknown_name
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, worst_collusion
 from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
-from fedveil.uplink.graph import complete, covering_graph, default_degree
+from fedveil.ledger.sparse import Circle, least_circle
+from fedveil.uplink.graph import Graph, circulant, complete, covering_graph, default_degree
 from fedveil.uplink.grid import ROUNDING, check_pairs
 
 
@@ -102,6 +103,9 @@ Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
 ACCOUNTING = ("exact", "paper")
 
+COMPLETE_UP_TO = 128
+"""The largest number of clients of which each shares noise with every other by default."""
+
 COMPLETE_STRENGTH = 10.0
 SPARSE_STRENGTH = math.sqrt(1000.0)
 """Pair over residual standard deviation on a sparse graph, where fewer pairs have to carry the cover."""
@@ -159,7 +163,7 @@ class NoisePlan:
     update; under paper accounting, so do we.
 
     `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
-    others it says are away.
+    others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
     """
 
     target: Target
@@ -174,6 +178,7 @@ class NoisePlan:
     quorum: float | None = None
     per_sample: bool = False
     asked: int | None = None
+    draws: int = 1 << 34
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -208,14 +213,29 @@ class NoisePlan:
         return max(share, min(self.least_dishonest, count - 1))
 
     def pair_strength(self, samples: Sequence[int]) -> float:
-        """λ: as given, or 10 (√1000 on a sparse graph); where dropouts leave pair noise behind, the paper's."""
+        """λ: as given, or 10 (√1000 where each picks a few); where dropouts leave pair noise behind, the paper's.
+
+        On a circle so much more that the worst direction has as much pair noise as on a complete graph.
+        """
         if self.strength is not None:
             return self.strength
         if self.accounting == "paper":
             return _paper_strength(samples, self.collusion)
-        if self.tolerant:
-            return _paper_strength([1] * len(samples), self.collusion)
-        return COMPLETE_STRENGTH if self.neighbours is None else SPARSE_STRENGTH
+        usual = _paper_strength([1] * len(samples), self.collusion) if self.tolerant else COMPLETE_STRENGTH
+        circle = self.circle(len(samples))
+        if circle is not None:
+            return usual * math.sqrt(circle.count / circle.gap(self.colluders(circle.count)))
+        return usual if self.tolerant or self.neighbours is None else SPARSE_STRENGTH
+
+    def circle(self, count: int) -> Circle | None:
+        """The circle on which so many clients share noise; None where each does with all, or with a few it picks."""
+        if self.layout != "pairs" or self.accounting != "exact" or count <= COMPLETE_UP_TO:
+            return None
+        colluders, draws = self.colluders(count), self.draws
+        if self.neighbours is None:
+            return least_circle(count, colluders=colluders, draws=draws)
+        given = Circle(count, self.neighbours, draws) if 1 < self.neighbours <= (count - 1) // 2 else None
+        return given if given is not None and given.gap(colluders) > 0 else None
 
     def noise_layout(
         self, members: Sequence[int], samples: Sequence[int], sensitivity: Sequence[float], *, seed: bytes
@@ -224,7 +244,8 @@ class NoisePlan:
         # Everybody computes this alone; another order would deal the same pairs other shares.
         if any(later <= earlier for earlier, later in itertools.pairwise(members)):
             raise ProtocolError("a round must name each of its clients once, in ascending order")
-        drawn = b"" if self.neighbours is None else seed  # without a graph to draw, every round is alike
+        fixed = self.neighbours is None and self.circle(len(members)) is None
+        drawn = b"" if fixed else seed  # without a graph to draw, every round is alike
         return _noise_layout(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
 
     def noise_multiplier(self) -> float:
@@ -253,6 +274,18 @@ def _paper_strength(samples: Sequence[int], collusion: float) -> float:
     return collusion_strength(clients=len(samples), colluding=collusion, ratio_squared=ratio)
 
 
+@lru_cache(maxsize=8)
+def noise_graph(plan: NoisePlan, members: tuple[int, ...], seed: bytes) -> Graph:
+    """Who shares noise with whom in a round of these clients (ascending)."""
+    circle = plan.circle(len(members))
+    if circle is not None:
+        return circulant(members, circle, seed=seed)
+    if plan.neighbours is None:
+        return complete(members)
+    alone = ", so that a group of clients would be covered by its own noise alone"
+    return covering_graph(members, neighbours=plan.neighbours, seed=seed, because=alone)
+
+
 @lru_cache(maxsize=32)
 def _noise_layout(
     plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
@@ -275,7 +308,8 @@ def _noise_layout(
     if plan.layout == "sum":
         unit = NoiseLayout(members, reach, residual, nobody, nobody, np.empty(0), True, plan.removable(count))
     else:
-        unit = NoiseLayout(members, reach, residual, *_pairs(plan, members, samples, seed))
+        pairs = _pairs(plan, members, samples, seed)
+        unit = NoiseLayout(members, reach, residual, *pairs, circle=plan.circle(count))
         check_pairs(unit)
     if plan.accounting == "paper":
         scale = plan.paper_scale(max(sensitivity)) ** 2
@@ -306,13 +340,8 @@ def _pairs(
     plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], seed: bytes
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
     """Pair variances in units of s²."""
-    strength = plan.pair_strength(samples)
-    if plan.neighbours is None:
-        graph = complete(members)
-        if plan.accounting == "exact":
-            return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))
+    strength, graph = plan.pair_strength(samples), noise_graph(plan, members, seed)
+    if plan.neighbours is None and plan.accounting == "paper":
         shares = allocate(samples).pairs[graph.first, graph.second]
         return graph.first, graph.second, shares * strength**2
-    alone = ", so that a group of clients would be covered by its own noise alone"
-    graph = covering_graph(members, neighbours=plan.neighbours, seed=seed, because=alone)
     return graph.first, graph.second, np.full(len(graph.first), strength**2 / len(members))

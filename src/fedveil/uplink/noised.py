@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -30,8 +31,9 @@ from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
 from fedveil.tensors import Layout
 from fedveil.uplink.fixed_point import FixedPoint
-from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed, partners
-from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.graph import Graph
+from fedveil.uplink.grid_noise import add_residual, add_shared, gridded, pair_purpose, pair_seed
+from fedveil.uplink.noise_plan import NoisePlan, noise_graph
 
 Dropouts = Literal["tolerate", "repair"]
 DROPOUTS = ("tolerate", "repair")
@@ -106,9 +108,15 @@ class Noised(Uplink):
                 caveats.SIZES,
                 *((caveats.KEYS,) if paired else ()),
                 *caveats.shared_noise(plan.collusion, plan.accounting),
+                *self._sparse(run),
                 *((caveats.REPAIRS,) if paired and self.dropouts == "repair" else ()),
             )
         )
+
+    def _sparse(self, run: RunFacts) -> tuple[str, ...]:
+        """On which graph noise is shared where not everybody shares it with everybody, and what that withstands."""
+        circle = self.plan.circle(run.cohort)
+        return () if circle is None else (caveats.noise_circle(circle, self.plan.colluders(run.cohort)),)
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""
@@ -123,6 +131,7 @@ class Noised(Uplink):
         context.check_member(state.client)
         if self._paired:
             state.ring().vouch_for(context.cohort)
+            state.ring().turn_to(context.round)
         return state
 
     def protect(
@@ -134,7 +143,7 @@ class Noised(Uplink):
         add_residual(words[:-1], client, self.plan, context, terms, secrets=secrets)
         if self._paired:
             noise_layout = planned(self.plan, context, terms.work)
-            for peer, variance in partners(noise_layout, noise_layout.members.index(client)):
+            for peer, variance in noise_layout.partners(client):
                 seed = pair_seed(state, peer, context)
                 add_shared(words[:-1], seed, client=client, peer=peer, variance=variance, step=codec.step)
         payload = torch.from_numpy(words.view(np.int64))
@@ -146,23 +155,24 @@ class Noised(Uplink):
         if not isinstance(request, Repair) or not self.repairs:
             raise ProtocolError(f"client {state.client} was sent a {type(request).__name__}, which this scheme has not")
         advanced = state.revealing(request.round, request.attempt)
-        missing = request.missing.tolist()
+        missing, graph = request.missing.tolist(), self._answered_graph(state)
         most = math.floor(self.repair_limit * len(state.cohort))
-        if state.client in missing or not set(missing) <= set(state.cohort):
+        if state.client in missing or not all(client in graph for client in missing):
             raise ProtocolError(f"client {state.client} was asked to repair for itself, or for strangers")
         if len(missing) > most:
             raise ProtocolError(
                 f"client {state.client} does not reveal noise shared with {len(missing)} clients: at most {most} of "
                 f"{len(state.cohort)} a round"
             )
-        keys = state.ring()
+        keys, gone = state.ring(), set(missing)
         purpose = pair_purpose(state.graph)
-        seeds = [keys.pair(p).seed(round=request.round, attempt=request.attempt, purpose=purpose) for p in missing]
+        near = [peer for peer in graph.neighbours(state.client) if peer in gone]
+        seeds = [keys.pair(p).seed(round=request.round, attempt=request.attempt, purpose=purpose) for p in near]
         reply = Repaired(
             state.client,
             request.round,
             request.attempt,
-            torch.tensor(missing, dtype=torch.int64),
+            torch.tensor(near, dtype=torch.int64),
             from_bytes(b"".join(seeds)).reshape(-1, 32),
         )
         return advanced, reply
@@ -171,8 +181,14 @@ class Noised(Uplink):
         """Every pair of a client said to be missing and one that is not: the server may have both uploads."""
         if not isinstance(request, Repair):
             return ()
-        gone = set(request.missing.tolist())
-        return tuple((client, other) for client in state.cohort if client not in gone for other in sorted(gone))
+        gone, graph = set(request.missing.tolist()), self._answered_graph(state)
+        return tuple(
+            (client, other) for other in sorted(gone) for client in graph.neighbours(other) if client not in gone
+        )
+
+    def _answered_graph(self, state: ClientState) -> Graph:
+        """Who shares noise with whom in the round a client answered last."""
+        return noise_graph(self.plan, state.cohort, bytes.fromhex(state.graph))
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""
@@ -194,13 +210,16 @@ class Noised(Uplink):
                 f"{len(missing)} of {len(context.cohort)} clients are missing, more than the share of "
                 f"{self.repair_limit:g} that clients repair for"
             )
+        owing = total.owing()
+        if not owing:
+            return None
         request = Repair(context.round, context.attempt, torch.tensor(missing, dtype=torch.int64))
-        return Ask(tuple(gathered.arrived), request, total)
+        return Ask(tuple(sorted(owing)), request, total)
 
     def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
         """The noise of a pair, in whole steps."""
         noise_layout, client = planned(self.noise, context, terms.work), state.client
-        variance = dict(partners(noise_layout, noise_layout.members.index(client))).get(peer)
+        variance = dict(noise_layout.partners(client)).get(peer)
         if not self._paired or variance is None:
             return None
         words, seed = np.zeros(terms.layout.length, dtype=np.uint64), pair_seed(state, peer, context)
@@ -241,6 +260,7 @@ class NoisedSum(Inbox[Any]):
         self._codec = codec
         self._words = np.zeros(layout.length, dtype=np.uint64)
         self._arrived: frozenset[int] = frozenset()
+        self._gone: frozenset[int] = frozenset()
         self._repairers: set[int] = set()
         self.expect(
             Upload,
@@ -258,42 +278,47 @@ class NoisedSum(Inbox[Any]):
     def close(self, arrived: tuple[int, ...]) -> None:
         """No more uploads: one that comes late is refused, since its noise is being given away."""
         self._arrived = frozenset(arrived)
-        gone = len(self._context.cohort) - len(self._arrived)
-        self.expect(Repaired, arrived, which=self._context.which, sizes={"missing": gone})
+        self._gone = frozenset(self._context.cohort) - self._arrived
+        most = range(1, len(self._gone) + 1)
+        self.expect(Repaired, self.owing(), which=self._context.which, sizes={"missing": most})
 
     def given_away(self) -> tuple[tuple[int, int], ...]:
         """The pairs of a survivor and a missing client, once uploads are over."""
-        gone = set(self._context.cohort) - self._arrived if self.closed else set()
-        if not gone:
-            return ()
-        ends = [(self._noise_layout.members[i], self._noise_layout.members[j]) for i, j in self._ends()]
-        return tuple((client, other) for client, other in ends if (client in gone) != (other in gone))
+        return self._given_away if self.closed else ()
+
+    @cached_property
+    def _given_away(self) -> tuple[tuple[int, int], ...]:
+        members = np.asarray(self._noise_layout.members, dtype=np.int64)
+        gone = np.isin(members, list(self._gone))
+        first, second = self._noise_layout.first, self._noise_layout.second
+        cut = gone[first] != gone[second]
+        return tuple(zip(members[first[cut]].tolist(), members[second[cut]].tolist(), strict=True))
+
+    def owing(self) -> set[int]:
+        """The survivors that share noise with missing clients."""
+        return {client for pair in self.given_away() for client in pair if client in self._arrived}
 
     def check_repaired(self) -> None:
         """Refuse a sum that still holds noise shared with missing clients."""
-        owing = {client for pair in self.given_away() for client in pair if client in self._arrived} - self._repairers
+        owing = self.owing() - self._repairers
         if owing:
             raise ProtocolError(
                 f"{len(owing)} of {len(self._arrived)} clients did not help to take off the noise they shared with "
                 f"missing clients, client {min(owing)} among them"
             )
 
-    def _ends(self) -> list[tuple[int, int]]:
-        return list(zip(self._noise_layout.first.tolist(), self._noise_layout.second.tolist(), strict=True))
-
     def _fold(self, reply: Upload | Repaired) -> None:
         if isinstance(reply, Upload):
             self._words += reply.payload.cpu().numpy().view(np.uint64)
             return
         vanished = reply.vanished.tolist()
-        if set(vanished) != set(self._context.cohort) - self._arrived:
+        variances = {peer: each for peer, each in self._noise_layout.partners(reply.client) if peer in self._gone}
+        if set(vanished) != set(variances):
             raise ProtocolError("a repair for others than those that are missing")
-        variances = dict(partners(self._noise_layout, self._noise_layout.members.index(reply.client)))
         words = self._words[:-1]
         for peer, seed in zip(vanished, reply.seeds, strict=True):
-            if peer in variances:
-                left = {"variance": variances[peer], "step": self._codec.step}
-                add_shared(words, to_bytes(seed), client=reply.client, peer=peer, sign=-1, **left)
+            left = {"variance": variances[peer], "step": self._codec.step}
+            add_shared(words, to_bytes(seed), client=reply.client, peer=peer, sign=-1, **left)
         self._repairers.add(reply.client)
 
     def total(self) -> Tensor:

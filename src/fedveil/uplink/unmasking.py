@@ -23,7 +23,7 @@ import hashlib
 import itertools
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -114,7 +114,7 @@ class Label:
 def contents(graph: Graph, *, sender: int, holder: int, self_mask: bool) -> list[Item]:
     """What `sender` deals to `holder`, in order: shares of what is its own, then of pairs' seeds."""
     near = graph.neighbours(sender)
-    reach = set(graph.neighbours(holder))
+    reach = graph.around(holder)
     own = [(sender, LOCK), *([(sender, sender)] if self_mask else [])] if sender in reach else []
     return own + [(sender, peer) for peer in near if peer in reach]
 
@@ -132,13 +132,20 @@ def deal(
 ) -> dict[int, bytes]:
     """Sealed bundles for every holder; `secrets` are pair seeds by peer, and the client's own by itself and LOCK."""
     from fedveil.crypto.keys import seal
-    from fedveil.crypto.shamir import split
+    from fedveil.crypto.shamir import split_many
 
     sender = ring.client
-    shares = {}
-    for about, secret in secrets.items():
-        around = graph.neighbours(sender if about == LOCK else about)
-        shares[about] = split(secret, holders=around, threshold=quorum.of(len(around)), stream=stream)
+    shares: dict[int, dict[int, bytes]] = {}
+    around = {about: graph.neighbours(sender if about == LOCK else about) for about in secrets}
+    for size in sorted({len(holders) for holders in around.values()}):
+        alike = [about for about in secrets if len(around[about]) == size]
+        dealt = split_many(
+            [secrets[about] for about in alike],
+            holders=[around[about] for about in alike],
+            threshold=quorum.of(size),
+            stream=stream,
+        )
+        shares |= dict(zip(alike, dealt, strict=True))
     bundles = {}
     for holder in holders_of(graph, sender):
         items = contents(graph, sender=sender, holder=holder, self_mask=sender in secrets)
@@ -306,6 +313,24 @@ def list_digest(survivors: Sequence[int], *, graph: bytes) -> bytes:
     return hashlib.sha256(b"fedveil survivors 1" + graph + numbers).digest()
 
 
+class _Relay(Mapping[int, "Relayed"]):
+    """What every survivor is handed in private."""
+
+    def __init__(self, total: MaskedSum) -> None:
+        self._total = total
+
+    def __getitem__(self, client: int) -> Relayed:
+        if client not in self._total.alive:
+            raise KeyError(client)
+        return self._total.private(client)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._total.survivors)
+
+    def __len__(self) -> int:
+        return len(self._total.survivors)
+
+
 class MaskedSum(Inbox[Any]):
     """Σ of masked vectors modulo 2⁶⁴, and what is needed to take the masks off."""
 
@@ -332,6 +357,9 @@ class MaskedSum(Inbox[Any]):
         self._signed = signed
         self.asked = False
         self.survivors: tuple[int, ...] = ()
+        self._members = frozenset(graph.members)
+        self.alive: frozenset[int] = frozenset()
+        self._digest = b""
         self.relay: dict[int, Bundles] = defaultdict(dict)
         self.signatures: dict[int, bytes] = {}
         self._locked: Bundles = {}
@@ -349,7 +377,7 @@ class MaskedSum(Inbox[Any]):
             self._fold_revealed(reply)
             return
         bundles = unpacked(reply.holders, reply.lengths, reply.bundles)
-        if not set(bundles) <= set(self.graph.members):
+        if not self._members.issuperset(bundles):
             raise ProtocolError("an upload deals shares to clients outside the round")
         self._sum += reply.payload.cpu().numpy().view(np.uint64)
         for holder, bundle in bundles.items():
@@ -358,6 +386,8 @@ class MaskedSum(Inbox[Any]):
     def close(self, arrived: Sequence[int]) -> None:
         """No more uploads: from here on only revelations count."""
         self.survivors = tuple(sorted(arrived))
+        self.alive = frozenset(arrived)
+        self._digest = list_digest(self.survivors, graph=self._context.graph_seed())
         among = len(self.graph.members)
         sizes = {"peers": range(among + 1), "locked": range(among * self._largest * ITEM_BYTES + SEAL_BYTES + 1)}
         self.expect(Revealed, self.survivors, which=self._context.which, sizes=sizes)
@@ -380,8 +410,11 @@ class MaskedSum(Inbox[Any]):
 
     def private(self, client: int) -> Relayed:
         """The sealed shares that survivors dealt to a client."""
-        alive = set(self.survivors)
-        return Relayed(*packed({k: v for k, v in self.relay.get(client, {}).items() if k in alive}))
+        return Relayed(*packed({k: v for k, v in self.relay.get(client, {}).items() if k in self.alive}))
+
+    def relayed(self) -> Mapping[int, Relayed]:
+        """The same for every survivor, put together when asked for: all of them at once would double the memory."""
+        return _Relay(self)
 
     def _fold_revealed(self, reply: Revealed) -> None:
         peers = reply.peers.tolist()
@@ -392,6 +425,7 @@ class MaskedSum(Inbox[Any]):
             raise ProtocolError("a revelation does not sign the survivor list")
         self.signatures[reply.client] = signature
         self._locked[reply.client] = to_bytes(reply.locked)
+        self.relay.pop(reply.client, None)  # it has been handed these: of many clients they are most of the memory
         for peer, share in zip(peers, reply.keys, strict=True):
             self._shares[(peer, LOCK)][reply.client] = to_bytes(share)
 
@@ -401,8 +435,7 @@ class MaskedSum(Inbox[Any]):
 
         directory = self._context.directory
         assert directory is not None
-        digest = list_digest(self.survivors, graph=self._context.graph_seed())
-        return signed_by(directory.entry(client)[0], signature, digest, purpose=f"survivors of {directory.run}")
+        return signed_by(directory.entry(client)[0], signature, self._digest, purpose=f"survivors of {directory.run}")
 
     def total(self) -> Tensor:
         """The sum of what arrived, masks taken off; too few or contradicting shares are refused."""
