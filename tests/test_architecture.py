@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "uplink": {"errors", "tensors", "secrets", "shapes", "downlink", "noise", "protocol", "ledger", "crypto"},
     "roles": {"errors", "tensors", "secrets", "shapes", "protocol", "downlink", "work", "ledger", "crypto"},
     "client_held": {"errors", "tensors", "secrets", "shapes"} | (PARTS - {"client_held"}),
-    "engine": {"errors", "tensors", "protocol", "roles", "client_held", "work"},
+    "engine": {"errors", "processes", "tensors", "protocol", "roles", "client_held", "work"},
     "schemes": {"errors", "own_code", "tensors", "secrets"} | PARTS,
     "record": LEAVES | PARTS,
     "runs": LEAVES | PARTS | {"record", "schemes", "engine"},

@@ -226,10 +226,11 @@ def raw(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def from_raw(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor of these bytes, in memory of its own."""
-    if not len(content):
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(tuple(shape))
+    """The tensor of these bytes, in memory of its own, which lies as torch lays it: that may decide about last bits."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if len(content):
+        raw(tensor).data[:] = content
+    return tensor
 
 
 def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout, weighted
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,18 @@ class LocalSteps(ManyAtOnce):
         """gradients (here w − w_k), values (the mean loss), statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
 
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """On a GPU in captured groups, each client with parameters of its own; else one by one."""
+        positions = [position for unit in units for position in unit]
         if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            yield from self._in_groups(workspace, broadcast, clients, round)
+            part = [clients[position] for position in positions]
+            for place, contribution in self._in_groups(workspace, broadcast, part, round):
+                yield positions[place], contribution
             return
-        for position, data in enumerate(clients):
-            yield position, self._one(workspace, broadcast, data, round)
+        for position in positions:
+            yield position, self._one(workspace, broadcast, clients[position], round)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int

@@ -164,8 +164,25 @@ def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast)
             norm.statistics.clear()  # a step that was interrupted may have left some
 
 
+class RunMany(Protocol):
+    """How the work of many clients is done: `LocalWork.run_many`, or what gives the same."""
+
+    def __call__(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """(position, contribution or why there is none) of every client, in any order."""
+        ...
+
+
+Units = Sequence[Sequence[int]]
+"""Positions of clients that are computed together: what comes of a unit depends on nobody outside of it."""
+
+
 class ManyAtOnce(ABC):
-    """Work of many clients at a time: that of one is that of a list of one."""
+    """Work of many clients at a time: that of one is that of a list of one.
+
+    It falls into units, which can be computed anywhere: many of them here one after the other, or each on another core.
+    """
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's contribution."""
@@ -174,11 +191,22 @@ class ManyAtOnce(ABC):
             raise contribution
         return contribution
 
-    @abstractmethod
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """(position, contribution or why there is none) of every client, in any order."""
+        units = self.units(workspace, broadcast, clients)
+        return self.run_units(workspace, broadcast, clients, units, round=round)
+
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """Who is computed together; unless a kind of work says more, each alone."""
+        return [(position,) for position in range(len(clients))]
+
+    @abstractmethod
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The same for those of `clients` that are in these of their units."""
 
 
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
