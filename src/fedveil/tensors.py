@@ -28,6 +28,7 @@ them, and exact sums to add them."""
 _LIMBS = 3
 _MOST_ADDENDS = int(2.0**52 / LARGEST)
 _BLOCK = 1 << 17
+_ROWS = 8
 _AT_ONCE = 1 << 26
 
 
@@ -81,9 +82,14 @@ class ExactSum:
     def __init__(self, length: int, *, device: torch.device | str = "cpu") -> None:
         self._limbs = torch.zeros(_LIMBS, length, dtype=torch.float64, device=device)
         # Blocks that stay in a CPU's cache are twice as fast as whole vectors; a GPU wants few launches.
-        self._block = _BLOCK if self._limbs.device.type == "cpu" else max(length, 1)
-        # Zeros, not empty: memory that was handed back may still hold somebody's numbers.
-        self._scratch = torch.zeros(2, self._block, dtype=torch.float64, device=device)
+        block = min(_BLOCK, length) if self._limbs.device.type == "cpu" else length
+        self._blocks = [slice(start, start + block) for start in range(0, length, max(block, 1))]
+        # Zeros, not empty: memory that was handed back may still hold somebody's numbers. Short vectors are copied here
+        # until there are enough to be added together.
+        self._scratch = torch.zeros(
+            min(_ROWS, max(2, _BLOCK // max(block, 1))), block, dtype=torch.float64, device=device
+        )
+        self._copied = 0
         self._addends = 0
         self._seen: tuple[Tensor, int] | None = None
         self._waiting: list[Tensor] = []
@@ -132,6 +138,9 @@ class ExactSum:
 
     def _settle(self) -> None:
         """Add the rows that wait to be added together."""
+        if self._copied:
+            self._limbs += _limbs_of(self._scratch[: self._copied])
+            self._copied = 0
         if not self._waiting:
             return
         rows, self._waiting = torch.stack(self._waiting), []
@@ -140,16 +149,22 @@ class ExactSum:
             self._limbs[:, start : start + step] += _replayed(_limbs_of)(rows[:, start : start + step])
 
     def _add(self, vector: Tensor) -> None:
-        for start in range(0, self.length, self._block):
-            rest, whole = self._scratch[:, : min(self._block, self.length - start)]
-            limbs = self._limbs[:, start : start + self._block]
-            rest.copy_(vector[start : start + self._block])
-            for place in range(_LIMBS):
+        if len(self._scratch) > 2:
+            self._scratch[self._copied].copy_(vector)
+            self._copied += 1
+            if self._copied == len(self._scratch):
+                self._settle()
+            return
+        for block in self._blocks:
+            *limbs, last = self._limbs[:, block]
+            rest, whole = self._scratch[:, : len(last)]
+            rest.copy_(vector[block])
+            for limb in limbs:
                 torch.round(rest, out=whole)
-                limbs[place] += whole
-                if place + 1 < _LIMBS:
-                    rest -= whole
-                    rest *= LARGEST
+                limb += whole
+                rest -= whole
+                rest *= LARGEST
+            last += rest.round_()
 
     def total(self) -> Tensor:
         """The sum, in float64."""
@@ -192,7 +207,9 @@ def _replayed(function: Callable[..., Tensor]) -> Replayed:
 def all_in_range(numbers: Tensor) -> bool:
     """Whether all are finite, and below what is taken for a training that has run away."""
     low, high = numbers.aminmax()
-    return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too
+    if numbers.is_cuda:
+        return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too; one look, for which a GPU is waited for
+    return low.item() > -LARGEST and high.item() < LARGEST
 
 
 class _Compiler(ModuleType):

@@ -58,6 +58,15 @@ class Batches:
         epoch, position = divmod(step, samples // size)
         return self.order(client=client, samples=samples, epoch=epoch)[position * size : (position + 1) * size]
 
+    def steps(self, *, client: int, samples: int, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """`count` local steps from `first` on, each with its `indices`."""
+        size, epoch, order = self.batch_size(samples), -1, torch.empty(0)
+        for step in range(first, first + count):
+            now, position = divmod(step, samples // size)
+            if now != epoch:
+                epoch, order = now, self.order(client=client, samples=samples, epoch=now)
+            yield step, order[position * size : (position + 1) * size]
+
     def order(self, *, client: int, samples: int, epoch: int) -> Tensor:
         """All sample numbers in the order in which a local epoch takes them."""
         if self.batch_size(samples) == samples:

@@ -90,11 +90,13 @@ class ClientData:
         """The chosen samples, not augmented."""
         if self.source is not None:
             return self.source.read(chosen, step=step)
+        whole = chosen.shape[0] == (self.y if self.rows is None else self.rows).shape[0]
         if self.rows is not None:
-            chosen = self.rows if len(chosen) == len(self) else self.rows[chosen.to(self.rows.device)]
-        elif len(chosen) == len(self):
+            chosen = self.rows if whole else self.rows[chosen.to(self.rows.device)]
+        elif whole:
             return self.x.clone(), self.y
-        chosen = chosen.to(self.x.device)
+        if self.x.device != chosen.device:
+            chosen = chosen.to(self.x.device)
         return self.x[chosen], self.y[chosen]
 
 
@@ -146,6 +148,8 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.module = self.architecture.new_skeleton()
+        named = self.module.named_parameters()
+        self.moving: list[Tensor] = [value for name, value in named if name not in self.architecture.frozen]
         self.functional = self.architecture.new_skeleton(fused=False)
         self.vectorisable = True
         self.captured: dict[object, object] = {}
@@ -154,7 +158,8 @@ class Workspace:
 def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:
     """Fill a skeleton with a broadcast."""
     load_parameters(module, broadcast.parameters)
-    load_epsilon(architecture, module, broadcast.epsilon)
+    if broadcast.epsilon.numel():
+        load_epsilon(architecture, module, broadcast.epsilon)
     if architecture.table is not None:  # only traced networks can have transitional layers
         load_multipliers(architecture, module, broadcast.multipliers)
     if broadcast.statistics.numel():
