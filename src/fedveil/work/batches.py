@@ -99,12 +99,18 @@ def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
     if gpu and not has_random_layers(module):
         yield
         return
-    seed = mixed_seed(*parts)
-    with torch.random.fork_rng([device] if gpu else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
-        if gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    seed, generator = mixed_seed(*parts), torch.default_generator
+    if not gpu:
+        before = generator.get_state()
+        generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+        return
+    with torch.random.fork_rng([device]), torch.cuda.device(device):
+        generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
         yield
 
 
