@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -221,19 +222,40 @@ class _Compiler(ModuleType):
         return getattr(importlib.import_module("torch._dynamo"), name)
 
 
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+class _Shapes(ModuleType):
+    """Stands where torch's shapes with unknowns would: those of real tensors are equal, or they are not."""
+
+    sym_eq, expect_true = staticmethod(operator.eq), staticmethod(bool)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # an import asks whether this is a package
+            raise AttributeError(name)
+        if sys.modules.get(_SHAPES) is self:
+            del sys.modules[_SHAPES]
+        return getattr(importlib.import_module(_SHAPES), name)
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Derivatives by torch.func ask torch's compiler to stand aside, and load it to ask, which takes 1.5 seconds; where
-    nobody else has loaded it, there is nothing to ask."""
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    stand_in = torch.__dict__["_dynamo"] = _Compiler("torch._dynamo")
+    """Derivatives by torch.func ask torch's compiler to stand aside, and load it to ask, which takes 1.5 seconds; and
+    compare shapes by what can compare unknown ones, for half a second more. Where nobody has loaded these, there is
+    nothing to ask."""
+    shapes = None if _SHAPES in sys.modules else _Shapes(_SHAPES)
+    stand_in = None if "torch._dynamo" in sys.modules else _Compiler("torch._dynamo")
+    if shapes is not None:
+        sys.modules[_SHAPES] = shapes
+    if stand_in is not None:
+        torch.__dict__["_dynamo"] = stand_in
     try:
         yield
     finally:
-        if torch.__dict__.get("_dynamo") is stand_in:
+        if stand_in is not None and torch.__dict__.get("_dynamo") is stand_in:
             del torch.__dict__["_dynamo"]
+        if shapes is not None and sys.modules.get(_SHAPES) is shapes:
+            del sys.modules[_SHAPES]
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
