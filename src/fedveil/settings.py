@@ -159,6 +159,9 @@ class Settings(TypedDict, total=False):
     """Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"""
     bn_eps: Literal["secret", "public"]
     """ε of normalisation layers: secret or public. (default: secret)"""
+    public_start: bool | None
+    """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
+    it. To be said, yes or no, wherever weights are loaded. (default: not said)"""
     min_coverage: float
     """Stop if less is hidden. (default: 0.9)"""
     device: str | torch.device

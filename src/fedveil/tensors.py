@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.errors import Code, ProtocolError
 
@@ -256,6 +257,13 @@ def without_compiler() -> Iterator[None]:
             del torch.__dict__["_dynamo"]
         if shapes is not None and sys.modules.get(_SHAPES) is shapes:
             del sys.modules[_SHAPES]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention as products and a softmax: vmap has no rule for the fused kernels, runs them one by one and warns."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

@@ -11,9 +11,13 @@ import copy
 import io
 import operator
 import random
+import re
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -97,11 +101,44 @@ def seeded(run: Callable[[], _Result], device: torch.device) -> _Result:
     return run()
 
 
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+class _Tracer(fx.Tracer):
+    """Notes for every operation the line of the network's own code that asks for it.
+
+    torch's own record of such lines loads a second's worth of symbolic algebra.
+    """
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        proxy = super().create_proxy(*args, **kwargs)
+        frame = sys._getframe(1)
+        while frame.f_code is not captured_by_fx.__code__ and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        if frame.f_code is not captured_by_fx.__code__:
+            proxy.node.meta["line"] = _line(frame.f_code.co_filename, frame.f_lineno)
+        return proxy
+
+
+def _line(file: str, number: int) -> str:
+    return f"{Path(file).name}:{number}"
+
+
+def _line_of(node: fx.Node) -> str:
+    """The line of the network's own code behind a node; empty where there is none."""
+    if "line" in node.meta:
+        return str(node.meta["line"])
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    theirs = [(file, int(number)) for file, number in frames if not file.startswith(_NOT_THEIRS)]
+    return _line(*theirs[-1]) if theirs else ""
+
+
 def captured_by_fx(model: nn.Module) -> fx.Graph:
     """The graph by symbolic tracing; refused where eager code drew numbers or read parameters."""
     states = torch.get_rng_state(), random.getstate()
     with torch.enable_grad():
-        graph = fx.Tracer().trace(model)
+        graph = _Tracer().trace(model)
     if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
         raise CaptureError("its code draws random numbers that a trace would freeze")
     for node in graph.nodes:
@@ -281,7 +318,7 @@ class Walker:
         except _UNFIT:
             return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
         if tracing.classes.lost > lost and len(tracing.pins) == pins:
-            tracing.pins.append(Pin(label, tracing.inside or tracing.where, "it ties channels to others of scale 1"))
+            tracing.pins.append(Pin(label, tracing.spot, "it ties channels to others of scale 1"))
         return pytree.tree_map(Edge, out, ids)
 
     def _function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
@@ -523,7 +560,7 @@ def _walk(
     walker = Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        tracing.where, tracing.inside = node.name, inside(node)
+        tracing.where, tracing.inside, tracing.line = node.name, inside(node), _line_of(node)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: environment[argument])
         if node.op == "output":
             _finish(tracing, node, args)
@@ -597,4 +634,8 @@ def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:160]}"
+    """An error's kind and first line, and the line of the network's own code that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    at = f" at {_line(theirs[-1].filename, theirs[-1].lineno or 0)}" if theirs else ""
+    return f"{type(error).__name__}{at}: {(str(error).splitlines() or ['no message'])[0][:160]}"
