@@ -2,7 +2,8 @@
 
 Three settings: the public anchor LR_MNIST (1,000 clients, 10 a round, batches of 10, a local epoch), one gradient each
 of 100 clients with a CNN, and one each of 10 clients with a ResNet-20 (GroupNorm). Both sides take the same batches
-and end in the same model, which is checked; rounds take turns. `python -m benchmarks.simulation` shows these alone.
+and end in the same model, which is checked; rounds take turns. Then the same rounds by two workers against one, a run
+after the other, which must end in the same bits. `python -m benchmarks.simulation` shows these alone.
 """
 
 from __future__ import annotations
@@ -79,26 +80,43 @@ SETTINGS = (
 
 
 def simulation(*, repeats: int) -> list[Row]:
-    """Every setting, round by round in turns."""
-    return [_compared(setting, repeats) for setting in SETTINGS]
+    """Every setting, round by round in turns, then on two cores."""
+    alone = [_compared(setting, repeats) for setting in SETTINGS]
+    return alone + [_on_two_cores(setting, repeats) for setting in SETTINGS]
+
+
+def _trained(setting: Setting, repeats: int, **further: Any) -> fedveil.Trained:
+    """Two rounds to warm up, then `repeats`."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"rounds": repeats + 2, "batch_size": setting.batch, "lr": setting.lr, "seed": _SEED}
+    if setting.cohort < setting.clients:
+        given["cohort"] = setting.cohort
+    given |= {"loss": "cross-entropy", "evaluate_every": 0, "progress": False, **further, **setting.settings}
+    return fedveil.train(setting.network(), setting.data(), scheme="fedavg", **given)
+
+
+def _on_two_cores(setting: Setting, repeats: int) -> Row:
+    runs = [_trained(setting, repeats, workers=workers) for workers in (1, 2)]
+    for own, other in zip(*(run.model.parameters() for run in runs), strict=True):
+        assert torch.equal(own, other)
+    one, two = ([row["seconds"] for row in run.metrics[2:]] for run in runs)
+    ratios = sorted(a / b for a, b in zip(sorted(one), sorted(two), strict=True))
+    measured = Ratio(statistics.median(one) / statistics.median(two), ratios[0], ratios[-1])
+    note = f"{1e3 * statistics.median(two):.2f} ms against {1e3 * statistics.median(one):.2f}"
+    return Row(f"a round of {setting.what}: one worker", "two workers", measured, 1.7, at_least=True, note=note)
 
 
 def _compared(setting: Setting, repeats: int) -> Row:
     torch.manual_seed(0)
-    model, data = setting.network(), setting.data()
-    net = copy.deepcopy(model)
-    loop = _loop(setting, net, data)
+    net = setting.network()
+    loop = _loop(setting, net, setting.data())
     ours, plain = [], [0.0]
 
     def in_turn(row: dict[str, Any]) -> None:
         ours.append(row["seconds"] - plain[-1])  # a row's seconds begin where the last one was told
         plain.append(next(loop))
 
-    given: dict[str, Any] = {"rounds": repeats + 2, "batch_size": setting.batch, "lr": setting.lr, "seed": _SEED}
-    if setting.cohort < setting.clients:
-        given["cohort"] = setting.cohort
-    given |= {"loss": "cross-entropy", "evaluate_every": 0, "progress": False, "callbacks": [in_turn]}
-    trained = fedveil.train(model, data, scheme="fedavg", **given, **setting.settings)
+    trained = _trained(setting, repeats, callbacks=[in_turn], workers=1)
     for own, other in zip(trained.model.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(own, other, rtol=1e-3, atol=1e-4)
     pairs = list(zip(ours, plain[1:], strict=True))[2:]

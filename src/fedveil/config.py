@@ -421,6 +421,14 @@ class RunConfig:
     device: str = _setting(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")
     dtype: str = _setting(_MACHINE, "float32 or float64.", "float32", choices=("float32", "float64"))
     vectorise: bool | None = _setting(_MACHINE, "Many clients at once.", shown="where faster")
+    workers: int | None = _setting(
+        _MACHINE,
+        "Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.",
+        shown="one per core, where clients are many and it pays",
+        check=_up_to(1 << 10),
+        shapes_run=False,
+        before=None,
+    )
     checkpoint_every: int = _setting(
         _MACHINE, "Rounds between checkpoints; 0: never.", 10, check=_NOT_NEGATIVE, shapes_run=False
     )

@@ -7,6 +7,11 @@ its answers is kept for the error that tells of its death.
     parent   ChildProcess(python("fedveil.audit.sandbox:serve")) · send · receive · end
     child    channel(): the pipes, taken off standard input and output · framing.receive · framing.send
 
+Work on what lies in this process's memory is shared with copies of it:
+
+    parent   Copy(serve, name=…) · channel · end
+    child    serve(channel), in a fork of this process, which ends with `serve` or with its parent
+
 A command that is not ours knows nothing of such a pipe. `python -m fedveil.processes COMMAND …` runs it so that nothing
 of it outlives its parent. Flower's processes start others in sessions of their own, which a kill of the first one
 leaves behind. So that process adopts whatever the command leaves orphaned (Linux), and ends all of it when the command
@@ -26,16 +31,19 @@ import os
 import select
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
+import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from fedveil import framing
 from fedveil.errors import FedVeilError
@@ -156,12 +164,7 @@ class ChildProcess:
 
     def ending(self) -> str:
         """How it ended; one that has closed its pipes gets a moment to do so."""
-        code = self.wait(_SETTLE)
-        if code is None:
-            return "does not answer any more"
-        if code < 0:
-            return f"was killed by signal {-code}, perhaps for want of memory"
-        return f"ended without a result (exit code {code})"
+        return _ending(self.wait(_SETTLE))
 
     def mark(self) -> None:
         """What it says counts from here on."""
@@ -226,7 +229,113 @@ def _kept(log: IO[bytes] | None) -> IO[bytes]:
     return tempfile.TemporaryFile() if log is None else os.fdopen(os.dup(log.fileno()), "rb")
 
 
-_living: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "does not answer any more"
+    if code < 0:
+        return f"was killed by signal {-code}, perhaps for want of memory"
+    return f"ended without a result (exit code {code})"
+
+
+class Copy:
+    """A copy of this process (a fork) that does one thing; it is ended with `end`, or by itself with its parent.
+
+    It holds all that this process held in memory, secrets too, and nothing of that passes through a file. Threads are
+    not copied: libraries that have some running must not be asked for them (torch: with one thread it asks for none).
+    """
+
+    def __init__(self, serve: Callable[[socket.socket], None], *, name: str) -> None:
+        """Start it.
+
+        Args:
+            serve: What it does, with its end of a channel that keeps messages apart.
+            name: What errors call it.
+        """
+        self.name = name
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # What interrupts this process must not go on as an exception in the copy.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads: see above
+                self.pid = os.fork()
+            if not self.pid:
+                _serve(serve, theirs, self.channel, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self._code: int | None = None
+        _living.add(self)
+
+    def wait(self, seconds: float = 0.0) -> int | None:
+        """Its exit code, negative where a signal ended it; None if it lives on after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(0.01)
+        return self._code
+
+    def ending(self) -> str:
+        """How it ended; one that has closed its channel gets a moment to do so."""
+        return _ending(self.wait(_SETTLE))
+
+    def end(self) -> None:
+        """End it at once, and everything that it started."""
+        self.channel.close()
+        if self.wait() is None:  # its number is its own as long as nobody has asked for its exit code
+            _kill_below(self.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait(_SETTLE)
+        _living.discard(self)
+
+    def disown(self) -> None:
+        """Forget it in a copy of the process that started it."""
+        self.channel.close()
+        self._code = 0
+        _living.discard(self)
+
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _serve(
+    serve: Callable[[socket.socket], None],
+    channel: socket.socket,
+    parents: socket.socket,
+    mask: set[int | signal.Signals],
+) -> None:
+    """What a copy does, to its end: nothing of what its parent had in mind comes after it."""
+    code = 1
+    try:
+        parents.close()
+        os.setsid()  # Ctrl-C is for whoever started it
+        for number in _INTERRUPTS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # Files of its own: a thread of its parent's may have held the locks of these.
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+        end_with(channel.fileno())
+        serve(channel)
+        code = 0
+    except ConnectionError:
+        pass  # its parent is gone
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+class _Disowned(Protocol):
+    def disown(self) -> None: ...
+
+
+_living: weakref.WeakSet[_Disowned] = weakref.WeakSet()
 
 
 def _forked() -> None:

@@ -170,6 +170,9 @@ class Settings(TypedDict, total=False):
     """float32 or float64. (default: float32)"""
     vectorise: bool | None
     """Many clients at once. (default: where faster)"""
+    workers: int | None
+    """Processes that share the clients' work on the CPU, each on one core: the model is the same for any number.
+    (default: one per core, where clients are many and it pays)"""
     checkpoint_every: int
     """Rounds between checkpoints; 0: never. (default: 10)"""
     evaluate_every: int

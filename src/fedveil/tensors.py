@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,7 @@ them, and exact sums to add them."""
 _LIMBS = 3
 _MOST_ADDENDS = int(2.0**52 / LARGEST)
 _BLOCK = 1 << 17
+_ROWS = 8
 _AT_ONCE = 1 << 26
 
 
@@ -82,9 +84,14 @@ class ExactSum:
     def __init__(self, length: int, *, device: torch.device | str = "cpu") -> None:
         self._limbs = torch.zeros(_LIMBS, length, dtype=torch.float64, device=device)
         # Blocks that stay in a CPU's cache are twice as fast as whole vectors; a GPU wants few launches.
-        self._block = _BLOCK if self._limbs.device.type == "cpu" else max(length, 1)
-        # Zeros, not empty: memory that was handed back may still hold somebody's numbers.
-        self._scratch = torch.zeros(2, self._block, dtype=torch.float64, device=device)
+        block = min(_BLOCK, length) if self._limbs.device.type == "cpu" else length
+        self._blocks = [slice(start, start + block) for start in range(0, length, max(block, 1))]
+        # Zeros, not empty: memory that was handed back may still hold somebody's numbers. Short vectors are copied here
+        # until there are enough to be added together.
+        self._scratch = torch.zeros(
+            min(_ROWS, max(2, _BLOCK // max(block, 1))), block, dtype=torch.float64, device=device
+        )
+        self._copied = 0
         self._addends = 0
         self._seen: tuple[Tensor, int] | None = None
         self._waiting: list[Tensor] = []
@@ -133,6 +140,9 @@ class ExactSum:
 
     def _settle(self) -> None:
         """Add the rows that wait to be added together."""
+        if self._copied:
+            self._limbs += _limbs_of(self._scratch[: self._copied])
+            self._copied = 0
         if not self._waiting:
             return
         rows, self._waiting = torch.stack(self._waiting), []
@@ -141,16 +151,22 @@ class ExactSum:
             self._limbs[:, start : start + step] += _replayed(_limbs_of)(rows[:, start : start + step])
 
     def _add(self, vector: Tensor) -> None:
-        for start in range(0, self.length, self._block):
-            rest, whole = self._scratch[:, : min(self._block, self.length - start)]
-            limbs = self._limbs[:, start : start + self._block]
-            rest.copy_(vector[start : start + self._block])
-            for place in range(_LIMBS):
+        if len(self._scratch) > 2:
+            self._scratch[self._copied].copy_(vector)
+            self._copied += 1
+            if self._copied == len(self._scratch):
+                self._settle()
+            return
+        for block in self._blocks:
+            *limbs, last = self._limbs[:, block]
+            rest, whole = self._scratch[:, : len(last)]
+            rest.copy_(vector[block])
+            for limb in limbs:
                 torch.round(rest, out=whole)
-                limbs[place] += whole
-                if place + 1 < _LIMBS:
-                    rest -= whole
-                    rest *= LARGEST
+                limb += whole
+                rest -= whole
+                rest *= LARGEST
+            last += rest.round_()
 
     def total(self) -> Tensor:
         """The sum, in float64."""
@@ -193,7 +209,9 @@ def _replayed(function: Callable[..., Tensor]) -> Replayed:
 def all_in_range(numbers: Tensor) -> bool:
     """Whether all are finite, and below what is taken for a training that has run away."""
     low, high = numbers.aminmax()
-    return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too
+    if numbers.is_cuda:
+        return bool((low > -LARGEST) & (high < LARGEST))  # false for NaN too; one look, for which a GPU is waited for
+    return low.item() > -LARGEST and high.item() < LARGEST
 
 
 class _Compiler(ModuleType):
@@ -205,19 +223,40 @@ class _Compiler(ModuleType):
         return getattr(importlib.import_module("torch._dynamo"), name)
 
 
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+class _Shapes(ModuleType):
+    """Stands where torch's shapes with unknowns would: those of real tensors are equal, or they are not."""
+
+    sym_eq, expect_true = staticmethod(operator.eq), staticmethod(bool)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # an import asks whether this is a package
+            raise AttributeError(name)
+        if sys.modules.get(_SHAPES) is self:
+            del sys.modules[_SHAPES]
+        return getattr(importlib.import_module(_SHAPES), name)
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Derivatives by torch.func ask torch's compiler to stand aside, and load it to ask, which takes 1.5 seconds; where
-    nobody else has loaded it, there is nothing to ask."""
-    if "torch._dynamo" in sys.modules:
-        yield
-        return
-    stand_in = torch.__dict__["_dynamo"] = _Compiler("torch._dynamo")
+    """Derivatives by torch.func ask torch's compiler to stand aside, and load it to ask, which takes 1.5 seconds; and
+    compare shapes by what can compare unknown ones, for half a second more. Where nobody has loaded these, there is
+    nothing to ask."""
+    shapes = None if _SHAPES in sys.modules else _Shapes(_SHAPES)
+    stand_in = None if "torch._dynamo" in sys.modules else _Compiler("torch._dynamo")
+    if shapes is not None:
+        sys.modules[_SHAPES] = shapes
+    if stand_in is not None:
+        torch.__dict__["_dynamo"] = stand_in
     try:
         yield
     finally:
-        if torch.__dict__.get("_dynamo") is stand_in:
+        if stand_in is not None and torch.__dict__.get("_dynamo") is stand_in:
             del torch.__dict__["_dynamo"]
+        if shapes is not None and sys.modules.get(_SHAPES) is shapes:
+            del sys.modules[_SHAPES]
 
 
 @contextmanager
@@ -234,10 +273,11 @@ def raw(tensor: Tensor) -> NDArray[np.uint8]:
 
 
 def from_raw(content: bytes | memoryview, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """The tensor of these bytes, in memory of its own."""
-    if not len(content):
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(tuple(shape))
+    """The tensor of these bytes, in memory of its own, which lies as torch lays it: that may decide about last bits."""
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    if len(content):
+        raw(tensor).data[:] = content
+    return tensor
 
 
 def flatten(tensors: Sequence[Tensor], *, like: Tensor | None = None) -> Tensor:

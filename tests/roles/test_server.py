@@ -200,6 +200,7 @@ class Spoiling:
 
     def __init__(self, role: Any, spoil: Any, *, client: int = 2, round_: int = 1) -> None:
         self._role, self._spoil, self._client, self._round = role, spoil, client, round_
+        self.work_by = role.work_by
 
     def handle_many(self, states: Any, request: Any, clients: Any, private: Any) -> Any:
         for state, reply in self._role.handle_many(states, request, clients, private):

@@ -174,7 +174,7 @@ class HolderRole(Participant):
         first, context, _ = together[0]
         assert first.held is not None
         able = [data for _, _, data in together]
-        work = self._scheme.work.run_many(self._workspace, self._broadcast(first.held), able, round=context.round)
+        work = self._run_many(self._workspace, self._broadcast(first.held), able, round=context.round)
         for position, vector in work:
             state, context, _ = together[position]
             if isinstance(vector, FedVeilError):

@@ -219,6 +219,10 @@ class VectorGroupNorm(VectorNorm):
                 "it takes (batch, channels, …)."
             )
         if self.fused and self.weight is not None and self.bias is not None and torch.is_grad_enabled():
+            # Where no veil gives each group an ε of its own, torch's own is the same function, and faster. (To look at
+            # them would have a GPU wait.)
+            if not x.is_cuda and len(alike := set(self.epsilon.tolist())) == 1:
+                return torch.group_norm(x, self.groups, self.weight, self.bias, alike.pop())
             return _FusedGroupNorm.apply(x, self.weight, self.bias, self.epsilon)  # type: ignore[no-any-return,no-untyped-call]
         grouped = x.reshape(x.shape[0], self.groups, -1)
         var, mean = torch.var_mean(grouped, -1, correction=0, keepdim=True)

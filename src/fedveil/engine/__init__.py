@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedveil.engine.local import ClientPool, LocalEngine
+    from fedveil.engine.local import ClientPool, LocalEngine, SharedWork
 
-__all__ = ["ClientPool", "LocalEngine"]
+__all__ = ["ClientPool", "LocalEngine", "SharedWork"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedveil.client_held.client import HolderRole
-from fedveil.errors import Code, ConfigError, DataError, FedVeilError, Refusal
+from fedveil.errors import Code, ConfigError, DataError, FedVeilError, NumericError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
-from fedveil.work.messages import Augmentation, ClientData, Source
+from fedveil.work.messages import Augmentation, ClientData, LocalWork, ManyAtOnce, Source, Workspace
+
+if TYPE_CHECKING:
+    from fedveil.engine.workers import Workers
 
 _AT_ONCE = 512
 _LOG = logging.getLogger(__name__)
@@ -99,6 +105,79 @@ def folded(into: Accumulator, reply: Reply, sender: int) -> Refusal | None:
         _LOG.exception("a %s could not be folded in", type(reply).__name__)
         return Refusal(Code.PROTOCOL, f"its answer is malformed ({type(reason).__name__})")
     return None
+
+
+_CAN_COPY = sys.platform == "linux"  # elsewhere, system libraries do not bear it
+_WORTH_COPIES = 0.5
+_WORTH_ORDERS = 3e-4
+"""Seconds that clients' work takes in all, and each unit of it, where copies of this process pay."""
+
+
+class SharedWork:
+    """Local work on several cores: in this process, and once that pays in copies of it (`engine/workers.py`).
+
+    How many threads share a product of matrices decides about its last bits. So a unit of the work is computed by one
+    thread, wherever that is, and the model is the same however many copies there are. Where units are fewer than cores,
+    this process computes them with all its threads, unless it was told how many `workers` there shall be.
+    """
+
+    def __init__(self, work: LocalWork, clients: Sequence[ClientData], *, workers: int | None) -> None:
+        self._work, self._workers = work, workers
+        self._clients = {data.client: data for data in clients}
+        self._copies: Workers | None = None
+        self._may_copy = self._bears_copies()
+        self._seconds, self._units = 0.0, 0
+
+    def _bears_copies(self) -> bool:
+        if self._workers is None and any(data.source is not None for data in self._clients.values()):
+            _LOG.info("Samples are read by code of your own: it stays in one process, unless `workers` says how many.")
+            return False
+        if self._workers is not None and self._workers > 1 and not _CAN_COPY:
+            _LOG.warning("Workers are copies of a process, which %s does not bear: one process computes.", sys.platform)
+        return _CAN_COPY
+
+    def __call__(
+        self, workspace: Workspace, broadcast: Any, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """As `run_many` of the work."""
+        work, threads = self._work, torch.get_num_threads()
+        cores = threads if self._workers is None else self._workers
+        known = all(self._clients.get(data.client) is data for data in clients)
+        if not known or broadcast.parameters.is_cuda or not isinstance(work, ManyAtOnce):
+            yield from work.run_many(workspace, broadcast, clients, round=round)
+            return
+        units = work.units(workspace, broadcast, clients)
+        if self._workers is None and len(units) < cores:
+            yield from work.run_units(workspace, broadcast, clients, units, round=round)
+            return
+        torch.set_num_threads(1)
+        try:
+            if self._copies is None and self._pays(cores, len(units)):
+                from fedveil.engine.workers import Workers
+
+                count, most = min(cores, len(self._clients)), max(map(len, units))
+                self._copies = Workers(work, workspace, self._clients, count=count, message=size(broadcast), unit=most)
+            if self._copies is not None and len(units) > 1:
+                yield from self._copies.run(broadcast, clients, units, round=round)
+                return
+            begun = time.perf_counter()
+            for made in work.run_units(workspace, broadcast, clients, units, round=round):
+                self._seconds += time.perf_counter() - begun
+                yield made
+                begun = time.perf_counter()
+            self._units += len(units)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _pays(self, cores: int, units: int) -> bool:
+        if cores < 2 or units < 2 or not self._may_copy:
+            return False
+        return self._workers is not None or self._seconds > max(_WORTH_COPIES, _WORTH_ORDERS * self._units)
+
+    def end(self) -> None:
+        """End the copies."""
+        if self._copies is not None:
+            self._copies.end()
 
 
 Absent = Callable[[Request, int], bool]

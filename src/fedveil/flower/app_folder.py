@@ -239,7 +239,7 @@ def _digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 DATA_MODULE = "fedveil_data"
 _ALWAYS_SHOWN = ("scheme", "dataset", "model", "clients", "rounds", "lr", "batch_size", "checkpoint_every")
-_ON_ONE_MACHINE = ("identities", "policy", "simulate_dropout", "vectorise")
+_ON_ONE_MACHINE = ("identities", "policy", "simulate_dropout", "vectorise", "workers")
 _LONGEST_NAME = 32
 
 

@@ -29,7 +29,7 @@ from fedveil.shapes import check, octets
 # Where the server keeps things, what it does with them, and the limits that clients set themselves.
 _SERVERS_OWN = frozenset(
     {
-        *("policy", "roster", "identities", "simulate_dropout", "min_coverage", "device", "vectorise"),
+        *("policy", "roster", "identities", "simulate_dropout", "min_coverage", "device", "vectorise", "workers"),
         *("checkpoint_every", "evaluate_every", "record", "record_rounds", "record_clients"),
         *("weights", "early_stopping", "monitor"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -120,22 +120,29 @@ def released_fields(sent: Request | Reply, *, name: str = "", among: Collection[
     their own counts as one of those that are `among` the declared ones, and under its own name where none is.
     """
 
-    def walk(value: object, prefix: str) -> list[str]:
+    known = frozenset(among)
+
+    def walk(value: Any, prefix: str) -> list[str]:
         names: list[str] = []
-        for field in dataclasses.fields(value):  # type: ignore[arg-type]
-            inner = getattr(value, field.name)
-            said = released(type(value), field.name)
-            if inner is None:
-                continue
-            if isinstance(said, type):  # a message inside, which declares for itself
-                names += walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field.name}"))
-                continue
-            sections = said.what if isinstance(said, ContributionSections) else ()
-            named = [full for section in sections if (full := f"{prefix}.{section}") in among]
-            names += named or [f"{prefix}.{field.name}"]
+        for field, own in _field_names(type(value), prefix, known):  # type: ignore[arg-type]
+            inner = getattr(value, field)
+            if inner is not None:
+                names += own or walk(inner, getattr(type(inner), "released_as", f"{prefix}.{field}"))
         return names
 
     return walk(sent, name or _name_of(type(sent)))
+
+
+@lru_cache(maxsize=256)
+def _field_names(kind: type[Any], prefix: str, among: frozenset[str]) -> list[tuple[str, list[str]]]:
+    """What each field of a kind of message is called; nothing for a message inside it, which declares for itself."""
+    fields = []
+    for field in dataclasses.fields(kind):
+        said = released(kind, field.name)
+        sections = said.what if isinstance(said, ContributionSections) else ()
+        named = [full for section in sections if (full := f"{prefix}.{section}") in among]
+        fields.append((field.name, [] if isinstance(said, type) else named or [f"{prefix}.{field.name}"]))
+    return fields
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.messages import ClientData, Workspace
+from fedveil.work.messages import ClientData, RunMany, Workspace
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -160,6 +160,7 @@ class Participant(ABC):
         self._secrets = own.get("secrets") or OsSecrets()
         self._request_check = RequestCheck(scheme, architecture)
         self._workspace = Workspace(architecture, self._terms.layout, self._secrets)
+        self._run_many: RunMany = scheme.work.run_many
         policy = own.get("policy")
         # Without a policy of its own a client holds the rounds it joins to the target it was told of, and leaves the
         # price of repairs to the server's books.
@@ -186,6 +187,10 @@ class Participant(ABC):
         if isinstance(answer, FedVeilError):
             raise answer
         return advanced, answer
+
+    def work_by(self, run_many: RunMany) -> None:
+        """Have local work done by what gives the same, in a way of its own."""
+        self._run_many = run_many
 
     @abstractmethod
     def handle_many(
@@ -261,9 +266,7 @@ class ClientRole(Participant):
                 yield state, reason
         if not isinstance(request, Train):
             return
-        for position, vector in self._scheme.work.run_many(
-            self._workspace, request.broadcast, able, round=request.round
-        ):
+        for position, vector in self._run_many(self._workspace, request.broadcast, able, round=request.round):
             state, context = begun[position]
             if isinstance(vector, FedVeilError):
                 yield state, vector

@@ -19,7 +19,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
 from fedveil.downlink import assemble
-from fedveil.engine.local import LocalEngine, OnAnswer
+from fedveil.engine.local import LocalEngine, OnAnswer, SharedWork
 from fedveil.errors import (
     CheckpointError,
     Code,
@@ -193,6 +193,8 @@ def train_job(
         raise ConfigError("record keeps messages in the run's folder, and this run has none: give one (out).")
     privacy_journal = privacy_journal_of(job, journal, state)
     role = client_role(job, state)
+    shared = SharedWork(job.scheme.work, job.pool.clients, workers=job.config.workers)
+    role.work_by(shared)
     recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
     engine = LocalEngine(
         role,
@@ -219,6 +221,7 @@ def train_job(
             say=say,
         )
     finally:
+        shared.end()
         for client, why in server.left_out.items():
             say(f"Client {client} took no part: it {why}.")
         if recorder is not None:

@@ -58,6 +58,15 @@ class Batches:
         epoch, position = divmod(step, samples // size)
         return self.order(client=client, samples=samples, epoch=epoch)[position * size : (position + 1) * size]
 
+    def steps(self, *, client: int, samples: int, first: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """`count` local steps from `first` on, each with its `indices`."""
+        size, epoch, order = self.batch_size(samples), -1, torch.empty(0)
+        for step in range(first, first + count):
+            now, position = divmod(step, samples // size)
+            if now != epoch:
+                epoch, order = now, self.order(client=client, samples=samples, epoch=now)
+            yield step, order[position * size : (position + 1) * size]
+
     def order(self, *, client: int, samples: int, epoch: int) -> Tensor:
         """All sample numbers in the order in which a local epoch takes them."""
         if self.batch_size(samples) == samples:
@@ -90,12 +99,18 @@ def seeded_dropout(module: nn.Module, *parts: int) -> Iterator[None]:
     if gpu and not has_random_layers(module):
         yield
         return
-    seed = mixed_seed(*parts)
-    with torch.random.fork_rng([device] if gpu else []):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
-        if gpu:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    seed, generator = mixed_seed(*parts), torch.default_generator
+    if not gpu:
+        before = generator.get_state()
+        generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU for good
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+        return
+    with torch.random.fork_rng([device]), torch.cuda.device(device):
+        generator.manual_seed(seed)
+        torch.cuda.manual_seed(seed)
         yield
 
 

@@ -19,7 +19,7 @@ from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, prepare
+from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
 from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
 from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
@@ -93,23 +93,23 @@ def _refuse_head(broadcast: Broadcast) -> None:
 class ClippedWork(ManyAtOnce):
     """Work whose contribution is bounded, whatever the data: nobody refuses to send it, unless the model is broken."""
 
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """Every client's contribution, or that the model they were sent is broken."""
         _refuse_head(broadcast)
         try:
             refuse_broken(broadcast, round)
         except NumericError as reason:
-            yield from ((position, reason) for position in range(len(clients)))
+            yield from ((position, reason) for unit in units for position in unit)
             return
-        yield from self._contributed(workspace, broadcast, clients, round)
+        yield from self._contributed(workspace, broadcast, clients, units, round)
 
     @abstractmethod
     def _contributed(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, round: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """(position, contribution) of every client, in any order."""
+        """(position, contribution) of every client of these units, in any order."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,11 @@ class ClippedSamples(ClippedWork):
         return bounded_layout(architecture, tensors=tensors)
 
     def _contributed(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, round: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Clients with small batches of equal size together, the others one by one."""
         engine = self._engine(workspace)
         prepare(workspace.architecture, engine.module, broadcast)
-        for positions in self._groups(workspace, broadcast, clients):
+        for positions in units:
             part = [clients[position] for position in positions]
             yield from zip(positions, self._contributions(workspace, engine, broadcast, part, round), strict=True)
 
@@ -191,8 +190,8 @@ class ClippedSamples(ClippedWork):
             engine = workspace.captured[key] = PerSample(workspace.architecture, self.loss)
         return engine
 
-    def _groups(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Iterator[list[int]]:
-        """Positions to be computed together: launches, not arithmetic, take the time of a small batch."""
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """Small batches of equal size together: launches, not arithmetic, take their time."""
         kind = broadcast.parameters.device.type
         row = max(1, workspace.architecture.size * broadcast.parameters.element_size())
         # With dropout each client draws from a seed of its own; secret batches differ in size.
@@ -200,11 +199,12 @@ class ClippedSamples(ClippedWork):
         by_size: dict[int, list[int]] = {}
         for position, data in enumerate(clients):
             by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
+        units = []
         for size, positions in by_size.items():
             most = min(_SAMPLES_TOGETHER.get(kind, 1) // size, _RESULT_BYTES.get(kind, row) // row)
             at_once = 1 if alone or not self._may_vectorise(workspace) else max(1, most)
-            for start in range(0, len(positions), at_once):
-                yield positions[start : start + at_once]
+            units += [positions[start : start + at_once] for start in range(0, len(positions), at_once)]
+        return units
 
     def _may_vectorise(self, workspace: Workspace) -> bool:
         return workspace.vectorisable and self.vectorise is not False and self.sampling is None
@@ -312,11 +312,13 @@ class BoundedUpdate(ClippedWork):
         return 2.0 * self.clip * samples
 
     def _contributed(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, round: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Many clients' local training, together where the device gains by it."""
-        for position, moved in self._trained(workspace, broadcast, clients, round=round):
-            yield position, self._bounded(workspace, broadcast, clients[position], moved)
+        positions = [position for unit in units for position in unit]
+        part = [clients[position] for position in positions]
+        for place, moved in self._trained(workspace, broadcast, part, round=round):
+            yield positions[place], self._bounded(workspace, broadcast, part[place], moved)
 
     def _trained(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int

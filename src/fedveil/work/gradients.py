@@ -21,7 +21,7 @@ from fedveil.tensors import Layout, flatten, plain_attention, without_compiler
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
-from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
 
 
 def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
@@ -162,27 +162,39 @@ class Gradients(ManyAtOnce):
         """gradients, values, statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
 
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """Clients of equal batch size together: on a GPU in captured groups, else under vmap, or one by one."""
-        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            yield from self._in_groups(workspace, broadcast, clients, round)
-            return
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """Those of equal batch size together where vmap pays."""
         if not self._should_vectorise(workspace, clients):
-            prepare(workspace.architecture, workspace.module, broadcast)
-            for position, data in enumerate(clients):
-                yield position, self._one(workspace, broadcast, data, round)
-            return
+            return super().units(workspace, broadcast, clients)
         by_size: dict[int, list[int]] = {}
         for position, data in enumerate(clients):
             by_size.setdefault(self.batches.batch_size(len(data)), []).append(position)
-        prepare(workspace.architecture, workspace.functional, broadcast)
         row = workspace.layout.length * broadcast.parameters.element_size()
         at_once = max(1, min(_MOST_AT_ONCE, _CHUNK_BYTES // row))
-        for positions in by_size.values():
-            for start in range(0, len(positions), at_once):
-                yield from self._some(workspace, broadcast, clients, positions[start : start + at_once], round)
+        return [
+            positions[start : start + at_once]
+            for positions in by_size.values()
+            for start in range(0, len(positions), at_once)
+        ]
+
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """On a GPU in captured groups, else unit by unit."""
+        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
+            positions = [position for unit in units for position in unit]
+            part = [clients[position] for position in positions]
+            for place, contribution in self._in_groups(workspace, broadcast, part, round):
+                yield positions[place], contribution
+            return
+        together = self._should_vectorise(workspace, clients)
+        prepare(workspace.architecture, workspace.functional if together else workspace.module, broadcast)
+        for unit in units:
+            if together:
+                yield from self._some(workspace, broadcast, clients, unit, round)
+                continue
+            for position in unit:
+                yield position, self._one(workspace, broadcast, clients[position], round)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
-from fedveil.tensors import Layout, flatten
+from fedveil.tensors import Layout, all_in_range, flatten
 from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
-from fedveil.work.gradients import collect_statistics, contribution_layout, weighted
+from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, ManyAtOnce, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,18 @@ class LocalSteps(ManyAtOnce):
         """gradients (here w − w_k), values (the mean loss), statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
 
-    def run_many(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """On a GPU in captured groups, each client with parameters of its own; else one by one."""
+        positions = [position for unit in units for position in unit]
         if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            yield from self._in_groups(workspace, broadcast, clients, round)
+            part = [clients[position] for position in positions]
+            for place, contribution in self._in_groups(workspace, broadcast, part, round):
+                yield positions[place], contribution
             return
-        for position, data in enumerate(clients):
-            yield position, self._one(workspace, broadcast, data, round)
+        for position in positions:
+            yield position, self._one(workspace, broadcast, clients[position], round)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
@@ -104,25 +107,27 @@ class LocalSteps(ManyAtOnce):
                     yield position, self._checked(workspace, vectors[place], data, round)
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
-        module = workspace.module
+        module, moving, samples = workspace.module, workspace.moving, len(data)
         prepare(workspace.architecture, module, broadcast)
-        named = dict(module.named_parameters())
-        parameters: list[Tensor] = list(named.values())
-        moving: list[Tensor] = [value for name, value in named.items() if name not in workspace.architecture.frozen]
-        count, rate = self.count(len(data)), self.schedule.at(round)
+        count, rate = self.count(samples), self.schedule.at(round)
+        values = [parameter.detach() for parameter in moving]
+        velocity = [torch.zeros_like(value) for value in values] if self.momentum else []
         losses = []
-        velocity = [torch.zeros_like(parameter) for parameter in moving] if self.momentum else []
-        with seeded_dropout(module, self.batches.seed, data.client, round):
-            for step in range(round * count, (round + 1) * count):
-                x, y = data.take(self._chosen(data, step), step=step)
-                loss = self._descended(module, moving, velocity, x, y, rate)
-                losses.append(loss)
-                if not (loss.is_cuda or math.isfinite(loss)):  # on a GPU, looking would cost a wait each step
+        steps = self.batches.steps(client=data.client, samples=samples, first=round * count, count=count)
+        with torch.enable_grad(), seeded_dropout(module, self.batches.seed, data.client, round):
+            for step, chosen in steps:
+                x, y = data.take(chosen, step=step)
+                loss = self.loss.mean(module(x), y)
+                grads = torch.autograd.grad(loss, moving, allow_unused=True, materialize_grads=True)
+                descend(values, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+                losses.append(loss.detach())
+                if not (loss.is_cuda or math.isfinite(losses[-1])):  # on a GPU, looking would cost a wait each step
                     break
         value = torch.stack(losses).mean().reshape(1)
-        moved = broadcast.parameters - flatten([parameter.detach() for parameter in parameters])
-        statistics = collect_statistics(module, value)
-        vector = weighted(torch.cat([moved, value, statistics]), len(data))
+        moved = broadcast.parameters - flatten([parameter.detach() for parameter in module.parameters()])
+        reports = [value, collect_statistics(module, value)] if workspace.architecture.statistics_sizes else [value]
+        vector = torch.cat([moved, *reports, torch.ones_like(value)])
+        vector *= samples
         return self._checked(workspace, vector, data, round, steps=len(losses))
 
     def _checked(
@@ -132,24 +137,13 @@ class LocalSteps(ManyAtOnce):
         values = vector[size : size + 1]
         if not self.refuses:
             return reported(vector, values)
+        if all_in_range(vector):
+            return vector
         count = self.count(len(data))
-        chosen = self._chosen(data, round * count + (count if steps is None else steps) - 1)
+        last = round * count + (count if steps is None else steps) - 1
+        chosen = self.batches.indices(client=data.client, samples=len(data), step=last)
         try:
             check_finite(vector, values, client=data.client, round=round, chosen=chosen)
         except NumericError as reason:
             return reason
         return vector
-
-    def _chosen(self, data: ClientData, step: int) -> Tensor:
-        return self.batches.indices(client=data.client, samples=len(data), step=step)
-
-    def _descended(
-        self, module: nn.Module, moving: list[Tensor], velocity: list[Tensor], x: Tensor, y: Tensor, rate: float
-    ) -> Tensor:
-        """One step on one batch, of parameters and `velocity` (without momentum: none) in place; the loss before it."""
-        with torch.enable_grad():
-            value = self.loss.mean(module(x), y)
-            grads = torch.autograd.grad(value, moving, allow_unused=True, materialize_grads=True)
-        with torch.no_grad():
-            descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
-        return value.detach()

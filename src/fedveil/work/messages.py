@@ -90,11 +90,13 @@ class ClientData:
         """The chosen samples, not augmented."""
         if self.source is not None:
             return self.source.read(chosen, step=step)
+        whole = chosen.shape[0] == (self.y if self.rows is None else self.rows).shape[0]
         if self.rows is not None:
-            chosen = self.rows if len(chosen) == len(self) else self.rows[chosen.to(self.rows.device)]
-        elif len(chosen) == len(self):
+            chosen = self.rows if whole else self.rows[chosen.to(self.rows.device)]
+        elif whole:
             return self.x.clone(), self.y
-        chosen = chosen.to(self.x.device)
+        if self.x.device != chosen.device:
+            chosen = chosen.to(self.x.device)
         return self.x[chosen], self.y[chosen]
 
 
@@ -146,6 +148,8 @@ class Workspace:
 
     def __post_init__(self) -> None:
         self.module = self.architecture.new_skeleton()
+        named = self.module.named_parameters()
+        self.moving: list[Tensor] = [value for name, value in named if name not in self.architecture.frozen]
         self.functional = self.architecture.new_skeleton(fused=False)
         self.vectorisable = True
         self.captured: dict[object, object] = {}
@@ -154,7 +158,8 @@ class Workspace:
 def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast) -> None:
     """Fill a skeleton with a broadcast."""
     load_parameters(module, broadcast.parameters)
-    load_epsilon(architecture, module, broadcast.epsilon)
+    if broadcast.epsilon.numel():
+        load_epsilon(architecture, module, broadcast.epsilon)
     if architecture.table is not None:  # only traced networks can have transitional layers
         load_multipliers(architecture, module, broadcast.multipliers)
     if broadcast.statistics.numel():
@@ -164,8 +169,25 @@ def prepare(architecture: Architecture, module: nn.Module, broadcast: Broadcast)
             norm.statistics.clear()  # a step that was interrupted may have left some
 
 
+class RunMany(Protocol):
+    """How the work of many clients is done: `LocalWork.run_many`, or what gives the same."""
+
+    def __call__(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """(position, contribution or why there is none) of every client, in any order."""
+        ...
+
+
+Units = Sequence[Sequence[int]]
+"""Positions of clients that are computed together: what comes of a unit depends on nobody outside of it."""
+
+
 class ManyAtOnce(ABC):
-    """Work of many clients at a time: that of one is that of a list of one."""
+    """Work of many clients at a time: that of one is that of a list of one.
+
+    It falls into units, which can be computed anywhere: many of them here one after the other, or each on another core.
+    """
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """One client's contribution."""
@@ -174,11 +196,22 @@ class ManyAtOnce(ABC):
             raise contribution
         return contribution
 
-    @abstractmethod
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """(position, contribution or why there is none) of every client, in any order."""
+        units = self.units(workspace, broadcast, clients)
+        return self.run_units(workspace, broadcast, clients, units, round=round)
+
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """Who is computed together; unless a kind of work says more, each alone."""
+        return [(position,) for position in range(len(clients))]
+
+    @abstractmethod
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The same for those of `clients` that are in these of their units."""
 
 
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
