@@ -407,6 +407,14 @@ class RunConfig:
     bn_eps: str = _setting(
         _VEIL, "ε of normalisation layers: secret or public.", "secret", choices=("secret", "public")
     )
+    family: str = _setting(
+        _VEIL,
+        "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
+        "scales and invertible blocks too.",
+        "scale",
+        choices=("scale", "signed", "isometry", "full"),
+        before="scale",
+    )
     min_coverage: float = _setting(
         _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
     )

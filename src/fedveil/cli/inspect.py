@@ -32,6 +32,7 @@ def inspect(
     vocabulary: int = typer.Option(1000, help="Text models: number of token ids."),
     head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
     bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
+    family: str = typer.Option("scale", help="What hides it: scale, signed, isometry or full."),
     json: bool = typer.Option(False, "--json", help="As data."),
 ) -> None:
     """Show for every parameter whether a veil hides it, the coverage, and which operations pin.
@@ -43,14 +44,17 @@ def inspect(
       fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --outputs 10 --json
     """
     from fedveil.config import parse_model_options
-    from fedveil.downlink import draw
-    from fedveil.downlink.export import verify
+    from fedveil.downlink import Rescaling, draw
+    from fedveil.downlink.export import verified
     from fedveil.downlink.scales import coverage, pinned
+    from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, unknown_name
     from fedveil.runs.callbacks import working
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
+    if family not in FAMILIES:
+        raise unknown_name("family", family, FAMILIES)
     options = parse_model_options(model_option)
     if outputs is None and ":" in model:
         raise ConfigError(
@@ -61,9 +65,9 @@ def inspect(
         net, example = example_of(
             model, options=options, input_shape=input_shape, outputs=outputs or 10, vocabulary=vocabulary
         )
-        architecture, weights = draw(net.train(), example, traced=True)
+        architecture, weights = draw(net.train(), example, traced=True, family=family)
+        architecture = verified(architecture, weights, example, downlink=Rescaling(family=family))
         assert architecture.table is not None
-        verify(architecture, weights, example)
     covered = coverage(
         architecture.table,
         head_noise=head_noise and architecture.table.head is not None,
@@ -79,6 +83,12 @@ def inspect(
         f"coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one side; "
         f"{covered.secrets} secret scales per round"
     )
+    if family != "scale":
+        plainly(covered.told)
+        plainly(
+            "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
+            "model began as a published one"
+        )
     if covered.visible:
         plainly("visible: " + ", ".join(parameter.name for parameter in covered.visible))
     if head_noise and covered.head_refusal:

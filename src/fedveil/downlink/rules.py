@@ -6,11 +6,13 @@ a module, a function, a tensor method and an ATen operator, so that one rule ser
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -47,6 +49,32 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def operation_name(target: object) -> str | None:
+    """The plain name of a function, method or ATen operator of torch; None for anything foreign."""
+    if isinstance(target, str):
+        name = target
+    elif isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if namespace != "aten":
+            return None
+    else:
+        name = getattr(target, "__name__", "")
+        if target is getattr:
+            return "getattr"
+        homes = (torch, F, operator, torch.Tensor)
+        if not any(getattr(home, name, None) is target for home in homes):
+            return None
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def in_place(target: object) -> bool:
+    """Whether an operation changes its first operand."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.endswith("_")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
 def as_edge(value: object) -> Edge:
     """An operand that must be an activation."""
     if isinstance(value, Edge):
@@ -54,7 +82,8 @@ def as_edge(value: object) -> Edge:
     raise NoRuleError("its input is not an activation")
 
 
-def _weighted(value: object) -> ParameterRef:
+def weighted(value: object) -> ParameterRef:
+    """An operand that must be a parameter."""
     if isinstance(value, ParameterRef):
         return value
     raise NoRuleError("its weight is computed, not a parameter")
@@ -63,7 +92,8 @@ def _weighted(value: object) -> ParameterRef:
 # -- linear maps -----------------------------------------------------------------------------------
 
 
-def _fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
+def fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
+    """Classes of what a weight produces: fresh, or those of its earlier use."""
     known = tracing.uses.get(weight.name)
     if known is not None and known.out.numel() == count:
         return known.out.reshape(-1)
@@ -73,12 +103,12 @@ def _fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
 @rule("linear")
 def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: object = None) -> Tensor:
     """y = Wx + b: W × (out ⊗ 1/in), b × out, fresh classes on the out edge."""
-    edge, matrix = as_edge(input), _weighted(weight)
+    edge, matrix = as_edge(input), weighted(weight)
     outputs, features = matrix.value.shape
-    made = _fresh_out(tracing, matrix, outputs)
+    made = fresh_out(tracing, matrix, outputs)
     tracing.use(matrix, view=(outputs, features), out=made[:, None], into=along(tracing, edge, -1)[None, :])
     if bias is not None:
-        tracing.use(_weighted(bias), view=(outputs,), out=made)
+        tracing.use(weighted(bias), view=(outputs,), out=made)
     tracing.linear_sites[tracing.where] = LinearSite(
         matrix.name, bias.name if isinstance(bias, ParameterRef) else None, out.dim(), tracing.inside
     )
@@ -100,7 +130,7 @@ def convolution(
     **__: object,
 ) -> Tensor:
     """A convolution: like a linear map over channels, group by group. `third` is one more that no scale depends on."""
-    edge, kernel = as_edge(input), _weighted(weight)
+    edge, kernel = as_edge(input), weighted(weight)
     spatial = kernel.value.dim() - 2
     channel_dim = edge.value.dim() - spatial - 1
     read = along(tracing, edge, channel_dim)
@@ -110,10 +140,10 @@ def convolution(
     left, right = (groups, first // groups, 1, *ones), (groups, 1, second, *ones)
     # The weight of a transposed one is (in, out/groups, …), else (out, in/groups, …).
     outputs, out_shape, in_shape = (second * groups, right, left) if transposed else (first, left, right)
-    made = _fresh_out(tracing, kernel, outputs)
+    made = fresh_out(tracing, kernel, outputs)
     tracing.use(kernel, view=view, out=made.reshape(out_shape), into=read.reshape(in_shape))
     if bias is not None:
-        tracing.use(_weighted(bias), view=(outputs,), out=made)
+        tracing.use(weighted(bias), view=(outputs,), out=made)
     return place(made, channel_dim, out.dim())
 
 
@@ -140,9 +170,9 @@ def embedding(
         max_norm = rest[1]
     if max_norm is not None:
         raise NoRuleError("max_norm rescales the table while reading it")
-    ref = _weighted(table)
+    ref = weighted(table)
     rows, features = ref.value.shape
-    made = _fresh_out(tracing, ref, features)
+    made = fresh_out(tracing, ref, features)
     tracing.use(ref, view=(rows, features), out=made[None, :])
     return place(made, -1, out.dim())
 
@@ -173,7 +203,7 @@ def conversion(tracing: Tracing, out: Tensor, input: object, *_: object, **__: o
 @rule("prelu")
 def prelu(tracing: Tracing, out: Tensor, input: object, weight: object) -> Tensor:
     """PReLU commutes; its slopes stay visible."""
-    tracing.pin_parameter(_weighted(weight), "prelu", "slopes of a PReLU are not scaled")
+    tracing.pin_parameter(weighted(weight), "prelu", "slopes of a PReLU are not scaled")
     return as_edge(input).ids
 
 
@@ -235,8 +265,8 @@ def addition(tracing: Tracing, out: Tensor, input: object, other: object, alpha:
         pinned = [not bool(tracing.classes.find(edge.ids).any()) for edge in edges]
         if pinned[0] != pinned[1]:
             tracing.pin(edges, "add", "the other operand has scale 1")
-        tracing.classes.unite(_aligned(edges[0], out), _aligned(edges[1], out))
-    return _aligned(edges[0], out)
+        tracing.classes.unite(aligned(edges[0], out), aligned(edges[1], out))
+    return aligned(edges[0], out)
 
 
 @rule("mul", "imul", "multiply")
@@ -249,8 +279,8 @@ def product(tracing: Tracing, out: Tensor, input: object, other: object) -> Tens
     if not edges:
         raise NoRuleError("it multiplies parameters")
     if len(edges) == 1:
-        return _aligned(edges[0], out)
-    return tracing.classes.product(_aligned(edges[0], out), _aligned(edges[1], out))
+        return aligned(edges[0], out)
+    return tracing.classes.product(aligned(edges[0], out), aligned(edges[1], out))
 
 
 @rule("div", "truediv", "itruediv")
@@ -269,7 +299,8 @@ def clamp(tracing: Tracing, out: Tensor, input: object, min: object = None, max:
     return as_edge(input).ids
 
 
-def _aligned(edge: Edge, out: Tensor) -> Tensor:
+def aligned(edge: Edge, out: Tensor) -> Tensor:
+    """An operand's ids in the rank of the result."""
     missing = out.dim() - edge.ids.dim()
     return edge.ids.reshape((1,) * missing + tuple(edge.ids.shape))
 
@@ -316,7 +347,7 @@ def affine(tracing: Tracing, out: Tensor, weight: object, bias: object, *, kind:
             tracing.pin_parameter(bias, "normalisation", "a shift without a scale is not hidden")
         return torch.zeros((1,) * rank, dtype=torch.int64)
     shape = tuple(weight.value.shape)
-    made = _fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
+    made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
     tracing.use(weight, view=shape, out=made)
     if isinstance(bias, ParameterRef):
         tracing.use(bias, view=shape, out=made)

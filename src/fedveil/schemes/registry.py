@@ -38,6 +38,8 @@ class Setting:
     rate: float = 1.0
     cohort: int = 0
     clients: int = 0
+    family: str = "scale"
+    """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`)."""
 
 
 @dataclass(frozen=True)
