@@ -175,13 +175,9 @@ class Rms(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-def _glu(net: Net, x: Tensor) -> Tensor:
-    return net.last(F.glu(net.first(x), -1)) if hasattr(net, "by_function") else net.last(_halves(net.first(x)))  # type: ignore[operator,no-any-return]
-
-
-def _halves(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return left * torch.sigmoid(right)
+def _halves(net: Net, x: Tensor) -> Tensor:
+    left, right = net.first(x).chunk(2, -1)  # type: ignore[operator]
+    return net.last(left * torch.sigmoid(right))  # type: ignore[operator,no-any-return]
 
 
 def _fixed_positions(net: Net, x: Tensor) -> Tensor:
@@ -203,7 +199,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {
     "sigmoid": (lambda: mlp(nn.Sigmoid), VECTOR, 1.0),
     "gelu": (lambda: mlp(nn.GELU), VECTOR, 1.0),
     "prelu": (lambda: mlp(lambda: nn.PReLU()), VECTOR, 0.9),
-    "glu": (lambda: Net(_glu, first=nn.Linear(6, 10), last=nn.Linear(5, 3)), VECTOR, 1.0),
+    "glu": (lambda: nn.Sequential(nn.Linear(6, 10), nn.GLU(), nn.Linear(5, 3)), VECTOR, 1.0),
+    "halves": (lambda: Net(_halves, first=nn.Linear(6, 10), last=nn.Linear(5, 3)), VECTOR, 1.0),
     "rms by hand": (lambda: nn.Sequential(nn.Linear(6, 8), Rms(8), nn.Linear(8, 3)), VECTOR, 1.0),
     "layer norms": (
         lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, elementwise_affine=False), nn.ReLU(), nn.Linear(8, 3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -293,6 +294,21 @@ def test_the_export_capture_sees_the_same() -> None:
     assert table.symmetry is not None
     assert table.symmetry.blocks
     assert coverage(table, head_noise=False).fraction > 0.99
+
+
+@pytest.mark.parametrize("name", ["glu", "multihead", "lstm", "gru, both ways", "rnn"])
+def test_layers_of_torch_keep_their_rules_when_exported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, example, _ = NETWORKS[name]
+    by_fx = exact(make, example)
+
+    def refused(model: nn.Module) -> None:
+        raise RuntimeError("fx shall not follow it")
+
+    monkeypatch.setattr(sys.modules["fedveil.downlink.trace"], "captured_by_fx", refused)
+    exported = exact(make, example)
+    assert exported.symmetry is not None
+    assert by_fx.symmetry is not None
+    assert exported.symmetry.freedom(exported.classes) == by_fx.symmetry.freedom(by_fx.classes)
 
 
 # -- verification ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ is in neither pins, as ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -226,6 +227,20 @@ def gain(tracing: Tracing, ref: ParameterRef, ids: Tensor) -> Tensor:
     return made.reshape((1,) * lead + tuple(made.shape))
 
 
+@rule("glu")
+def gated(tracing: Tracing, out: Tensor, input: object, dim: int = -1) -> Tensor:
+    """The first half times the sigmoid of the second: two halves of one order."""
+    edge, slots = as_edge(input), _slots(tracing)
+    if edge.ids.shape[dim] == 1:  # one class for all: each half is it
+        slots.limit(edge.ids, UNIT)
+        return edge.ids
+    left, right = edge.ids.chunk(2, dim)
+    slots.seen(left)
+    slots.seen(right)
+    slots.limit(right, UNIT)
+    return slots.product(left, right)
+
+
 @rule("div", "truediv", "itruediv")
 def division(tracing: Tracing, out: Tensor, input: object, other: object, **kwargs: object) -> Tensor:
     """By a number, or by an edge of the same order whose own numbers are 1."""
@@ -435,41 +450,85 @@ def project(tracing: Tracing, read: Tensor, weight: ParameterRef, bias: Paramete
 
 # -- recurrent cells -------------------------------------------------------------------------------------------
 
-GATES = {nn.LSTM: "iftg", nn.GRU: "rzt", nn.RNN: "t"}
+GATES: dict[type[nn.Module], str] = {nn.LSTM: "iftg", nn.GRU: "rzt", nn.RNN: "t"}
 """The gates as torch stacks them; t: behind a tanh."""
 
 
-def recurrent(tracing: Tracing, layer: nn.RNNBase, input: object, ref: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class RecurrentCell:
+    """The parameters of one layer of a recurrent network in one direction."""
+
+    input: ParameterRef
+    hidden: ParameterRef
+    biases: tuple[ParameterRef, ...]
+
+
+def recurrent(
+    tracing: Tracing, input: object, layers: Sequence[Sequence[RecurrentCell]], *, gates: str, homogeneous: bool
+) -> tuple[Tensor, Tensor]:
     """The ids of the outputs' last axis and of the last states (layers, units).
 
     All gates of a unit move together. States and the gate behind a tanh may also change sign: tanh is odd.
     """
-    if layer.proj_size:
-        raise NoRuleError("its states are projected")
-    slots, size, gates = _slots(tracing), layer.hidden_size, GATES[type(layer)]
-    homogeneous = isinstance(layer, nn.RNN) and layer.nonlinearity == "relu"
+    slots = _slots(tracing)
     read, states = along(tracing, as_edge(input), -1), []
-    for number in range(layer.num_layers):
+    for directions in layers:
         ends = []
-        for suffix in ("", "_reverse")[: 1 + layer.bidirectional]:
-            name = f"l{number}{suffix}"
-            hidden = ref(layer, f"weight_hh_{name}")
-            known = tracing.uses.get(hidden.name)
+        for cell in directions:
+            size = cell.hidden.value.shape[1]
+            known = tracing.uses.get(cell.hidden.name)
             unit = slots.fresh(size) if known is None or known.into is None else known.into.reshape(-1)
             slots.limit(unit, POSITIVE if homogeneous else SIGNED)
             slots.seen(unit)
             gate = slots.beside(unit, UNIT)
             stacked = torch.stack([unit if one == "t" else gate for one in gates])
-            for weight, into in ((hidden, unit), (ref(layer, f"weight_ih_{name}"), read)):
+            for weight, into in ((cell.hidden, unit), (cell.input, read)):
                 view = (len(gates), size, len(into))
                 tracing.use(weight, view=view, out=stacked[:, :, None], into=into[None, None, :])
-            for bias in ("ih", "hh") if layer.bias else ():
-                tracing.use(ref(layer, f"bias_{bias}_{name}"), view=(len(gates), size), out=stacked)
+            for bias in cell.biases:
+                tracing.use(bias, view=(len(gates), size), out=stacked)
             ends.append(unit)
         states += ends
         read = torch.cat(ends)
         slots.seen(read)
     return read, torch.stack(states)
+
+
+def _exported_recurrent(
+    tracing: Tracing,
+    out: Any,
+    input: object,
+    first: Any,
+    weights: Any,
+    biases: bool,
+    layers: int,
+    *more: Any,
+    gates: str,
+) -> tuple[Tensor, ...]:
+    """As torch.export has it: (input, first states, all parameters in a row, …)."""
+    given = [as_edge(state) for state in (first if isinstance(first, (tuple, list)) else (first,))]
+    if any(bool(state.value.any()) for state in given):
+        raise NoRuleError("it is given its first state")
+    parts = [weighted(weight) for weight in weights]
+    each = 4 if biases else 2
+    if any(ref.value.dim() != 2 for ref in (*parts[::each], *parts[1::each])):
+        raise NoRuleError("its states are projected")
+    cells = [
+        RecurrentCell(parts[at], parts[at + 1], tuple(parts[at + 2 : at + each])) for at in range(0, len(parts), each)
+    ]
+    ways = len(cells) // layers
+    stacked = [cells[at : at + ways] for at in range(0, len(cells), ways)]
+    homogeneous = tracing.operation == "rnn_relu"
+    read, states = recurrent(tracing, input, stacked, gates=gates, homogeneous=homogeneous)
+    return place(read, -1, out[0].dim()), *(_states(states, part.dim()) for part in out[1:])
+
+
+def _states(states: Tensor, rank: int) -> Tensor:
+    return states.reshape((len(states),) + (1,) * (rank - 2) + (states.shape[1],))
+
+
+for _name, _layer in (("lstm", nn.LSTM), ("gru", nn.GRU), ("rnn_tanh", nn.RNN), ("rnn_relu", nn.RNN)):
+    LIMITED[_name] = partial(_exported_recurrent, gates=GATES[_layer])
 
 
 # -- layers that torch has as wholes ---------------------------------------------------------------------------
@@ -496,6 +555,8 @@ def layer_ids(
     kind = type(module)
     if kind in ACTIVATIONS and not kwargs:
         return LIMITED[ACTIVATIONS[kind]](tracing, out, *args)
+    if isinstance(module, nn.GLU) and kind is nn.GLU:
+        return gated(tracing, out, args[0], module.dim)
     if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and kind in (nn.Softmax, nn.LogSoftmax):
         return softmax(tracing, out, args[0], module.dim)
     if isinstance(module, nn.RMSNorm) and kind is nn.RMSNorm:
@@ -512,13 +573,30 @@ def layer_ids(
             edge = _encoder_layer(tracing, part, edge, ref)
         return edge.ids if module.norm is None else _norm(tracing, module.norm, edge, ref)
     if isinstance(module, nn.RNNBase) and kind in GATES:
-        if len(args) > 1 or kwargs:
-            raise NoRuleError("it is given its first state")
-        read, states = recurrent(tracing, module, args[0], ref)
+        if len(args) > 1 or kwargs or module.proj_size:
+            raise NoRuleError("it is given its first state, or projects its states")
+        read, states = recurrent(
+            tracing,
+            args[0],
+            _cells(module, ref),
+            gates=GATES[kind],
+            homogeneous=isinstance(module, nn.RNN) and module.nonlinearity == "relu",
+        )
         rank = out[0].dim()
-        last = states.reshape((len(states),) + (1,) * (rank - 2) + (states.shape[1],))
+        last = _states(states, rank)
         return place(read, -1, rank), (last, last) if isinstance(module, nn.LSTM) else last
     return None
+
+
+def _cells(layer: nn.RNNBase, ref: Callable[..., Any]) -> list[list[RecurrentCell]]:
+    ways = ("", "_reverse")[: 1 + layer.bidirectional]
+    kinds = ("ih", "hh") if layer.bias else ()
+
+    def cell(name: str) -> RecurrentCell:
+        biases = tuple(ref(layer, f"bias_{kind}_{name}") for kind in kinds)
+        return RecurrentCell(ref(layer, f"weight_ih_{name}"), ref(layer, f"weight_hh_{name}"), biases)
+
+    return [[cell(f"l{number}{way}") for way in ways] for number in range(layer.num_layers)]
 
 
 def _only_input(args: Any, kwargs: Any) -> Edge:
