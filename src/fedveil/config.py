@@ -410,9 +410,10 @@ class RunConfig:
     family: str = _setting(
         _VEIL,
         "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
-        "scales and invertible blocks too.",
+        "scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, "
+        "else full.",
         "scale",
-        choices=("scale", "signed", "isometry", "full"),
+        choices=("auto", "scale", "signed", "isometry", "full"),
         before="scale",
     )
     min_coverage: float = _setting(

@@ -159,9 +159,10 @@ class Settings(TypedDict, total=False):
     """Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"""
     bn_eps: Literal["secret", "public"]
     """ε of normalisation layers: secret or public. (default: secret)"""
-    family: Literal["scale", "signed", "isometry", "full"]
+    family: Literal["auto", "scale", "signed", "isometry", "full"]
     """What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full,
-    scales and invertible blocks too. (default: scale)"""
+    scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, else
+    full. (default: scale)"""
     min_coverage: float
     """Stop if less is hidden. (default: 0.9)"""
     device: str | torch.device

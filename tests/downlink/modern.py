@@ -26,8 +26,14 @@ class SelfAttention(nn.Module):
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, size: int, heads: int, *, shared: int | None = None, rotary: bool = False) -> None:
+    later: Tensor
+
+    def __init__(
+        self, size: int, heads: int, *, shared: int | None = None, rotary: bool = False, by_hand: bool = False
+    ) -> None:
         super().__init__()
+        self.by_hand = by_hand
+        self.register_buffer("later", torch.ones(6, 6, dtype=torch.bool).triu(1))
         self.heads, self.shared, self.width, self.rotary = heads, shared or heads, size // heads, rotary
         self.query = nn.Linear(size, size)
         self.key = nn.Linear(size, self.shared * self.width)
@@ -48,6 +54,10 @@ class SelfAttention(nn.Module):
         q = self.query(x).view(samples, length, self.heads, self.width).transpose(1, 2)
         k = self.key(x).view(samples, length, self.shared, self.width).transpose(1, 2)
         v = self.value(x).view(samples, length, self.shared, self.width).transpose(1, 2)
+        if self.by_hand:
+            scores = torch.matmul(self.turned(q), self.turned(k).transpose(-2, -1)) / math.sqrt(self.width)
+            weights = scores.masked_fill(self.later, float("-inf")).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).reshape(samples, length, size))  # type: ignore[no-any-return]
         grouped = self.shared != self.heads
         y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).reshape(samples, length, size))
@@ -71,10 +81,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """RMSNorm, rotary positions, grouped queries, SwiGLU; the head may be tied to the embedding."""
 
-    def __init__(self, *, tied: bool, rotary: bool = True, shared: int = 2) -> None:
+    def __init__(self, *, tied: bool, rotary: bool = True, shared: int = 2, by_hand: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList(Block(16, rotary=rotary, shared=shared) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(16, rotary=rotary, shared=shared, by_hand=by_hand) for _ in range(2))
         self.norm = nn.RMSNorm(16)
         self.head = nn.Linear(16, 11, bias=False)
         if tied:
@@ -141,6 +151,23 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.cell(self.embedding(x))[0][:, -1]))  # type: ignore[no-any-return]
+
+
+class OwnCell(nn.Module):
+    """A gated cell written out, from a state of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(7, 3)
+        self.from_input, self.from_state = nn.Linear(5, 14), nn.Linear(7, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.from_input(self.embedding(x)).unbind(1)
+        state = torch.zeros_like(given[0][:, :7])
+        for step in given:
+            mixed = step + self.from_state(state)
+            state = state + torch.sigmoid(mixed[:, :7]) * (torch.tanh(mixed[:, 7:]) - state)
+        return self.head(state)  # type: ignore[no-any-return]
 
 
 class SqueezeExcite(nn.Module):
@@ -221,8 +248,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, float]] = {
     "decoder": (lambda: Decoder(tied=False), TOKENS, 1.0),
     "decoder, tied": (lambda: Decoder(tied=True), TOKENS, 1.0),
     "decoder, no rotary": (lambda: Decoder(tied=False, rotary=False, shared=4), TOKENS, 1.0),
+    "attention by hand": (lambda: Decoder(tied=False, rotary=False, shared=4, by_hand=True), TOKENS, 1.0),
+    "the same, rotary": (lambda: Decoder(tied=False, shared=4, by_hand=True), TOKENS, 1.0),
     "lstm": (lambda: Recurrent(nn.LSTM, num_layers=2), TOKENS, 1.0),
     "gru, both ways": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, 1.0),
+    "a cell of one's own": (OwnCell, TOKENS, 1.0),
     "rnn": (lambda: Recurrent(nn.RNN), TOKENS, 1.0),
     "fixed positions": (
         lambda: Net(

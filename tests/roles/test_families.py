@@ -39,6 +39,32 @@ def test_rounds_end_in_the_model_of_plain_averaging(case: dict[str, Any], family
     assert rounds[-1].loss < rounds[0].loss  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("settings", "family"),
+    [
+        ({"scheme": "lossless"}, "scale"),
+        ({"scheme": "lossless", **OPEN}, "full"),
+        ({"scheme": "lossless", **OPEN, "local_steps": 2}, "isometry"),
+        ({"scheme": "veil-secagg", **OPEN}, "full"),
+        ({"scheme": "veil-dp"}, "isometry"),
+        ({"scheme": "mpdp"}, "scale"),
+        ({"scheme": "fedavg"}, "scale"),
+    ],
+)
+def test_auto_takes_the_family_that_fits_the_scheme(settings: dict[str, Any], family: str) -> None:
+    assert job(family="auto", **settings).scheme.downlink.family == family
+
+
+def test_a_run_says_what_its_veil_does() -> None:
+    """Levels and secrets under a family; under scales, that ε is not the layers' own."""
+    noted = " ".join(job(scheme="lossless", family="full", options=NORMED, **OPEN).notes)
+    assert "scaled" in noted
+    assert "bits" in noted
+    assert "secret ε" not in noted
+    assert "secret ε" in " ".join(job(scheme="lossless", options=NORMED).notes)
+    assert not any("secret ε" in note for note in job(scheme="fedavg", options=NORMED).notes)
+
+
 def test_head_noise_goes_with_a_family() -> None:
     plain, _ = trained(job(scheme="fedavg", rounds=4, bn_eps="public"))
     veiled, _ = trained(job(scheme="lossless", rounds=4, family="full"))

@@ -16,8 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.rules import RULES, NoRuleError, aligned, as_edge, convolution, fresh_out, over_space, weighted
-from fedveil.downlink.scales import Edge, NormUse, ParameterRef, Tracing, along, level, place
+from fedveil.downlink.rules import (
+    RULES,
+    NoRuleError,
+    aligned,
+    as_edge,
+    convolution,
+    fresh_out,
+    normalised,
+    over_space,
+    weighted,
+)
+from fedveil.downlink.scales import Edge, ParameterRef, Tracing, along, level, place
 from fedveil.downlink.slots import Heads, SlotSet
 from fedveil.downlink.symmetry import ISOMETRY, POSITIVE, SPARSE, UNIT
 
@@ -282,9 +292,11 @@ for _dims in (1, 2, 3):
     LIMITED[f"conv_transpose{_dims}d"] = partial(_convolved, transposed=True)
 
 
-@rule("matmul", "mm")
+@rule("matmul", "mm", "bmm")
 def matmul(tracing: Tracing, out: Tensor, input: object, other: object) -> Tensor:
-    """x·W with a learned W."""
+    """x·W with a learned W; queries times keys; and what became of scores times values."""
+    if isinstance(other, Edge):
+        return _attended_by_hand(tracing, out, as_edge(input), other)
     return _multiplied(tracing, out, input, other, None)
 
 
@@ -292,6 +304,46 @@ def matmul(tracing: Tracing, out: Tensor, input: object, other: object) -> Tenso
 def addmm(tracing: Tracing, out: Tensor, bias: object, input: object, weight: object) -> Tensor:
     """b + x·W."""
     return _multiplied(tracing, out, input, weight, bias)
+
+
+def _attended_by_hand(tracing: Tracing, out: Tensor, left: Edge, right: Edge) -> Tensor:
+    slots, rank = _slots(tracing), out.dim()
+    if not 2 < rank == left.value.dim() == right.value.dim() or left.ids.shape[-2] > 1:
+        raise NoRuleError("it multiplies two activations")
+    if (left.ids.shape[-1] > 1 or right.ids.shape[-2] > 1) and right.ids.shape[-1] == 1:
+        query, key = _by_head(tracing, left), _by_head(tracing, Edge(right.value.mT, right.ids.mT))
+        marks = slots.score(query, key)
+        return marks.reshape((1,) * (rank - 3) + (-1, 1, 1))
+    if left.ids.shape[-1] > 1 or right.ids.shape[-2] > 1:
+        raise NoRuleError("it multiplies two activations")
+    if _public(tracing, left):  # tokens are mixed by what everybody knows
+        slots.distinguish(right.ids, _varies(left.value[..., :1, :1], right.ids))
+        return right.ids
+    value = _by_head(tracing, right)
+    marks = level(tracing, left.ids, [dim for dim in range(rank) if dim != rank - 3]).reshape(-1).expand(len(value))
+    if not slots.weigh(marks, value):
+        raise NoRuleError("it multiplies two activations")
+    return value.reshape((1,) * (rank - 3) + (len(value), 1, -1))
+
+
+def _by_head(tracing: Tracing, edge: Edge) -> Tensor:
+    """The ids (heads, width) of queries, keys or values; of three dimensions the first is the batch."""
+    rank = edge.value.dim()
+    kept = {rank - 1, rank - 3} if rank > 3 else {rank - 1}
+    ids = level(tracing, edge.ids, [dim for dim in range(rank) if dim not in kept])
+    count = edge.value.shape[-3] if rank > 3 else 1
+    return ids.reshape(-1, ids.shape[-1]).expand(count, edge.value.shape[-1])
+
+
+@rule("masked_fill")
+def masked(tracing: Tracing, out: Tensor, input: object, mask: object, value: object) -> Tensor:
+    """Scores that nobody may see, by a public mask."""
+    edge = as_edge(input)
+    hidden = not isinstance(mask, Edge) or not _public(tracing, mask) or bool(_varies(mask.value, edge.ids))
+    if hidden or isinstance(value, (Edge, ParameterRef)):
+        raise NoRuleError("its mask is hidden, or tells channels apart")
+    _slots(tracing).limit(edge.ids, UNIT)
+    return edge.ids
 
 
 def _multiplied(tracing: Tracing, out: Tensor, input: object, weight: object, bias: object) -> Tensor:
@@ -324,62 +376,6 @@ def as_activation(tracing: Tracing, tree: Any) -> Any:
     return pytree.tree_map(edge, tree, is_leaf=lambda leaf: isinstance(leaf, (Edge, ParameterRef)))
 
 
-# -- normalisation ---------------------------------------------------------------------------------------
-
-
-def normalised(
-    tracing: Tracing,
-    out: Tensor,
-    input: object,
-    *,
-    kind: str,
-    weight: object = None,
-    bias: object = None,
-    groups: int = 1,
-    dims: int = 1,
-    name: str | None = None,
-) -> Tensor:
-    """Normalisation keeps isometries of its kind with ε as it is: signs per channel, else orders. Fresh numbers behind.
-
-    `dims`: of a layer normalisation, over how many last dimensions; `name`: the layer whose statistics follow.
-    """
-    edge, slots, rank = as_edge(input), _slots(tracing), out.dim()
-    if kind in ("layer", "rms"):
-        ids = edge.ids
-        if isinstance(weight, ParameterRef):
-            ids = level(tracing, ids, range(rank - dims))
-        else:
-            slots.distinguish(ids, range(rank - dims))
-        read, alone = ids.reshape(ids.shape[rank - dims :]) if isinstance(weight, ParameterRef) else ids, kind == "rms"
-    else:
-        read, ids = along(tracing, edge, 1), edge.ids
-        alone = kind != "group" or groups == len(read)
-        if not alone:
-            slots.distinguish(read.reshape(groups, -1), [0])
-    slots.limit(read, SIGNED if alone else UNIT)
-    if name is not None and kind in ("batch", "instance"):
-        known = tracing.norm_uses.setdefault(name, NormUse(kind, read))
-        tracing.classes.unite(known.read, read)
-    made = read
-    if isinstance(weight, ParameterRef):
-        shape = tuple(weight.value.shape)
-        if bool(tracing.classes.find(read).any()):
-            made = slots.beside(read)
-            tracing.use(weight, view=shape, out=made, into=read)
-        else:  # on a public edge only the affine part's own numbers are left
-            made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
-            slots.limit(made, SPARSE)
-            slots.fix(made)
-            tracing.use(weight, view=shape, out=made)
-    if isinstance(bias, ParameterRef):
-        if kind in ("layer", "rms") and not isinstance(weight, ParameterRef):
-            raise NoRuleError("it shifts without a gain")
-        tracing.use(bias, view=tuple(bias.value.shape), out=made)
-    if kind in ("layer", "rms"):
-        return made.reshape((1,) * (rank - made.dim()) + tuple(made.shape))
-    return place(made.reshape(-1), 1, rank)
-
-
 # -- attention -----------------------------------------------------------------------------------------------
 
 
@@ -399,18 +395,12 @@ def attention(
     rank = out.dim()
     ordered = False
     if isinstance(attn_mask, (Edge, ParameterRef)):
-        if isinstance(attn_mask, ParameterRef) or not _public(tracing, attn_mask):
-            raise NoRuleError("its mask is computed from what is hidden")
+        if isinstance(attn_mask, ParameterRef):
+            raise NoRuleError("its mask is a parameter")
+        tracing.pin([attn_mask], "scaled_dot_product_attention", "it is a mask")
         ordered = rank > 3 and attn_mask.value.dim() > 2 and attn_mask.value.shape[-3] > 1
-    parts = []
-    for edge in edges:
-        kept = {rank - 1, rank - 3}
-        ids = level(tracing, edge.ids, [dim for dim in range(rank) if dim not in kept])
-        count = edge.value.shape[-3] if rank > 3 else 1
-        if rank == 3:
-            ids = level(tracing, ids, [0])
-        parts.append(ids.reshape(-1, ids.shape[-1]).expand(count, edge.value.shape[-1]))
-    heads = Heads(parts[0], parts[1], parts[2], ordered)
+    query_heads, key_heads, value_heads = (_by_head(tracing, edge) for edge in edges)
+    heads = Heads(query_heads, key_heads, value_heads, ordered)
     _slots(tracing).attend(heads)
     spread = heads.value[heads.served]
     return (

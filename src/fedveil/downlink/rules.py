@@ -27,6 +27,7 @@ from fedveil.downlink.scales import (
     level,
     place,
 )
+from fedveil.downlink.symmetry import ISOMETRY, SPARSE, UNIT
 
 # A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
 # the ids of that value. It raises NoRuleError where the arguments leave its ground.
@@ -353,6 +354,60 @@ def affine(tracing: Tracing, out: Tensor, weight: object, bias: object, *, kind:
         tracing.use(bias, view=shape, out=made)
     if kind == "layer":
         return made.reshape((1,) * (rank - made.dim()) + shape)
+    return place(made.reshape(-1), 1, rank)
+
+
+def normalised(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    *,
+    kind: str,
+    weight: object = None,
+    bias: object = None,
+    groups: int = 1,
+    dims: int = 1,
+    name: str | None = None,
+) -> Tensor:
+    """Normalisation keeps isometries of its kind with ε as it is: signs per channel, else orders. Fresh numbers behind.
+
+    `dims`: of a layer normalisation, over how many last dimensions; `name`: the layer whose statistics follow.
+    """
+    edge, slots, rank = as_edge(input), tracing.slots, out.dim()
+    assert slots is not None
+    if kind in ("layer", "rms"):
+        ids = edge.ids
+        if isinstance(weight, ParameterRef):
+            ids = level(tracing, ids, range(rank - dims))
+        else:
+            slots.distinguish(ids, range(rank - dims))
+        read, alone = ids.reshape(ids.shape[rank - dims :]) if isinstance(weight, ParameterRef) else ids, kind == "rms"
+    else:
+        read, ids = along(tracing, edge, 1), edge.ids
+        alone = kind != "group" or groups == len(read)
+        if not alone:
+            slots.distinguish(read.reshape(groups, -1), [0])
+    slots.limit(read, SPARSE | ISOMETRY if alone else UNIT)
+    if name is not None and kind in ("batch", "instance"):
+        known = tracing.norm_uses.setdefault(name, NormUse(kind, read))
+        tracing.classes.unite(known.read, read)
+    made = read
+    if isinstance(weight, ParameterRef):
+        shape = tuple(weight.value.shape)
+        if bool(tracing.classes.find(read).any()):
+            made = slots.beside(read)
+            tracing.use(weight, view=shape, out=made, into=read)
+        else:  # on a public edge only the affine part's own numbers are left
+            made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
+            slots.limit(made, SPARSE)
+            slots.fix(made)
+            tracing.use(weight, view=shape, out=made)
+    if isinstance(bias, ParameterRef):
+        if kind in ("layer", "rms") and not isinstance(weight, ParameterRef):
+            raise NoRuleError("it shifts without a gain")
+        tracing.use(bias, view=tuple(bias.value.shape), out=made)
+    if kind in ("layer", "rms"):
+        return made.reshape((1,) * (rank - made.dim()) + tuple(made.shape))
     return place(made.reshape(-1), 1, rank)
 
 

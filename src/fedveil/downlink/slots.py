@@ -139,6 +139,8 @@ class Heads:
     value: Tensor
     ordered: bool
     """Whether something tells the heads apart by number."""
+    marks: Tensor | None = None
+    """Where scores are a tensor of their own: the class of every head's."""
 
     @property
     def served(self) -> Tensor:
@@ -155,6 +157,7 @@ class SlotSet(ClassSet):
         self._limits: dict[int, int] = {}
         self._arrays: list[tuple[Tensor, Tensor]] = []
         self._heads: list[Heads] = []
+        self._scores: list[Heads] = []
         self.origin: list[str] = [""]
         """For every id the operation that made it."""
         self.where = ""
@@ -223,11 +226,20 @@ class SlotSet(ClassSet):
             if ids.numel() == 1:  # one channel for all: it goes nowhere
                 self.fix(ids)
         first, second = broadcast(self.find(left), self.find(right))
-        made = super().product(left, right)
+        factors = [broadcast(self._counted(ids), first)[0] for ids in (left, right)]
+        # Where neither is a factor, the result is 1 as well, in its place and not pinned to it.
+        alone = torch.where((factors[0] == PINNED) & (factors[1] == PINNED), torch.maximum(first, second), factors[0])
+        made = super().product(alone, factors[1])
         for ids, given in ((first, left), (second, right)):
             if given.numel() > 1:
                 self.tie(made, ids)
         return made
+
+    def _counted(self, ids: Tensor) -> Tensor:
+        """The ids without those whose number is 1 whatever happens: they are no factor."""
+        roots = self.find(ids)
+        ones = [one for one in torch.unique(roots).tolist() if self._limits.get(one, 0) == UNIT]
+        return torch.where(torch.isin(roots, torch.tensor(ones, dtype=torch.int64)), PINNED, roots)
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -279,11 +291,32 @@ class SlotSet(ClassSet):
         self.tie(heads.query, heads.key[heads.served])
         self._heads.append(heads)
 
+    def score(self, query: Tensor, key: Tensor) -> Tensor:
+        """Queries times keys as a tensor of scores: a class for every head, until values are weighed by it."""
+        marks = self.fresh(len(query))
+        self.limit(marks, UNIT)
+        self._scores.append(Heads(query, key, key, ordered=False, marks=marks))
+        return marks
+
+    def weigh(self, marks: Tensor, value: Tensor) -> bool:
+        """Values weighed by what became of scores; False where these are not anybody's scores."""
+        for scored in self._scores:
+            assert scored.marks is not None
+            if torch.equal(self.find(scored.marks), self.find(marks)) and bool(self.find(marks).all()):
+                self._scores.remove(scored)
+                self.attend(Heads(scored.query, scored.key, value, ordered=False, marks=scored.marks))
+                return True
+        return False
+
     # -- what it comes to ----------------------------------------------------------------------------
 
     def symmetry(self, family: str) -> Symmetry:
         """The groups that are left, in compact numbers as `compile` gives them; nothing may be added afterwards."""
         every = self.all()
+        for scored in self._scores:  # nobody knows what became of them
+            for ids in (scored.query, scored.key, scored.marks):
+                assert ids is not None
+                self.pin(ids)
         added = LIMITS[family]
         self.limit(every, added)
         colours = self._colours()
@@ -376,23 +409,24 @@ class SlotSet(ClassSet):
         for number, heads in enumerate(self._heads):
             key, value = self.slots(heads.key), self.slots(heads.value)
             for head in range(len(key)):
-                frame = (*key[head].tolist(), *value[head].tolist())
+                marks: tuple[int, ...] = () if heads.marks is None else (self.slot(int(heads.marks[head])),)
+                frame = (*key[head].tolist(), *value[head].tolist(), *marks)
                 if frame in frames:
                     continue
                 told: tuple[int, ...] = (number, head) if heads.ordered else ()
                 frames[frame] = (len(key[head]), *told, *(colours.get(slot, 0) for slot in frame))
-                for part, ids in enumerate((key[head], value[head])):
-                    for slot in ids.tolist():
+                for part, slots in enumerate((key[head].tolist(), value[head].tolist(), marks)):
+                    for slot in slots:
                         # Heads that share channels without being the same are left where they are.
                         if owner.setdefault(slot, frame) != frame:
                             still |= {*frame, *owner[slot]}
-                        inside[slot] = (2 * len(frames) + part, 0)
+                        inside[slot] = (len(frames), part)
         singles: dict[tuple[int, object], list[tuple[int, ...]]] = {}
-        for slot, colour in colours.items():
+        for slot, mark in colours.items():
             if slot not in still and slot not in mixed:
-                singles.setdefault((colour, inside.get(slot)), []).append((slot,))
+                singles.setdefault((mark, inside.get(slot)), []).append((slot,))
         whole: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        for frame, marks in frames.items():
+        for frame, colour in frames.items():
             if not still & set(frame):
-                whole.setdefault(marks, []).append(frame)
+                whole.setdefault(colour, []).append(frame)
         return [order for order in (*singles.values(), *whole.values()) if len(order) > 1]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.limits import LIMITED, as_activation, layer_ids, normalised
+from fedveil.downlink.limits import LIMITED, as_activation, layer_ids
 from fedveil.downlink.rules import (
     REARRANGEMENTS,
     RULES,
@@ -27,6 +27,7 @@ from fedveil.downlink.rules import (
     affine,
     in_place,
     normalisation,
+    normalised,
     operation_name,
     rearrangement,
 )
@@ -40,6 +41,7 @@ from fedveil.downlink.scales import (
     Scaled,
     ScaleTable,
     Tracing,
+    place,
 )
 from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
 from fedveil.downlink.symmetry import PINNED
@@ -161,6 +163,7 @@ _SHAPE_QUESTIONS = frozenset(
 _SHAPE_ONLY = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
 )
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
 _DIMS = (1, 2, 3)
@@ -230,6 +233,8 @@ class Walker:
             if (edges or parameters) and name not in _SHAPE_QUESTIONS:
                 self._pin(edges, parameters, label, "its result leaves the network's arithmetic")
             return out
+        if name in _ZEROS and self.tracing.slots is not None:
+            return pytree.tree_map_only(Tensor, self._zeros, out)
         if name in _SHAPE_ONLY or not (edges or parameters):
             return pytree.tree_map_only(Tensor, self.tracing.constant, out)
         if name == "getitem" and isinstance(args[0], (tuple, list)):
@@ -244,6 +249,15 @@ class Walker:
             return made
 
         return self._judge(ids, edges, parameters, label, out)
+
+    def _zeros(self, value: Tensor) -> Edge:
+        """A first state, say: zeros fit any secret."""
+        if not value.is_floating_point() or value.dim() == 0:
+            return self.tracing.constant(value)
+        ids = place(self.tracing.classes.fresh(value.shape[-1]), -1, value.dim())
+        assert self.tracing.slots is not None
+        self.tracing.slots.seen(ids)
+        return Edge(value, ids)
 
     def _judge(
         self,
@@ -452,6 +466,10 @@ def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleT
             continue
         into = None if use.into is None else compact[use.into]
         entries.append(Scaled(name, shape, use.view, compact[use.out], into))
+    if symmetry is not None:  # what no parameter sees is no secret: a state of zeros, padding
+        ids = [part.reshape(-1) for entry in entries for part in (entry.out, entry.into) if part is not None]
+        seen = torch.isin(symmetry.slot, symmetry.slot[torch.cat([torch.tensor([PINNED]), *ids])])
+        symmetry = symmetry.without(torch.nonzero(~seen).reshape(-1))
     norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
     # Transitional layers are made for scales.

@@ -51,6 +51,10 @@ from fedveil.work.losses import CrossEntropy, SquareLoss
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
 
+EPSILON = (
+    "every normalisation has a secret ε of its own, since scales would be read off a known one: the model is that of "
+    "plain training with these ε, not with the layers' own (other families than scale need none)"
+)
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
 )
@@ -216,6 +220,12 @@ class Job:
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
+        if (
+            self.architecture.table is not None
+            and len(self.weights.epsilon)
+            and secret_epsilon(self.config, self.scheme)
+        ):
+            said = (*said, EPSILON)
         if self.coverage is not None and self.coverage.family != "scale":
             said = (*said, self.coverage.told)
             if any(
@@ -388,7 +398,7 @@ def agreed(
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
-    if config.family != scheme.downlink.family:
+    if config.family not in ("auto", scheme.downlink.family):
         why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
         raise ConfigError(
             f"{spelled('family', config.family)} does not go with {spelled('scheme', info.name)}: {why}. It goes with "

@@ -85,7 +85,7 @@ def veil_dp(
         uplink = pairs.noised(setting, dp)
     return Scheme(
         name="veil-dp",
-        downlink=Rescaling(spread, family=setting.family),
+        downlink=Rescaling(spread, family=setting.family_or("isometry")),
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,

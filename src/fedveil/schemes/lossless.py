@@ -37,10 +37,12 @@ def lossless(
 ) -> Scheme:
     """Rescaling + head noise, m groups; m = the number of outputs unless given."""
     noise = head.noise(setting, head_groups)
+    many = "full" if local.one_gradient else "isometry"
+    family = setting.family_or(many if noise is None else "scale")
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
     if local.one_gradient:
         local.refuse_training()
-    elif setting.family in STEP_BY_STEP and noise is None:
+    elif family in STEP_BY_STEP and noise is None:
         work = local.training(setting)
     else:
         raise ConfigError(
@@ -49,7 +51,7 @@ def lossless(
             f"{spelled('family', 'isometry')} and without head noise ({spelled('head_noise', False)}) clients train "
             f"step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for local training without a veil."
         )
-    return Scheme(name="lossless", downlink=Rescaling(spread, noise, setting.family), work=work, uplink=Bare())
+    return Scheme(name="lossless", downlink=Rescaling(spread, noise, family), work=work, uplink=Bare())
 
 
 @scheme(
