@@ -1,4 +1,4 @@
-"""Accuracy-lossless perturbation: Tables III and IV, and training curves. Settings are in lossless.toml."""
+"""Accuracy-lossless perturbation: Tables II, III and IV, and training curves. Settings are in lossless.toml."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from papers.attacks import (
     told,
     tried,
 )
-from papers.cells import Cell, Figures, Results, figures_of, number
+from papers.cells import Cell, Figures, Results, figures_of, mean, number, standard_error
 from papers.entries import read_paper
 from papers.report import EMPTY, Check, Report, paper, ratio
 from papers.report import short as text
 from papers.stage import OnRound, Stage
 
 _PAPER = read_paper("lossless")
-_T3, _T4, _CURVES = (_PAPER.table(one) for one in ("table3", "table4", "curves"))
-FEDAVG, LOSSLESS, CONTROL = "fedavg", "lossless", "untrained"
+_T2, _T3, _T4, _CURVES = (_PAPER.table(one) for one in ("table2", "table3", "table4", "curves"))
+FEDAVG, LOSSLESS, CONTROL, REORDERED = "fedavg", "lossless", "untrained", "reordered"
 
 # Table III: members told by a client.
 
@@ -437,7 +437,7 @@ def _curve_cells(quick: bool) -> tuple[Cell, ...]:
 def _curve_work(stage: Stage, cell: Cell, seed: int, on_round: OnRound) -> Figures:
     """Train, with a test evaluation after an epoch's worth of rounds."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = cell.more.get("tf32", False)
-    job = stage.job(cell, seed=seed)
+    job = _reordered(stage.job(cell, seed=seed)) if cell.more.get("reordered") else stage.job(cell, seed=seed)
     rounds: list[float] = []
     losses: list[float] = []
     curve: list[float] = []
@@ -494,6 +494,12 @@ def _curve_report(results: Results, quick: bool) -> Report:
 
 def _draw_curves(results: Results, quick: bool, path: Path) -> None:
     """One panel for each setting, one line for each run."""
+    runs = _CURVES.form(quick)["runs"].items()
+    draw_panels(results, [(label, run["name"], run["epoch"]) for label, run in runs], path)
+
+
+def draw_panels(results: Results, panels: Sequence[tuple[str, str, int]], path: Path) -> None:
+    """A panel for each label that has cells, with its title and the rounds of an epoch; a line for each run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -501,18 +507,19 @@ def _draw_curves(results: Results, quick: bool, path: Path) -> None:
 
     looks: dict[str, dict[str, Any]] = {
         FEDAVG: {"color": "#4477aa", "linestyle": "-"},
+        REORDERED: {"color": "#999999", "linestyle": ":"},
         LOSSLESS: {"color": "#cc6677", "linestyle": (0, (4, 2))},
     }
-    runs = {label: run for label, run in _CURVES.form(quick)["runs"].items() if any(_ends(results, label).values())}
-    figure, axes = pyplot.subplots(1, len(runs), figsize=(6.5 * len(runs), 4.2), squeeze=False)
-    for axis, (label, run) in zip(axes[0], runs.items(), strict=True):
+    there = [one for one in panels if any(figures_of(results, f"{one[0]}/{scheme}") for scheme in looks)]
+    figure, axes = pyplot.subplots(1, max(1, len(there)), figsize=(6.5 * max(1, len(there)), 4.2), squeeze=False)
+    for axis, (label, title, epoch) in zip(axes[0], there, strict=False):
         for scheme, look in looks.items():
             for place, figures in enumerate(figures_of(results, f"{label}/{scheme}")):
                 rounds, curve = figures["evaluated"], figures["curve"]
                 assert isinstance(rounds, list)
-                epochs = [one / run["epoch"] for one in rounds]
+                epochs = [one / epoch for one in rounds]
                 axis.plot(epochs, curve, lw=1.6, label=None if place else scheme, **look)
-        axis.set_title(run["name"], loc="left")
+        axis.set_title(title, loc="left")
         axis.set_xlabel("epochs' worth of rounds")
         axis.set_ylabel("test accuracy (%)")
         axis.grid(alpha=0.3)
@@ -522,7 +529,107 @@ def _draw_curves(results: Results, quick: bool, path: Path) -> None:
     pyplot.close(figure)
 
 
+# Table II: the accuracy that networks reach.
+
+
+def _table2_labels(quick: bool) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Every setting: the start of its cells' names, the run, the loss."""
+    form = _T2.form(quick)
+    for run, loss in itertools.product(form["runs"], form["losses"]):
+        yield f"{run['model']}/k{run['clients']}/{loss}", run, loss
+
+
+def _table2_cells(quick: bool) -> tuple[Cell, ...]:
+    form, cells = _T2.form(quick), []
+    for label, run, loss in _table2_labels(quick):
+        own = {"model": run["model"], "clients": run["clients"], "rounds": run["rounds"], "lr": run["lr"][loss]}
+        shared = {**form["settings"], **own, "loss": loss, "evaluate_every": run["epoch"]}
+        usual, more = run.get("usual", True), {"tf32": True} if run.get("tf32") else {}
+        plain = {**shared, "scheme": FEDAVG}
+        veiled = {**shared, "scheme": LOSSLESS, **form["losses"][loss]["veiled"]}
+        cells.append(Cell(f"{label}/{FEDAVG}", plain, usual=usual, more=more))
+        cells.append(Cell(f"{label}/{LOSSLESS}", veiled, usual=usual, more=more))
+        if not quick:
+            cells.append(Cell(f"{label}/{REORDERED}", plain, usual=usual, more={**more, "reordered": True}))
+    return tuple(cells)
+
+
+def _reordered(job: Job) -> Job:
+    """The same run with its pictures' colours in another order, and the first layer's weights with them.
+
+    The network computes the same function; only the order in which its first layer adds up is another.
+    """
+    first = next(job.architecture.new_skeleton().parameters())
+    parameters = job.weights.parameters.clone()
+    head = parameters[: first.numel()].view(first.shape)
+    head.copy_(head.flip(1))
+    shared = {id(data.x): data.x.flip(1) for data in job.pool.clients}
+    clients = tuple(replace(data, x=shared[id(data.x)]) for data in job.pool.clients)
+    test = None if job.test is None else replace(job.test, x=job.test.x.flip(1))
+    pool, weights = replace(job.pool, clients=clients), replace(job.weights, parameters=parameters)
+    return replace(job, pool=pool, weights=weights, test=test)
+
+
+def _last(results: Results, cell: str) -> dict[int, float]:
+    """The last model's accuracy, by seed."""
+    curves = {seed: figures.get("curve") for seed, figures in results.get(cell, {}).items()}
+    return {seed: curve[-1] for seed, curve in curves.items() if isinstance(curve, list) and curve}
+
+
+def _table2_report(results: Results, quick: bool) -> Report:
+    form, rows, checks = _T2.form(quick), [], []
+    for label, run, loss in _table2_labels(quick):
+        plain, again, ours = (_last(results, f"{label}/{one}") for one in (FEDAVG, REORDERED, LOSSLESS))
+        if not run.get("usual", True) and not (plain or ours):
+            continue
+        name = f"{run['model']}, {run['clients']} clients, {loss}"
+        printed = _T2["printed"].get(run["model"], {}).get(str(run["clients"]), (None, None))
+        errors = [standard_error(values) for values in (plain, ours)]
+        error = None if None in errors else math.hypot(*(one for one in errors if one is not None))
+        gap = statistics.mean(ours.values()) - statistics.mean(plain.values()) if plain and ours else None
+        shown = [text(mean(values), "{:.2f}") for values in (plain, again, ours)]
+        theirs = [text(one, "{:.2f}") for one in printed]
+        rows.append(
+            (
+                *(run["model"], str(run["clients"]), loss, theirs[0], shown[0], shown[1], theirs[1], shown[2]),
+                *(text(gap, "{:+.2f}"), text(error, "{:.2f}"), f"{len(plain)}, {len(ours)}"),
+            )
+        )
+        least = form["losses"][loss]["least"]
+        for scheme, values, shown_mean in ((FEDAVG, plain, shown[0]), (LOSSLESS, ours, shown[2])):
+            held = statistics.mean(values.values()) >= least if values else None
+            checks.append(Check(f"{name}: {scheme} reaches {least:g} %", held, shown_mean, premise=scheme == FEDAVG))
+        enough = min(len(plain), len(ours)) >= _T2["seeds"]
+        checks.append(_ends_alike(name, gap, error, enough=enough, quick=quick))
+    return _T2.report(rows, checks, quick=quick, notes=_T2.notes())
+
+
+def _ends_alike(name: str, gap: float | None, error: float | None, *, enough: bool, quick: bool) -> Check:
+    """Whether lossless ends where FedAvg does; open where the seeds say too little."""
+    within = f"{_T2['points']:g} points" if quick else f"{_T2['errors']:g} standard errors"
+    claim = f"{name}: lossless ends where FedAvg does, within {within}"
+    if gap is None:
+        return Check(claim, None)
+    seen = f"{gap:+.2f} points, standard error {text(error, '{:.2f}')}"
+    if quick:
+        return Check(claim, abs(gap) <= _T2["points"], seen)
+    if error is None or not enough:
+        return Check(claim, None, f"{seen}, too few seeds")
+    if error > _T2["sure"]:
+        return Check(claim, None, f"{seen}, too large to tell")
+    return Check(claim, abs(gap) <= _T2["errors"] * error, seen)
+
+
+def _draw_table2(results: Results, quick: bool, path: Path) -> None:
+    panels = [
+        (label, f"{run['model']}, {run['clients']} clients, {loss}", run["epoch"])
+        for label, run, loss in _table2_labels(quick)
+    ]
+    draw_panels(results, panels, path)
+
+
 ENTRIES = (
+    _T2.entry(_table2_cells, _table2_report, work=_curve_work, draw=_draw_table2),
     _T3.entry(_table3_cells, _table3_report, work=membership.work),
     _T4.entry(_table4_cells, _table4_report, work=_table4_work, draw=draw_sheet(sheet_rows)),
     _CURVES.entry(_curve_cells, _curve_report, work=_curve_work, draw=_draw_curves),

@@ -42,7 +42,7 @@ def page(folder: Path) -> str:
 
 
 def _counted(found: Sequence[Stored]) -> list[str]:
-    words = [one.report.word for one in found]
+    words = [one.report.standing for one in found]
     counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(sorted(words)))
     return [f"{len(found)} stored runs of {len({one.entry.name for one in found})} entries: {counts}.", ""]
 
@@ -58,7 +58,7 @@ def _entry_row(one: Stored) -> tuple[str, ...]:
     return (
         f"[{one.entry.name}](results/{one.path.stem}.md){form}<br>{_cell(one.entry.paper)}: {_cell(one.entry.what)}",
         *_figures(one.report.figures),
-        one.report.word,
+        one.report.standing,
         _why(one.report),
         f"{_cell(where)}<br>`{one.command}`",
     )

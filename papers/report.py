@@ -63,12 +63,18 @@ class Report:
         return "partly reproduced" if any(one.held is False for one in self.checks) else "reproduced"
 
     @property
+    def standing(self) -> str:
+        """The word, which is one "so far" where claims are open."""
+        waiting = any(one.held is None for one in self.checks)
+        return f"so far {self.word}" if waiting and self.word != "not run" else self.word
+
+    @property
     def verdict(self) -> str:
         """The word, and why; open claims are named, not counted."""
         waiting = [one for one in self.checks if one.held is None]
         if self.word == "not run":
             return "not run: no claim can be judged by the cells there are"
-        word = f"so far {self.word}" if waiting else self.word
+        word = self.standing
         word = f"in the quick form, which shows directions only, {word}" if self.quick else word
         why = "; ".join(f"did not hold: {one.claim}" for one in self.checks if one.held is False)
         rest = f"{len(waiting)} of {len(self.checks)} claims are open" if waiting else ""

@@ -105,10 +105,12 @@ def train(
     """Train `model` federatedly on each client's samples.
 
     Args:
-        model: Any module that takes a batch and gives one vector per sample; it is left as it was.
+        model: Any module that takes a batch and gives one vector per sample, or an object with `logits`; it is left as
+            it was.
         clients: Each client's samples: (inputs, targets), a torch Dataset or DataLoader, a Hugging Face dataset, or
-            rows, each a pair or a dict with an input and a label; or a partitioner of flwr-datasets. What has numbered
-            samples is read a batch at a time. Integer targets are classes, floating-point targets a regression.
+            rows, each a pair or a dict with an input and a label; or a partitioner of flwr-datasets. Of a dict the
+            model gets all that its `forward` takes by name (input_ids, attention_mask). What has numbered samples is
+            read a batch at a time. Integer targets are classes, floating-point targets a regression.
         scheme: A name, your own function (setting, *, options) that builds a scheme, or a Scheme.
         test: Samples to judge the model by.
         metrics: Metrics of your own by name: functions (outputs, targets), or objects with update, compute and reset,
@@ -156,7 +158,8 @@ def train(
     if job.description is not None:
         for line in (*job.description.lines(), *(f"warning: {text}" for text in job.description.warnings)):
             _LOG.info("%s", line)
-    for text in preflight(job):
+    goes_on = resume and out is not None and (Path(out) / "config.toml").exists()
+    for text in preflight(job, begins=not goes_on):
         _warn(text)
     if job.config.lr == "auto":
         job, told = with_found_rate(job, own=info)

@@ -416,6 +416,13 @@ class RunConfig:
         choices=("auto", "scale", "signed", "isometry", "full"),
         before="scale",
     )
+    public_start: bool | None = _setting(
+        _VEIL,
+        "The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing "
+        "of it. To be said, yes or no, wherever weights are loaded.",
+        shown="not said",
+        before=None,
+    )
     min_coverage: float = _setting(
         _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
     )

@@ -39,6 +39,7 @@ def _judged(what: str, told: str, wrong: bool, state: str, todo: str) -> Check:
 PURPOSES = {
     "images": "data from folders of pictures",
     "huggingface": "Hugging Face datasets in fedveil.train",
+    "hf": "networks of Hugging Face's transformers",
     "flwr-datasets": "partitioners of flwr-datasets in fedveil.train",
     "plots": "curves drawn by the benchmarks",
     "accounting": "--secret-sampling: the account of secretly drawn batches",

@@ -29,6 +29,8 @@ class Code(StrEnum):
     DATA = "data"
     STATEFUL = "stateful"
     """Code of the caller's own remembers other samples, where a claim needs each sample's part to be its own."""
+    PUBLIC_START = "public-start"
+    """Weights are loaded under a veil, and nobody has said whether others know them."""
     EXTRA = "extra"
     STATE = "state"
     INTERNAL = "internal"

@@ -163,6 +163,9 @@ class Settings(TypedDict, total=False):
     """What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full,
     scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, else
     full. (default: scale)"""
+    public_start: bool | None
+    """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
+    it. To be said, yes or no, wherever weights are loaded. (default: not said)"""
     min_coverage: float
     """Stop if less is hidden. (default: 0.9)"""
     device: str | torch.device

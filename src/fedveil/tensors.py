@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedveil.errors import Code, ProtocolError
 
@@ -217,6 +218,13 @@ def without_compiler() -> Iterator[None]:
     finally:
         if torch.__dict__.get("_dynamo") is stand_in:
             del torch.__dict__["_dynamo"]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention as products and a softmax: vmap has no rule for the fused kernels, runs them one by one and warns."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def raw(tensor: Tensor) -> NDArray[np.uint8]:

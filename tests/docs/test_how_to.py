@@ -39,6 +39,16 @@ def test_own_model(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "own-model" / "model.safetensors").exists()
 
 
+def test_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    films = "\n".join(f"{'good' if n % 2 else 'bad'} film number {n},{n % 2}" for n in range(60))
+    (tmp_path / "films.csv").write_text(f"text,liked\n{films}\n", encoding="utf-8")
+    said = typed("how-to/hugging-face.md", tmp_path, small={"--rounds 5": "--rounds 1"})
+    assert len(said) == 3
+    (printed,) = (text for block, text in said.items() if "fedveil.train(" in block)
+    assert 0.9 < float(printed) < 1.0
+
+
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
     assert len(said) == 6

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from downlink.exactness import relative, scramble
-from fedveil.downlink.architecture import VectorBatchNorm, VectorNorm, batch_norms, with_vector_norms
+from downlink.exactness import assert_exact, relative, scramble
+from downlink.networks import IMAGE, Net
+from fedveil.downlink.architecture import VectorBatchNorm, VectorGroupNorm, VectorNorm, batch_norms, with_vector_norms
 from fedveil.errors import TraceError
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -51,6 +53,50 @@ def test_a_vector_norm_is_torchs_own(name: str, training: bool, fused: bool) -> 
         results.append([out.detach(), *grads])
     for found, true in zip(results[1], results[0], strict=True):
         assert relative(found, true) < 1e-10
+
+
+IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda out, x: nn.functional.relu(out, inplace=True),
+    "add": lambda out, x: operator.iadd(out, x),
+    "a view": lambda out, x: out.flatten(1).relu_().reshape(out.shape),
+    "a part": lambda out, x: out.index_fill_(1, torch.tensor([0]), 0.0),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("operation", IN_PLACE)
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_a_norm_gives_may_be_changed_in_place(name: str, operation: str, training: bool) -> None:
+    make, shape = MAKERS[name]
+    stock = make().double().train(training)
+    scramble(stock)
+    generator = torch.Generator().manual_seed(0)
+    x, pull = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    results = []
+    for module, fused in ((stock, True), (with_vector_norms(stock), True), (with_vector_norms(stock), False)):
+        if isinstance(module, VectorBatchNorm | VectorGroupNorm):
+            module.fused = fused
+        into = x.clone().requires_grad_()
+        out = IN_PLACE[operation](module(into), into)
+        grads = torch.autograd.grad((out * pull).sum(), [into, *module.parameters()])
+        results.append([out.detach(), *grads])
+    for result in results[1:]:
+        for value, true in zip(result, results[0], strict=True):
+            assert relative(value, true) < 1e-10
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, lambda channels: nn.GroupNorm(2, channels), nn.InstanceNorm2d])
+def test_a_veiled_block_that_works_in_place_is_exact(norm: Callable[[int], nn.Module]) -> None:
+    def forward(net: Net, x: Tensor) -> Tensor:
+        x = net.get_submodule("stem")(x)
+        out = net.get_submodule("norm")(x)
+        out = net.get_submodule("conv")(nn.functional.relu(out, inplace=True))
+        out += x
+        out = net.get_submodule("last")(out)
+        return net.get_submodule("head")(out.relu_().mean((2, 3)))  # type: ignore[no-any-return]
+
+    layers = {"stem": nn.Conv2d(3, 4, 3), "norm": norm(4), "conv": nn.Conv2d(4, 4, 3, padding=1), "last": norm(4)}
+    assert_exact(Net(forward, **layers, head=nn.Linear(4, 3)), IMAGE)
 
 
 def test_batch_statistics_are_those_torch_puts_into_its_running_ones() -> None:

@@ -79,6 +79,82 @@ def test_a_pin_that_takes_nothing_away_is_not_listed() -> None:
     assert assert_exact(model, VECTOR).pins == ()
 
 
+def between(operation: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A network that does something to the positive numbers between two of its layers."""
+    layers = {"a": nn.Linear(6, 4), "b": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    return Net(lambda n, x: n.head(F.relu(n.b(operation(F.relu(n.a(x)))))), **layers)
+
+
+BY_NUMBER: dict[str, Callable[[Tensor], Tensor]] = {
+    "a product of two channels": lambda x: torch.cat([x[:, :1] * x[:, 1:2], x[:, 1:]], 1),
+    "one added to all": lambda x: x + x[:, 2:3],
+    "a list of channels": lambda x: x[:, [3, 1, 0, 2]] - x,
+    "rolled": lambda x: x + x.roll(1, 1),
+    "every second": lambda x: torch.cat([x[:, ::2], x[:, 1::2]], 1) + x,
+    "halves": lambda x: torch.cat([x.chunk(2, 1)[1], x.chunk(2, 1)[0]], 1) * x,
+}
+
+
+@pytest.mark.parametrize("case", BY_NUMBER)
+def test_channels_that_are_read_by_number_are_followed_exactly(case: str) -> None:
+    assert_exact(between(BY_NUMBER[case]), VECTOR)
+
+
+BY_VALUE: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "the largest channel": ("argmax", lambda x: x + x.gather(1, x.argmax(1, keepdim=True))),
+    "the largest two": ("topk", lambda x: x + x.topk(2, 1).values.sum(1, keepdim=True)),
+    "above a constant": ("gt", lambda x: x * (x > 0.3)),
+    "where above a constant": ("gt", lambda x: torch.where(x > 0.3, x, torch.zeros_like(x))),
+    "a channel overwritten": ("index_copy", lambda x: x.index_copy(1, torch.tensor([0]), x[:, 1:2])),
+    "rounded": ("round", lambda x: x + x.detach().round()),
+    "past autograd": ("getattr", lambda x: x * x.data),
+    "a function of one's own": ("Cube", lambda x: Cube.apply(x)),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("case", BY_VALUE)
+def test_what_depends_on_values_is_pinned_by_its_name_and_line(case: str) -> None:
+    name, operation = BY_VALUE[case]
+    pins = [pin for pin in assert_exact(between(operation), VECTOR).pins if pin.operation == name]
+    assert pins
+    assert f"(test_pins.py:{operation.__code__.co_firstlineno})" in pins[0].where
+
+
+BRANCHES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a comparison": lambda x: 2 * x if x.mean() > 0.1 else x,
+    "any above a constant": lambda x: 2 * x if bool((x > 0.1).any()) else x,
+    "a number read off": lambda x: x * float(x.detach().max()),
+    "by numpy": lambda x: x * torch.from_numpy(x.detach().numpy()),
+}
+
+
+@pytest.mark.parametrize("case", BRANCHES)
+def test_code_that_branches_on_values_is_refused_with_its_line(case: str) -> None:
+    branch = BRANCHES[case]
+    with pytest.raises(TraceError, match=rf"at test_pins\.py:{branch.__code__.co_firstlineno}: "):
+        trace(between(branch).double(), VECTOR.double())
+
+
+class ByExport(nn.Module):
+    """Only torch.export can follow it, which looks at operations one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.a(x)).clone()
+        hidden[:, 0] = hidden[:, 1]
+        hidden = F.relu(self.b(torch.tanh(hidden)))
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def test_what_export_follows_is_named_with_its_line_too() -> None:
+    first = ByExport.forward.__code__.co_firstlineno
+    pins = {pin.operation: pin.where for pin in assert_exact(ByExport(), VECTOR).pins}
+    assert f"(test_pins.py:{first + 2})" in pins["copy"]
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from fedveil.models import building, catalogue
 
 
 def sample(name: str, *, seed: int = 0) -> nn.Module:
-    if name == "gru":
+    if catalogue.CATALOGUE[name].info.inputs == "tokens":
         return models.build(name, input_shape=(5,), outputs=2, vocabulary=9, seed=seed)
     width = {"width": 8} if name.startswith("resnet") else {}
     return models.build(name, input_shape=(1, 8, 8), outputs=3, seed=seed, **width)

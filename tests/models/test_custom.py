@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import fedveil
 from fedveil import models
 from fedveil.errors import ConfigError
+from fedveil.models.custom import refuse_shared_memory
 from fedveil.own_code import OwnCode
 
 SOURCE = """
@@ -123,3 +126,59 @@ def test_a_failed_build_leaves_the_global_random_state_alone(zoo: str) -> None:
     drawn = torch.rand(2)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(2))
+
+
+class Shared(nn.Module):
+    """Two layers, something beside them, and two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm1, self.norm2 = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm2(self.b(self.norm1(self.a(x))))  # type: ignore[no-any-return]
+
+
+def _buffer(net: Shared) -> None:
+    net.register_buffer("twin", net.a.weight.detach()[1:])
+
+
+def _parameter(net: Shared) -> None:
+    net.b.weight = nn.Parameter(net.a.weight.detach())
+
+
+def _statistics(net: Shared) -> None:
+    net.norm2.running_mean = net.norm1.running_mean
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (_buffer, "'a.weight' and 'twin'"),
+        (_parameter, "'a.weight' and 'b.weight'"),
+        (_statistics, "'norm1.running_mean' and 'norm2.running_mean'"),
+    ],
+)
+def test_tensors_in_each_others_memory_are_refused_under_every_scheme(
+    share: Callable[[Shared], None], said: str
+) -> None:
+    net = Shared()
+    share(net)
+    clients = [(torch.randn(8, 4), torch.arange(8) % 4)] * 3
+    with pytest.raises(ConfigError, match=said):
+        fedveil.train(net, clients, scheme="fedavg", rounds=1, progress=False)
+
+
+def test_tied_layers_shared_norms_constants_and_parts_of_one_memory_are_fine() -> None:
+    net = Shared()
+    net.b.weight, net.norm2 = net.a.weight, net.norm1
+    constant = torch.arange(8.0)
+    for name, part in (("c", constant[:4]), ("d", constant[2:6]), ("e", constant[:4])):
+        net.register_buffer(name, part)
+    whole = torch.randn(8)
+    net.a.bias, net.b.bias = nn.Parameter(whole[:4]), nn.Parameter(whole[4:])
+    refuse_shared_memory(net)
+    refuse_shared_memory(nn.Sequential(nn.LazyLinear(3), nn.LSTM(4, 4)))
+    with torch.device("meta"):
+        refuse_shared_memory(Shared())

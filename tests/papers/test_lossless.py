@@ -1,4 +1,4 @@
-"""Table IV of accuracy-lossless perturbation: who learns which classes, and the verdict on made-up figures."""
+"""Tables II and IV of accuracy-lossless perturbation: who learns what, and the verdicts on made-up figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.findings import Found
+from fedveil.data import Dataset, Split
+from fedveil.downlink.architecture import assemble
 from papers import Options, find, lossless, reproduce
 from papers.attacks import REFERENCES
 from papers.cells import Cell, Figures
@@ -177,3 +179,56 @@ def test_on_digits_the_noise_hides_classes_only_until_it_is_taken_off(tmp_path: 
     assert held["class inversion of FedAvg's model shows its classes"] is True
     assert held["lossless leaves guessing (the paper's claim)"] is True
     assert held["lossless leaves guessing to who takes the head noise off"] is False
+
+
+TABLE2 = find("lossless-table2")
+SETTING = "resnet20/k5/square"
+
+
+def ends(**accuracies: list[float]) -> dict[str, dict[int, Figures]]:
+    """Cells of one setting that ended at these accuracies, seed by seed."""
+    return {
+        f"{SETTING}/{scheme}": {seed: {"curve": [10.0, end]} for seed, end in enumerate(values, start=1)}
+        for scheme, values in accuracies.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("fedavg", "ours", "held"),
+    [
+        ([92.0, 92.2, 92.4], [92.1, 92.3, 92.2], True),
+        ([92.0, 92.2, 92.4], [91.1, 91.3, 91.2], False),  # clearly elsewhere
+        ([92.0, 92.2], [92.1, 92.3], None),  # too few
+        ([90.0, 92.2, 94.4], [92.1, 92.3, 92.2], None),  # too far apart to tell
+    ],
+)
+def test_where_lossless_ends_is_judged_by_seeds_that_can_tell(
+    fedavg: list[float], ours: list[float], held: bool | None
+) -> None:
+    report = TABLE2.report(ends(fedavg=fedavg, lossless=ours), False)
+    alike = next(one for one in report.checks if "ends where" in one.claim and "5 clients, square" in one.claim)
+    assert alike.held is held
+    assert report.rows[0][4] == f"{sum(fedavg) / len(fedavg):.2f}"
+
+
+def test_another_order_of_sums_is_the_same_run_in_other_bits() -> None:
+    stage = Stage()
+    split = stage._splits["cifar10", None] = _colours()
+    cell = next(one for one in TABLE2.cells(False) if one.name == f"{SETTING}/reordered")
+    settings = {name: value for name, value in cell.settings.items() if name != "augment"}
+    job = stage.job(Cell(cell.name, {**settings, "rounds": 1}), seed=1)
+    turned = lossless._reordered(job)
+    x = split.test.x
+    outputs = [
+        assemble(one.architecture, one.weights).eval()(colours) for one, colours in ((job, x), (turned, x.flip(1)))
+    ]
+    assert torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(outputs[0], assemble(turned.architecture, turned.weights).eval()(x), atol=1e-3)
+    assert torch.equal(turned.pool.clients[0].x, job.pool.clients[0].x.flip(1))
+
+
+def _colours() -> Split:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 3, 8, 8, generator=generator), torch.randint(0, 10, (40,), generator=generator)
+    whole = Dataset("colours", "classification", x, y, 10)
+    return Split(whole.subset(torch.arange(30)), whole.subset(torch.arange(30, 40)))

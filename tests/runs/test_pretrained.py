@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from torch import nn
 import fedveil
 from fedveil import models
 from fedveil.config import RunConfig
-from fedveil.errors import ConfigError
+from fedveil.errors import Code, ConfigError
 from fedveil.runs import session
 from fedveil.runs.job import job_from_config
-from fedveil.runs.pretrained import fill_from
+from fedveil.runs.pretrained import PUBLISHED, fill_from
+from shell import fedveil as command
 
 SIZES: dict[str, Any] = {"input_shape": (64,), "outputs": 10, "depth": 2, "width": 8}
 CONFIG = RunConfig(scheme="fedavg", rounds=1, clients=3, seed=1, lr=0.1, model_options={"depth": 2, "width": 8})
@@ -303,3 +306,66 @@ def test_training_starts_from_the_models_own_weights_and_leaves_it_alone() -> No
         if not key.endswith(("num_batches_tracked", "running_mean", "running_var")):
             assert torch.equal(net.state_dict()[key], value)
             assert torch.allclose(done.model.state_dict()[key], value, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("weights") / "w.pt"
+    torch.save(models.build("mlp", input_shape=(64,), outputs=10, depth=2, width=8).state_dict(), file)
+    return str(file)
+
+
+@pytest.mark.parametrize("scheme", ["lossless", "veil-secagg", "veil-dp"])
+def test_weights_under_a_veil_need_a_word_on_who_knows_them(stored: str, scheme: str, tmp_path: Path) -> None:
+    config = CONFIG.with_changes(scheme=scheme, weights=stored, clients=4)
+    with pytest.raises(ConfigError, match=r"--public-start .* --no-public-start") as refused:
+        session.run(config, tmp_path / "asked", quiet=True)
+    assert refused.value.code is Code.PUBLIC_START
+    assert not (tmp_path / "asked" / "config.toml").exists()
+    known = session.run(config.with_changes(public_start=True), tmp_path / "known", quiet=True)
+    assert known["coverage"] == 0.0
+    assert set(known["visible"]) == {"linear1.weight", "linear1.bias", "head.weight", "head.bias"}
+    assert PUBLISHED in known["ledger"]["notes"]
+    own = session.run(config.with_changes(public_start=False), tmp_path / "own", quiet=True)
+    assert own["coverage"] > 0.9
+    assert PUBLISHED not in own["ledger"]["notes"]
+
+
+def test_nobody_is_asked_without_a_veil_or_in_a_run_that_has_begun(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.run(CONFIG.with_changes(weights=stored), tmp_path / "plain", quiet=True)
+    with monkeypatch.context() as before_there_was_the_question:
+        before_there_was_the_question.setattr("fedveil.runs.preflight._check_start", lambda job: None)
+        session.run(CONFIG.with_changes(scheme="lossless", weights=stored), tmp_path / "begun", quiet=True)
+    assert session.resume(tmp_path / "begun", changes={"rounds": 2}, quiet=True)["rounds"] == 2
+
+
+class _Loaded(nn.Sequential):
+    """Carries the mark that `from_pretrained` leaves."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.config = SimpleNamespace(name_or_path=origin)
+
+
+def test_a_network_that_says_where_it_was_loaded_from_is_asked_about() -> None:
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+    clients = [(x, x[:, :3].argmax(1))] * 3
+    given: dict[str, Any] = {"scheme": "lossless", "rounds": 1, "seed": 1, "progress": False}
+    with pytest.raises(ConfigError, match="weights from bert-base") as refused:
+        fedveil.train(_Loaded("bert-base"), clients, **given)
+    assert refused.value.code is Code.PUBLIC_START
+    assert fedveil.train(_Loaded("bert-base"), clients, public_start=True, **given).summary["coverage"] == 0.0
+    assert fedveil.train(_Loaded(""), clients, **given).summary["coverage"] > 0.9
+    fedveil.train(_Loaded("bert-base"), clients, **{**given, "scheme": "fedavg"})
+
+
+def test_inspect_says_that_nothing_of_a_published_model_is_hidden() -> None:
+    said = command("inspect", "--model", "mlp", "--public-start")
+    assert said.code == 0
+    assert "coverage 0.0%" in said.output
+    assert "0 of the model is hidden" in " ".join(said.output.split())
+    data = json.loads(command("inspect", "--model", "mlp", "--public-start", "--json").output)
+    assert (data["coverage"], data["public_start"]) == (0.0, True)
+    assert json.loads(command("inspect", "--model", "mlp", "--json").output)["coverage"] > 0.9

@@ -108,6 +108,27 @@ class HiddenDropout(nn.Module):
         return self.head(F.dropout(F.relu(self.a(x)), 0.5, self.training))  # type: ignore[no-any-return]
 
 
+class PreActivation(nn.Module):
+    """A residual block as many write it: what a norm gives, and what a block gives, is changed in place."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.relu, self.inner = norm, nn.ReLU(inplace=True), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(x)
+        out += 0.5 * x
+        out = self.inner(self.relu(out))
+        out += x
+        return out  # type: ignore[no-any-return]
+
+
+def in_place(norm: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(
+        nn.Linear(6, 12), nn.Unflatten(1, (4, 3)), PreActivation(norm()), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
@@ -134,6 +155,22 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: models.build("gru", input_shape=(7,), outputs=3, vocabulary=WORDS, embedding=4, hidden=5),
         (7,),
     ),
+    "lstm": (
+        lambda: models.build("lstm", input_shape=(7,), outputs=3, vocabulary=WORDS, embedding=4, hidden=5),
+        (7,),
+    ),
+    "transformer": (
+        lambda: models.build("transformer", input_shape=(7,), outputs=3, vocabulary=WORDS, width=8, heads=2, depth=1),
+        (7,),
+    ),
+    "decoder": (
+        lambda: models.build("decoder", input_shape=(7,), outputs=3, vocabulary=WORDS, width=8, depth=1, hidden=12),
+        (7,),
+    ),
+    "vit": (
+        lambda: models.build("vit", input_shape=(1, 8, 8), outputs=3, width=8, heads=2, depth=1, pool="class"),
+        (1, 8, 8),
+    ),
     "resnet": (
         lambda: models.build("resnet20", input_shape=(3, 8, 8), outputs=3, norm="group", width=4),
         (3, 8, 8),
@@ -148,11 +185,13 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "read twice": (ReadTwice, (6,)),
     "mixing": (Mixing, (6,)),
     "frozen head": (frozen_head, (6,)),
+    "in place after a group norm": (in_place(lambda: nn.GroupNorm(2, 4)), (6,)),
+    "in place after a layer norm": (in_place(lambda: nn.LayerNorm(3)), (6,)),
 }
 
 
 def is_text(name: str) -> bool:
-    return name in ("gru", "padded", "tied")
+    return name in ("gru", "lstm", "transformer", "decoder", "padded", "tied")
 
 
 def clients(
@@ -228,7 +267,8 @@ def test_a_contribution_is_the_mean_of_clipped_per_sample_gradients(name: str, l
         assert workspace.vectorisable
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "gru", "resnet"])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["mlp", "cnn", "gru", "lstm", "transformer", "decoder", "vit", "resnet"])
 def test_the_built_in_models_are_run_under_vmap(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*arguments: object) -> None:
         raise AssertionError("a loop over samples")
@@ -245,7 +285,10 @@ def test_the_built_in_models_are_run_under_vmap(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("mlp", 3), ("gru", 4), ("linear layers on sequences", 2), ("tied", 1), ("read twice", 2)],
+    [
+        *(("mlp", 3), ("gru", 4), ("transformer", 8), ("decoder", 9)),
+        *(("linear layers on sequences", 2), ("tied", 1), ("read twice", 2)),
+    ],
 )
 def test_layers_are_recorded_only_where_their_calls_tell_their_gradients(name: str, expected: int) -> None:
     factory, shape = NETS[name]

@@ -41,16 +41,20 @@ def test_draws_under_a_key_each_are_those_of_every_client() -> None:
 
 
 class _Net(nn.Module):
-    """Views its pictures in the order they lie in, waits for the device, or drops at random, as networks do."""
+    """Views its pictures in the order they lie in, waits for the device, drops at random, or works in place."""
 
-    def __init__(self, *, waits: bool = False, drops: float = 0.0) -> None:
+    def __init__(self, *, waits: bool = False, drops: float = 0.0, in_place: nn.Module | None = None) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), in_place or nn.BatchNorm2d(4)
+        self.in_place = in_place is not None
         self.drop, self.head = nn.Dropout(drops), nn.Linear(4 * 64, 3)
         self.waits = waits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.norm(self.conv(x)))
+        hidden = self.norm(self.conv(x))
+        if self.in_place:
+            hidden += x
+        hidden = torch.relu_(hidden) if self.in_place else torch.relu(hidden)
         if self.waits and float(hidden.detach().sum()) > 1e30:
             hidden = 2 * hidden
         return self.head(self.drop(hidden.view(len(hidden), -1)))  # type: ignore[no-any-return]
@@ -67,7 +71,11 @@ _RECIPES: list[dict[str, Any]] = [
 
 @needs_cuda
 @pytest.mark.parametrize("recipe", _RECIPES, ids=lambda recipe: " ".join(recipe) or "one gradient")
-@pytest.mark.parametrize("net", [_Net(), _Net(waits=True)], ids=["captured", "waits"])
+@pytest.mark.parametrize(
+    "net",
+    [_Net(), _Net(waits=True), _Net(in_place=nn.BatchNorm2d(4)), _Net(in_place=nn.GroupNorm(2, 4))],
+    ids=["captured", "waits", "in place after batch norm", "in place after group norm"],
+)
 def test_groups_on_a_gpu_end_in_the_model_of_the_cpu(net: nn.Module, recipe: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(90, 1, 8, 8, generator=generator, dtype=torch.float64)

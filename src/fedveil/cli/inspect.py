@@ -33,6 +33,9 @@ def inspect(
     head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
     bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
     family: str = typer.Option("scale", help="What hides it: scale, signed, isometry or full."),
+    public_start: bool = typer.Option(
+        False, "--public-start", help="The model begins with weights that others know. (default: where it says so)"
+    ),
     json: bool = typer.Option(False, "--json", help="As data."),
 ) -> None:
     """Show for every parameter whether a veil hides it, the coverage, and which operations pin.
@@ -50,6 +53,7 @@ def inspect(
     from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, unknown_name
     from fedveil.runs.callbacks import working
+    from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
@@ -73,9 +77,13 @@ def inspect(
         head_noise=head_noise and architecture.table.head is not None,
         secret_epsilon=bn_eps == "secret",
     )
+    public_start = public_start or bool(loaded_from(net))
+    if public_start:
+        covered = nothing_hidden(covered)
     shape = tuple(example.shape[1:])
     if json:
-        typer.echo(json_module.dumps({"model": model, "input_shape": list(shape), **covered.as_data()}, indent=2))
+        data = {"model": model, "input_shape": list(shape), "public_start": public_start, **covered.as_data()}
+        typer.echo(json_module.dumps(data, indent=2))
         return
     rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in covered.parameters]
     table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", "hidden"), rows, right=(3,))
@@ -89,7 +97,9 @@ def inspect(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"
         )
-    if covered.visible:
+    if public_start:
+        plainly(PUBLISHED)
+    elif covered.visible:
         plainly("visible: " + ", ".join(parameter.name for parameter in covered.visible))
     if head_noise and covered.head_refusal:
         plainly(f"head noise cannot be used: {covered.head_refusal}")

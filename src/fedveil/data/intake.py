@@ -3,6 +3,9 @@
 Tensors and arrays are taken as they are. What has numbered samples (a torch Dataset, a DataLoader over one, a Hugging
 Face dataset, anything with `len` and `[]`) is read lazily, a batch at a time. What can only be gone through from its
 beginning (an IterableDataset, a generator) is read once and kept, as long as it fits into `MOST_KEPT` bytes.
+
+Where a sample is a dict and the model takes several of its entries by name (input_ids and attention_mask), a sample is
+all of them in one row, and `Intake.fields` says where each lies: `fedveil.models.Adapted` takes them apart again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,19 +83,29 @@ class Intake:
         device: Where samples are used.
         seed: A seed from a client's number and, where samples are drawn anew, a step and a sample's number.
         several: Whether a sample's target is several labels of 0 and 1.
+        takes: The names that the model's inputs go by, in order.
     """
 
     def __init__(
-        self, *, dtype: torch.dtype, device: torch.device, seed: Callable[..., int], several: bool = False
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: Callable[..., int],
+        several: bool = False,
+        takes: Sequence[str] = (),
     ) -> None:
         self._dtype, self._device, self._seed, self._several = dtype, device, seed, several
         self._cache, self._left = Cache(), MOST_KEPT
+        self._takes = tuple(takes)
+        self.fields: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        """Name and shape of every input, where samples have several, in the order they lie in a row."""
 
     def take(self, samples: Any, *, who: str, number: int) -> Party:
         """Tensors, or samples that are read when they are asked for; ``number`` tells parties apart."""
         if isinstance(samples, TensorDataset) and len(samples.tensors) == 2:
             samples = samples.tensors
-        fetch, rows = _numbered(samples, who, several=self._several), getattr(samples, "dataset", samples)
+        fetch, rows = self._numbered(samples, who), getattr(samples, "dataset", samples)
         try:
             if fetch is not None:
                 return LazySamples(
@@ -133,22 +147,20 @@ class Intake:
 
     def _tensors(self, samples: Any, who: str, number: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of what is in memory or can only be gone through."""
-        if isinstance(samples, Mapping):
-            samples = _of_row(samples)
-        if _is_pair(samples):
-            x, y = samples
+        if isinstance(samples, Mapping) or _is_pair(samples):
+            x, y = self._row(samples, batch=True)
             return torch.as_tensor(x), torch.as_tensor(y)
         with seeded_generators(self._seed(number)):
             if isinstance(samples, tuple | list):
-                return _joined([_of_row(row) for row in samples], who, torch.stack)
+                return _joined([self._row(row) for row in samples], who, torch.stack)
             # A loader gives batches here, anything else single samples.
             join = torch.cat if isinstance(samples, DataLoader) else torch.stack
             return _joined(list(self._kept(samples, who)), who, join)
 
     def _kept(self, samples: Iterable[Any], who: str) -> Iterator[tuple[Tensor, Tensor]]:
-        named = _features(samples)
+        named, batch = _features(samples), isinstance(samples, DataLoader)
         for count, row in enumerate(samples):
-            x, y = (_tensor(value) for value in _of_row(row, *named))
+            x, y = (_tensor(value) for value in self._row(row, *named, batch=batch))
             self._left -= sum(value.numel() * value.element_size() for value in (x, y))
             if self._left < 0:
                 raise DataError(
@@ -158,20 +170,48 @@ class Intake:
                 )
             yield x, y
 
+    def _numbered(self, samples: Any, who: str) -> Callable[[int], tuple[Tensor, Tensor]] | None:
+        """How to get a sample by its number; None where samples have none, or are in memory already."""
+        if isinstance(samples, Mapping) and samples and all(hasattr(part, "features") for part in samples.values()):
+            raise DataError(f"{who}: a dict of the parts {', '.join(map(repr, samples))}: give one of them.")
+        if not _has_numbers(samples.dataset if isinstance(samples, DataLoader) else samples):
+            return None
+        several = self._several
+        if isinstance(samples, DataLoader):
+            collate, rows = samples.collate_fn, samples.dataset
+            single = partial(self._row, batch=True)
+            return lambda index: _one(*map(_tensor, single(collate([rows[index]]))), several=several)
+        if isinstance(samples, tuple | list | Mapping):
+            return None
+        named = _features(samples)
+        return lambda index: _checked(*map(_tensor, self._row(samples[index], *named)), several=several)
 
-def _numbered(samples: Any, who: str, *, several: bool) -> Callable[[int], tuple[Tensor, Tensor]] | None:
-    """How to get a sample by its number; None where samples have none, or are in memory already."""
-    if isinstance(samples, Mapping) and samples and all(hasattr(part, "features") for part in samples.values()):
-        raise DataError(f"{who}: a dict of the parts {', '.join(map(repr, samples))}: give one of them.")
-    if not _has_numbers(samples.dataset if isinstance(samples, DataLoader) else samples):
-        return None
-    if isinstance(samples, DataLoader):
-        collate, rows = samples.collate_fn, samples.dataset
-        return lambda index: _one(*map(_tensor, _of_row(collate([rows[index]]))), several=several)
-    if isinstance(samples, tuple | list | Mapping):
-        return None
-    named = _features(samples)
-    return lambda index: _checked(*map(_tensor, _of_row(samples[index], *named)), several=several)
+    def _row(
+        self, row: Any, pictures: Sequence[str] = (), classes: Sequence[str] = (), *, batch: bool = False
+    ) -> tuple[Any, Any]:
+        """A sample's input and target, or those of a `batch` of samples; several inputs in one row each."""
+        x, y = _of_row(row, pictures, classes, self._takes)
+        return (self._packed(x, batch=batch) if isinstance(x, Mapping) else x), y
+
+    def _packed(self, inputs: Mapping[str, Any], *, batch: bool) -> Tensor:
+        """Inputs that go by names as one row of numbers a sample."""
+        parts = {name: _tensor(inputs[name]) for name in self._takes if name in inputs}
+        if len(parts) < len(inputs):
+            unknown = [name for name in inputs if name not in parts]
+            raise SampleError(f"the model takes no input called {unknown[0]!r}; it takes {', '.join(self._takes)}.")
+        kinds = {part.is_floating_point() for part in parts.values()}
+        if len(kinds) > 1:
+            raise SampleError(
+                f"the inputs {', '.join(map(repr, parts))} are whole numbers and real ones together: give all of them "
+                "as one kind, or let the model make what it can of the others."
+            )
+        fields = tuple((name, tuple(part.shape[1:] if batch else part.shape)) for name, part in parts.items())
+        self.fields = self.fields or fields
+        if fields != self.fields:
+            raise SampleError(f"a sample has the inputs {_shown(fields)}, and the first one had {_shown(self.fields)}.")
+        rows = [part.reshape(len(part), -1) if batch else part.reshape(-1) for part in parts.values()]
+        whole = [row if row.is_floating_point() else row.to(torch.int64) for row in rows]
+        return torch.cat(whole, dim=-1)
 
 
 def _features(samples: Any) -> tuple[list[str], list[str]]:
@@ -247,8 +287,14 @@ def _is_picture(value: Any) -> bool:
     return pillow is not None and isinstance(value, pillow.Image)
 
 
+def _shown(fields: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{name} of shape {shape}" for name, shape in fields)
+
+
 def _is_pair(samples: Any) -> bool:
-    return isinstance(samples, tuple | list) and len(samples) == 2 and not isinstance(samples[0], tuple | Mapping)
+    if not isinstance(samples, tuple | list) or len(samples) != 2 or isinstance(samples[0], tuple):
+        return False
+    return not isinstance(samples[0], Mapping) or not isinstance(samples[1], Mapping)
 
 
 def _joined(
@@ -260,10 +306,13 @@ def _joined(
     return x, y
 
 
-def _of_row(row: Any, pictures: Sequence[str] = (), classes: Sequence[str] = ()) -> tuple[Any, Any]:
+def _of_row(
+    row: Any, pictures: Sequence[str] = (), classes: Sequence[str] = (), takes: Sequence[str] = ()
+) -> tuple[Any, Any]:
     """A sample's input and target; in a dict they go by the names that are usual.
 
-    Otherwise the target is the only one of `classes`, and the input the only picture, or all that is left.
+    Otherwise the target is the only one of `classes`, and the input the only picture, or all that is left. Where the
+    model `takes` several of a sample's entries by their names, these are the input.
     """
     if not isinstance(row, Mapping):
         if isinstance(row, tuple | list) and len(row) < 2:
@@ -272,6 +321,9 @@ def _of_row(row: Any, pictures: Sequence[str] = (), classes: Sequence[str] = ())
         return x, y
     targets = [name for name in _TARGETS if name in row] or [name for name in classes if name in row]
     rest = [name for name in row if name not in targets]
+    by_name = {name: row[name] for name in takes if name in rest}
+    if len(targets) == 1 and len(by_name) > 1:
+        return by_name, row[targets[0]]
     shown = [name for name in rest if name in pictures or _is_picture(row[name])]
     inputs = [name for name in _INPUTS if name in rest] or (shown if len(shown) == 1 else rest)
     if len(targets) != 1 or len(inputs) != 1:
@@ -307,8 +359,8 @@ def task_of(parties: Sequence[Party], *, asked: str | None = None) -> Task:
     return task
 
 
-def outputs_of(parties: Sequence[Party], task: Task, model: nn.Module) -> int:
-    """How many outputs the model gives for the clients' inputs, after a look whether the targets go with them."""
+def tried(parties: Sequence[Party], model: nn.Module) -> object:
+    """What the model gives for two of the clients' inputs, which must be of one shape."""
     shapes = {tuple(columns(party)[0].shape[1:]) for party in parties}
     if len(shapes) > 1:
         raise DataError(f"Clients' inputs have different shapes: {', '.join(map(str, sorted(shapes)))}.")
@@ -316,12 +368,16 @@ def outputs_of(parties: Sequence[Party], task: Task, model: nn.Module) -> int:
     with torch.no_grad():
         twin = copy.deepcopy(model).eval().to(x.device, x.dtype if x.is_floating_point() else torch.float32)
         try:
-            output = twin(torch.cat([x, x]))
+            return twin(torch.cat([x, x]))
         except Exception as reason:
             raise ConfigError(
                 f"The model does not take the clients' inputs of shape {tuple(x.shape[1:])}: "
                 f"{type(reason).__name__}: {reason}"
             ) from reason
+
+
+def outputs_of(parties: Sequence[Party], task: Task, output: object) -> int:
+    """How many outputs the model gives for a sample, after a look whether the targets go with them."""
     if not isinstance(output, Tensor) or output.dim() != 2:
         given = tuple(output.shape[1:]) if isinstance(output, Tensor) else type(output).__name__
         raise ConfigError(f"The model gives {given} per sample; it must give one vector, as a last nn.Linear does.")

@@ -103,7 +103,15 @@ class Tracing:
     where: str = ""
     inside: str = ""
     operation: str = ""
+    line: str = ""
+    """The line of the network's own code that is being followed, nets.py:12, where that is known."""
     produced: str | None = None
+
+    @property
+    def spot(self) -> str:
+        """Where in the network the walk is, in words."""
+        place = self.inside or self.where
+        return f"{place} ({self.line})" if self.line else place
 
     def pin(self, edges: Iterable[Edge], operation: str, reason: str) -> None:
         """Pin edges, and remember the operation if that took any freedom away."""
@@ -112,14 +120,14 @@ class Tracing:
             lost |= bool((self.classes.find(edge.ids) != PINNED).any())
             self.classes.pin(edge.ids)
         if lost:
-            self.pins.append(Pin(operation, self.inside or self.where, reason))
+            self.pins.append(Pin(operation, self.spot, reason))
 
     def pin_parameter(self, ref: ParameterRef, operation: str, reason: str) -> None:
         """Leave a parameter as it is: every class of its other uses becomes 1."""
         self.use_counts[ref.name] = self.use_counts.get(ref.name, 0) + 1
         if ref.name not in self.pinned_parameters:
             self.pinned_parameters.add(ref.name)
-            self.pins.append(Pin(operation, self.inside or self.where, reason, ref.name))
+            self.pins.append(Pin(operation, self.spot, reason, ref.name))
         if use := self.uses.get(ref.name):
             self.classes.pin(use.out)
             if use.into is not None:

@@ -10,9 +10,13 @@ from __future__ import annotations
 import copy
 import io
 import random
+import re
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +27,7 @@ from fedveil.downlink.limits import LIMITED, as_activation, layer_ids
 from fedveil.downlink.rules import (
     REARRANGEMENTS,
     RULES,
+    SAME_NAME,
     NoRuleError,
     affine,
     in_place,
@@ -107,11 +112,44 @@ def seeded(run: Callable[[], _Result], device: torch.device) -> _Result:
     return run()
 
 
+_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+class _Tracer(fx.Tracer):
+    """Notes for every operation the line of the network's own code that asks for it.
+
+    torch's own record of such lines loads a second's worth of symbolic algebra.
+    """
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        proxy = super().create_proxy(*args, **kwargs)
+        frame = sys._getframe(1)
+        while frame.f_code is not captured_by_fx.__code__ and frame.f_code.co_filename.startswith(_NOT_THEIRS):
+            assert frame.f_back is not None
+            frame = frame.f_back
+        if frame.f_code is not captured_by_fx.__code__:
+            proxy.node.meta["line"] = _line(frame.f_code.co_filename, frame.f_lineno)
+        return proxy
+
+
+def _line(file: str, number: int) -> str:
+    return f"{Path(file).name}:{number}"
+
+
+def _line_of(node: fx.Node) -> str:
+    """The line of the network's own code behind a node; empty where there is none."""
+    if "line" in node.meta:
+        return str(node.meta["line"])
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    theirs = [(file, int(number)) for file, number in frames if not file.startswith(_NOT_THEIRS)]
+    return _line(*theirs[-1]) if theirs else ""
+
+
 def captured_by_fx(model: nn.Module) -> fx.Graph:
     """The graph by symbolic tracing; refused where eager code drew numbers or read parameters."""
     states = torch.get_rng_state(), random.getstate()
     with torch.enable_grad():
-        graph = fx.Tracer().trace(model)
+        graph = _Tracer().trace(model)
     if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
         raise CaptureError("its code draws random numbers that a trace would freeze")
     for node in graph.nodes:
@@ -167,19 +205,10 @@ _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
 _DIMS = (1, 2, 3)
-_POOLS = {"Max": "max", "Avg": "avg", "AdaptiveMax": "adaptive_max", "AdaptiveAvg": "adaptive_avg"}
 NORM_KINDS: dict[type[nn.Module], str] = {
     **{getattr(nn, f"{kind}Norm{dims}d"): kind.lower() for kind in ("Batch", "Instance") for dims in _DIMS},
     nn.GroupNorm: "group",
     nn.LayerNorm: "layer",
-}
-_SAME_NAME: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.LeakyReLU: "leaky_relu",
-    nn.Identity: "identity",
-    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "dropout"),
-    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), "upsample"),
-    **{getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d" for kind, name in _POOLS.items() for dims in _DIMS},
 }
 _MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
@@ -278,7 +307,7 @@ class Walker:
         except _UNFIT:
             return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
         if tracing.classes.lost > lost and len(tracing.pins) == pins:
-            tracing.pins.append(Pin(label, tracing.inside or tracing.where, "it ties channels to others of scale 1"))
+            tracing.pins.append(Pin(label, tracing.spot, "it ties channels to others of scale 1"))
         if tracing.slots is not None:
             for made in pytree.tree_leaves(ids):
                 if isinstance(made, Tensor):
@@ -358,8 +387,8 @@ class Walker:
             return self._rule("prelu")(tracing, out, first, weight)
         if kind in NORM_KINDS:
             return self._norm(module, path, out, first)
-        if kind in _SAME_NAME:
-            return self._rule(_SAME_NAME[kind])(tracing, out, first)
+        if kind in SAME_NAME:
+            return self._rule(SAME_NAME[kind])(tracing, out, first)
         if kind in _MOVES:
             return rearrangement(tracing, out, module, args, {})
         if isinstance(module, _ZERO_PADS):
@@ -583,9 +612,9 @@ def _walk(
     walker = Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        tracing.where, tracing.inside = node.name, inside(node)
+        tracing.where, tracing.inside, tracing.line = node.name, inside(node), _line_of(node)
         if slots is not None:
-            slots.where = tracing.inside or tracing.where
+            slots.where = tracing.spot
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: environment[argument])
         if node.op == "output":
             _finish(tracing, node, args)
@@ -659,4 +688,8 @@ def _walk_exported(twin: nn.Module, example: Tensor, family: str) -> tuple[Traci
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0][:160]}"
+    """An error's kind and first line, and the line of the network's own code that it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    at = f" at {_line(theirs[-1].filename, theirs[-1].lineno or 0)}" if theirs else ""
+    return f"{type(error).__name__}{at}: {(str(error).splitlines() or ['no message'])[0][:160]}"

@@ -171,6 +171,7 @@ TEXTS: dict[Code, str] = {
     Code.REQUIRED: "the run's settings are not those that its owner requires",
     Code.DATA: "its data cannot be read, or do not fit the run",
     Code.STATEFUL: "code of the run's own remembers other samples, and what it says of one would not be about that one",
+    Code.PUBLIC_START: "the model begins with loaded weights, and no setting says whether others know them",
     Code.NUMBERS: "its training gave numbers that are not finite or too large",
     Code.EXTRA: "a package that the scheme needs is not installed on its machine",
     Code.STATE: "what it remembers of the run is damaged or belongs to another run",

@@ -140,7 +140,7 @@ def _serve(grid: Grid, context: Context) -> None:
     if config.lr == "auto":
         raise ConfigError("lr = 'auto' tries rates where all clients are in one process: give a number here.")
     job = server_job(config, extras.data)
-    warnings = preflight(job)
+    warnings = preflight(job, begins=not extras.resume)
     if not extras.resume:
         folder.start(job.config)
     else:

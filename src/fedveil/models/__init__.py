@@ -2,5 +2,6 @@
 
 from fedveil.models.building import build
 from fedveil.models.catalogue import ModelInfo, describe, names, register
+from fedveil.models.custom import Adapted
 
-__all__ = ["ModelInfo", "build", "describe", "names", "register"]
+__all__ = ["Adapted", "ModelInfo", "build", "describe", "names", "register"]

@@ -21,7 +21,7 @@ from fedveil.models.catalogue import (
     check_output,
     check_sizes,
 )
-from fedveil.models.custom import call_factory
+from fedveil.models.custom import call_factory, plain, refuse_shared_memory
 from fedveil.own_code import OwnCode, refuse_code
 from fedveil.secrets import SecretStream, drawn_from
 
@@ -68,7 +68,9 @@ def build(
         if isinstance(name, OwnCode):
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
-            check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
+            refuse_shared_memory(model)
+            said = check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
+            model = plain(model, said)
         else:
             parameters_of(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)
             model = _named(name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary, options=options)

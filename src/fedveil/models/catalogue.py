@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.errors import ConfigError, unknown_option
-from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, mlp, resnet18
+from fedveil.models.attention import decoder, transformer, vit
+from fedveil.models.networks import cifar_resnet, cnn, densenet, gru, lenet_sigmoid, lstm, mlp, resnet18
 
 BATCH = 2
 MOST_PARAMETERS = 1 << 30
@@ -22,8 +23,8 @@ MOST_STEPS = 1 << 14
 MOST_OF_AN_OPTION = 1 << 20
 _FITS = {
     "numbers": "'mlp' takes numbers of any shape.",
-    "images": "'cnn' and the ResNets take images (channels, height, width).",
-    "tokens": "'gru' takes token sequences.",
+    "images": "'cnn', 'vit' and the ResNets take images (channels, height, width).",
+    "tokens": "'gru', 'lstm', 'transformer' and 'decoder' take token sequences.",
 }
 
 
@@ -95,14 +96,14 @@ def check_options(info: ModelInfo, options: Mapping[str, OptionValue]) -> None:
 
 def check_output(
     model: nn.Module, *, name: str, input_shape: tuple[int, ...], outputs: int, vocabulary: int | None
-) -> None:
-    """Run a random batch of two in eval mode and compare the shape of what comes out."""
+) -> object:
+    """Run a random batch of two in eval mode, compare the shape of the logits that come out, and give what did."""
     batch = _random_batch(model, shape=(BATCH, *input_shape), vocabulary=vocabulary)
     # Module by module, because a factory may have frozen some of its parts in eval mode.
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad():
-            scores = model.eval()(batch)
+            output = model.eval()(batch)
     except Exception as error:
         raise ConfigError(
             f"Model {name!r} failed on a batch of shape {tuple(batch.shape)} ({batch.dtype}): "
@@ -112,12 +113,22 @@ def check_output(
     finally:
         for module, training in modes:
             module.training = training
+    scores = logits_of(output)
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
     if shape != (BATCH, outputs):
         raise ConfigError(
             f"Model {name!r} returns {shape} for a batch of shape {tuple(batch.shape)}, but the task needs "
             f"{(BATCH, outputs)}: make its last layer give {outputs} numbers per sample."
         )
+    return output
+
+
+def logits_of(output: Any) -> Any:
+    """The logits of an output that is an object or a dict with such; otherwise the output itself."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
 
 
 def _random_batch(model: nn.Module, *, shape: tuple[int, ...], vocabulary: int | None) -> Tensor:
@@ -195,7 +206,16 @@ _ROWS = (
     _entry("resnet56", cifar_resnet(9), "images", "CIFAR ResNet with 56 layers, 0.85 M parameters"),
     _entry("resnet18", resnet18, "images", "ImageNet-style ResNet with 18 layers, 11.2 M parameters"),
     _entry("densenet", densenet, "images", "three dense blocks whose layers see all earlier ones", smallest=4),
+    _entry("vit", vit, "images", "vision Transformer over patches"),
     _entry("gru", gru, "tokens", "embedding, gated recurrent unit and mean over the words, for text"),
+    _entry("lstm", lstm, "tokens", "embedding, long short-term memory and mean over the words, for text"),
+    _entry("transformer", transformer, "tokens", "Transformer encoder and mean over the words, for text"),
+    _entry(
+        "decoder",
+        decoder,
+        "tokens",
+        "RMSNorm, rotary positions, grouped queries and SwiGLU, read at the last word, for text",
+    ),
 )
 
 _CATALOGUE = {row.info.name: row for row in _ROWS}

@@ -1,14 +1,17 @@
-"""Models from the user's own code: ``package.module:factory`` or ``path/to/file.py:factory``."""
+"""Models from elsewhere: the user's own code (``package.module:factory`` or ``path/to/file.py:factory``), and networks
+that take their inputs by name or give an object, as those of Hugging Face's transformers do."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fedveil.errors import ConfigError, FedVeilError, unknown_option
-from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue
+from fedveil.models.catalogue import DATA_ARGUMENTS, OptionValue, logits_of
 from fedveil.own_code import OwnCode, load_callable
 
 _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -84,3 +87,96 @@ def _accepted(
 
 def _shown(arguments: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
+
+
+class Adapted(nn.Module):
+    """A network that takes its inputs by name, or gives an object: as one that takes a tensor and gives logits.
+
+    Args:
+        network: The network; its parameters are those of this module, below ``network``.
+        fields: Name and shape of each input, in the order they lie in a row of the tensor; none: the tensor is the
+            network's first argument. Token ids then bring a mask along, where the network takes an ``attention_mask``
+            and its ``config`` says which id is padding.
+    """
+
+    def __init__(self, network: nn.Module, fields: Sequence[tuple[str, tuple[int, ...]]] = ()) -> None:
+        super().__init__()
+        self.network = network
+        self.fields = tuple(fields)
+        self.padding: int | None = None
+        if not fields and "attention_mask" in inputs_of(network):
+            self.padding = getattr(getattr(network, "config", None), "pad_token_id", None)
+        self.training = network.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits ``(batch, outputs)``."""
+        named = {}
+        start = 0
+        for name, shape in self.fields:
+            size = math.prod(shape)
+            part = x[:, start : start + size]
+            named[name] = part.reshape(-1, *shape)
+            start += size
+        if self.fields:
+            output = self.network(**named)
+        elif self.padding is not None and not x.is_floating_point():
+            output = self.network(x, attention_mask=x.ne(self.padding))
+        else:
+            output = self.network(x)
+        scores: Tensor = logits_of(output)
+        return scores
+
+
+def inputs_of(network: nn.Module) -> tuple[str, ...]:
+    """The names that a network's inputs go by."""
+    return tuple(p.name for p in inspect.signature(network.forward).parameters.values() if p.kind in _KEYWORDS)
+
+
+def refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse tensors of a model that lie in each other's memory without being one.
+
+    Weights are sent, filled in and copied tensor by tensor: what lies under two names would be written twice, or would
+    part when the model is moved. A parameter that several layers hold is one tensor, and fine; so are constants that
+    share memory, for they are never written.
+
+    Raises:
+        ConfigError: Two parameters, a parameter and a buffer, or the running statistics of two layers do.
+    """
+    spans: list[tuple[int, int, int, str, bool]] = []
+    seen: set[int] = set()
+    for path, layer in model.named_modules():
+        for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
+            counted = isinstance(layer, nn.modules.batchnorm._NormBase) and name in ("running_mean", "running_var")
+            if (id(tensor) in seen and not counted) or not _lies_somewhere(tensor):
+                continue
+            seen.add(id(tensor))
+            moves = counted or isinstance(tensor, nn.Parameter)
+            spans.append((*_span(tensor), f"{path}.{name}" if path else name, moves))
+    spans.sort()
+    for position, (storage, _, end, name, moves) in enumerate(spans):
+        for other_storage, other_start, _, other, also in spans[position + 1 :]:
+            if other_storage != storage or other_start >= end:
+                break
+            if moves or also:
+                first, second = sorted((name, other))
+                raise ConfigError(
+                    f"{first!r} and {second!r} of the model lie in the same memory without being one tensor: trained "
+                    "apart, they would not be what they are together. Give one of them memory of its own (.clone()), "
+                    "or let both layers hold the same nn.Parameter."
+                )
+
+
+def _lies_somewhere(tensor: Tensor) -> bool:
+    return not (is_lazy(tensor) or tensor.is_meta or not tensor.numel())
+
+
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage that a tensor lies in, and from which byte to which."""
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    last = start + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().data_ptr(), start * size, (last + 1) * size
+
+
+def plain(network: nn.Module, output: object) -> nn.Module:
+    """A network, given what it said of some batch: where that was an object with logits, one that gives these."""
+    return network if logits_of(output) is output else Adapted(network)

@@ -193,48 +193,107 @@ def lenet_sigmoid(*, input_shape: tuple[int, ...], outputs: int) -> nn.Module:
 PADDING = 0
 
 
-class GRUClassifier(nn.Module):
-    """Classifies sequences of ``steps`` token ids, of which ``0`` is padding.
+def token_table(vocabulary: int, width: int, *, std: float = 1.0) -> nn.Embedding:
+    """The vectors of token ids, of which 0 is padding and stays zero."""
+    if vocabulary < 2:
+        raise ConfigError(f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2.")
+    table = nn.Embedding(vocabulary, width, padding_idx=PADDING)
+    if std != 1.0:
+        with torch.no_grad():
+            table.weight.mul_(std)
+    return table
 
-    With reset gate r, update gate u and candidate c (Chung et al. 2014; the reset acts on the
-    projected state, as in cuDNN, so that one product per step serves all three gates)::
 
-        r = σ(W_r x + U_r h)   u = σ(W_u x + U_u h)   c = tanh(W_c x + r ∘ (U_c h))   h ← h + u ∘ (c − h)
+def present_words(tokens: Tensor, like: Tensor) -> Tensor:
+    """``(batch, steps, 1)`` numbers of the type of ``like``: 1 where there is a word, 0 where there is padding."""
+    return tokens.ne(PADDING).unsqueeze(-1).type_as(like)
 
-    A padding step leaves h alone, so it does not matter on which side a text is padded.
+
+class RecurrentClassifier(nn.Module):
+    """Classifies sequences of ``steps`` token ids, of which ``0`` is padding, by the mean of the states at the words.
+
+    A padding step leaves the state alone, so it does not matter on which side a text is padded. A cell of a kind has so
+    many ``gates`` and keeps so many ``memories``, of which the first is read.
     """
+
+    gates: int
+    memories: int
 
     def __init__(self, *, steps: int, vocabulary: int, embedding: int, hidden: int, outputs: int) -> None:
         super().__init__()
         self.steps = steps
         self.hidden = hidden
-        self.embedding = nn.Embedding(vocabulary, embedding, padding_idx=PADDING)
-        self.from_input = nn.Linear(embedding, 3 * hidden)
-        self.from_state = nn.Linear(hidden, 3 * hidden)
+        self.embedding = token_table(vocabulary, embedding)
+        self.from_input = nn.Linear(embedding, self.gates * hidden)
+        self.from_state = nn.Linear(hidden, self.gates * hidden)
         self.head = nn.Linear(hidden, outputs)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Scores ``(batch, outputs)`` of token ids ``(batch, steps)``."""
         projected: Tensor = self.from_input(self.embedding(tokens))
-        words = tokens.ne(PADDING).unsqueeze(-1).type_as(projected)
+        words = present_words(tokens, projected)
         # unbind, not projected[:, t]: the gradient of an index is a zero tensor of full length per step.
         inputs = projected.unbind(1)
         present = words.unbind(1)
-        state = torch.zeros_like(inputs[0][:, : self.hidden])
+        memory = (torch.zeros_like(inputs[0][:, : self.hidden]),) * self.memories
         states = []
         for t in range(self.steps):
-            state = self._step(inputs[t], present[t], state)
-            states.append(state)
+            memory = self._step(inputs[t], present[t], memory)
+            states.append(memory[0])
         mean = (torch.stack(states, dim=1) * words).sum(1) / words.sum(1).clamp(min=1)
         scores: Tensor = self.head(mean)
         return scores
 
-    def _step(self, x: Tensor, present: Tensor, state: Tensor) -> Tensor:
+    def _step(self, x: Tensor, present: Tensor, memory: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+class GRUClassifier(RecurrentClassifier):
+    """A gated recurrent unit.
+
+    With reset gate r, update gate u and candidate c (Chung et al. 2014; the reset acts on the
+    projected state, as in cuDNN, so that one product per step serves all three gates)::
+
+        r = σ(W_r x + U_r h)   u = σ(W_u x + U_u h)   c = tanh(W_c x + r ∘ (U_c h))   h ← h + u ∘ (c − h)
+    """
+
+    gates, memories = 3, 1
+
+    def _step(self, x: Tensor, present: Tensor, memory: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (state,) = memory
         h = self.from_state(state)
         n = self.hidden
         gates = torch.sigmoid(x[:, : 2 * n] + h[:, : 2 * n])
         candidate = torch.tanh(x[:, 2 * n :] + gates[:, :n] * h[:, 2 * n :])
-        return state + gates[:, n:] * present * (candidate - state)
+        return (state + gates[:, n:] * present * (candidate - state),)
+
+
+class LSTMClassifier(RecurrentClassifier):
+    """A long short-term memory (Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000).
+
+    With input gate i, forget gate f, output gate o and candidate g::
+
+        i, f, o = σ(W x + U h)   g = tanh(W_g x + U_g h)   c ← f ∘ c + i ∘ g   h ← o ∘ tanh(c)
+
+    The forget gate's bias begins at 1 (Jozefowicz et al. 2015): a new cell remembers.
+    """
+
+    gates, memories = 4, 2
+
+    def __init__(self, *, steps: int, vocabulary: int, embedding: int, hidden: int, outputs: int) -> None:
+        super().__init__(steps=steps, vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs)
+        with torch.no_grad():
+            self.from_input.bias[hidden : 2 * hidden] = 1.0
+            self.from_state.bias[hidden : 2 * hidden] = 0.0
+
+    def _step(self, x: Tensor, present: Tensor, memory: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        state, cell = memory
+        into = x + self.from_state(state)
+        n = self.hidden
+        gates = torch.sigmoid(into[:, : 3 * n])
+        renewed = gates[:, n : 2 * n] * cell + gates[:, :n] * torch.tanh(into[:, 3 * n :])
+        said = gates[:, 2 * n :] * torch.tanh(renewed)
+        return state + present * (said - state), cell + present * (renewed - cell)
 
 
 def gru(
@@ -247,9 +306,22 @@ def gru(
 ) -> nn.Module:
     """A GRU over ``input_shape[0]`` token ids below ``vocabulary``."""
     at_least(1, embedding=embedding, hidden=hidden)
-    if vocabulary < 2:
-        raise ConfigError(f"A vocabulary of {vocabulary} leaves no word beside the padding id 0: give at least 2.")
     return GRUClassifier(
+        steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
+    )
+
+
+def lstm(
+    *,
+    input_shape: tuple[int, ...],
+    outputs: int,
+    vocabulary: int,
+    embedding: int = 64,
+    hidden: int = 64,
+) -> nn.Module:
+    """An LSTM over ``input_shape[0]`` token ids below ``vocabulary``."""
+    at_least(1, embedding=embedding, hidden=hidden)
+    return LSTMClassifier(
         steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
     )
 

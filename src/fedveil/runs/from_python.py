@@ -16,11 +16,12 @@ from fedveil.config import BEFORE, OBJECT, RunConfig, unknown_setting
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task
 from fedveil.data.description import describe_parts
-from fedveil.data.intake import ClientSamples, Intake, Party, clients_of, columns, outputs_of, task_of
+from fedveil.data.intake import ClientSamples, Intake, Party, clients_of, columns, outputs_of, task_of, tried
 from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
+from fedveil.models.custom import Adapted, inputs_of, plain, refuse_shared_memory
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
@@ -55,6 +56,7 @@ def job_of_objects(
         ConfigError: A setting is unknown, or does not go with another or with the model.
         DataError: Samples are missing, or of a kind or shape that cannot be used.
     """
+    refuse_shared_memory(model)  # of the model itself: copies of it may have parted what lies together
     clients = clients_of(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
     # A scheme that is given as an object is code: no file may stand for it later.
@@ -63,11 +65,14 @@ def job_of_objects(
     device, dtype = device_of(config), dtype_of(config)
     several = config.task == "multilabel" or config.loss == "binary-cross-entropy"
     assert config.seed is not None
-    intake = Intake(dtype=dtype, device=device, seed=partial(mixed_seed, config.seed), several=several)
+    seed, takes = partial(mixed_seed, config.seed), inputs_of(model)
+    intake = Intake(dtype=dtype, device=device, seed=seed, several=several, takes=takes)
     parties = [intake.take(samples, who=f"Client {k}", number=k) for k, samples in enumerate(clients)]
     pool = ClientPool.separate(parties)
     task = task_of(parties, asked="multilabel" if several else config.task)
-    facts = _facts(pool, preparation, task=task, outputs=outputs_of(parties, task, model))
+    model = Adapted(model, intake.fields) if intake.fields else plain(model, tried(parties, model))
+    facts = _facts(pool, preparation, task=task, outputs=outputs_of(parties, task, tried(parties, model)))
+    facts = replace(facts, fields=intake.fields)
     held_out = [
         None if samples is None else _held_out(intake, samples, name, facts, task, number=number, quiet=quiet)
         for number, (name, samples) in enumerate((("test", test), ("validation", validation)), start=len(clients))

@@ -38,7 +38,7 @@ from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
-from fedveil.runs.pretrained import fill_from
+from fedveil.runs.pretrained import PUBLISHED, fill_from, nothing_hidden
 from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
@@ -120,6 +120,8 @@ class ModelFacts:
     labels: tuple[str, ...] = ()
     preparation: Preparation | None = None
     link: Link | None = None
+    fields: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of every input, where samples have several."""
 
     @staticmethod
     def of(config: RunConfig, train: Dataset, preparation: Preparation | None = None) -> ModelFacts:
@@ -233,6 +235,8 @@ class Job:
                 for part in self.architecture.skeleton.modules()
             ):
                 said = (*said, DROPOUT)
+        if self.config.public_start and self.architecture.table is not None:
+            said = (*said, PUBLISHED)
         return (*said, *best_note(self))
 
     @property
@@ -519,7 +523,7 @@ def _covered(
     assert architecture.table is not None
     covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
     require_coverage(covered, minimum=config.min_coverage)
-    return architecture, weights, covered
+    return architecture, weights, nothing_hidden(covered) if config.public_start else covered
 
 
 def secret_epsilon(config: RunConfig, scheme: Scheme) -> bool:

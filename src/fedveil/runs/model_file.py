@@ -27,7 +27,7 @@ from fedveil.downlink.architecture import weights_of, with_vector_norms
 from fedveil.downlink.export import ExportShape, export, exported_architecture, stock
 from fedveil.downlink.scales import Coverage, coverage
 from fedveil.errors import CheckpointError, ConfigError, TraceError, missing_extra, spelled
-from fedveil.models.custom import call
+from fedveil.models.custom import Adapted, call
 from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
 from fedveil.runs.folder import digest_of, write_atomically
@@ -116,6 +116,8 @@ def load_model(
     else:
         unlike = f"{path} does not fit the model that was given"
         bare = copy.deepcopy(model) if isinstance(model, nn.Module) else _called(model, facts)
+        if not isinstance(bare, Adapted) and all(name.startswith("network.") for name in tensors):
+            bare = Adapted(bare, facts.fields)
     if metadata["shape"]:
         shape = made(ExportShape, parsed(metadata["shape"], where=str(path)), where=str(path))
         module = exported_architecture(bare, shape)

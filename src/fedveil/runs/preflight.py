@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink import assemble
-from fedveil.errors import ConfigError, FedVeilError, ProtocolError, spelled
+from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, spelled
 from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
 from fedveil.runs.callbacks import WARNING
 from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
+from fedveil.runs.pretrained import loaded_from
 from fedveil.uplink.graph import n_out
 from fedveil.work.groups import TOGETHER
 
@@ -27,20 +28,40 @@ if TYPE_CHECKING:
 _GRAPHS = 16
 
 
-def preflight(job: Job) -> list[str]:
+def preflight(job: Job, *, begins: bool = True) -> list[str]:
     """Refuse settings under which the first round could not be, or some round probably not: nothing is sent.
+
+    Args:
+        job: The run.
+        begins: Whether it is a new one: what only those are asked is not asked of one that goes on.
 
     Returns:
         Warnings, a line each: what may end the run later.
 
     Raises:
-        ConfigError: The clients' own policy lets no round be, graphs fall apart, or the model has no gradient.
+        ConfigError: The clients' own policy lets no round be, graphs fall apart, the model has no gradient, or nobody
+            has said whether others know the weights it begins with.
     """
+    if begins:
+        _check_start(job)
     _check_promises(job)
     warnings = [_absences(job)]
     if job.pool.clients:
         warnings.append(_memory(job, saved=_check_backward(job)))
     return [WARNING + text for text in warnings if text]
+
+
+def _check_start(job: Job) -> None:
+    """Loaded weights under a veil: who knows them decides whether it hides anything."""
+    loaded = job.config.weights or loaded_from(job.architecture.skeleton)
+    if not loaded or job.architecture.table is None or job.config.public_start is not None:
+        return
+    raise ConfigError(
+        f"The model begins with weights from {loaded}, and {job.scheme.name} veils it: from clients who know them, a "
+        f"veil hides nothing. Say {spelled('public_start', True)} for published weights (0 of the model then counts as "
+        f"hidden), or {spelled('public_start', False)} if nobody but the server has them.",
+        code=Code.PUBLIC_START,
+    )
 
 
 def _absences(job: Job) -> str:

@@ -1,22 +1,41 @@
-"""Weights that a run begins with, from a file: safetensors, or a state_dict of PyTorch's, read as plain data."""
+"""Weights that a run begins with: from a file (safetensors, or a state_dict of PyTorch's, read as plain data), or from
+elsewhere; and what a veil is worth where others know them."""
 
 from __future__ import annotations
 
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.data.pickles import Built, Machine, Named, RefusedError, StandIns, TooMuchError, cut
+from fedveil.downlink.scales import Coverage
 from fedveil.errors import ConfigError, spelled
 
 # A counter that decides nothing here, and the ε that FedVeil's own files keep beside a normalisation's weights.
 _NO_WEIGHTS = ("num_batches_tracked", "epsilon")
 _SHOWN = 3
+
+PUBLISHED = (
+    "the model begins with weights that others know: a client matches what it is sent with them and reads off the "
+    "veil's secrets, exactly at first and nearly so later, so that 0 of the model is hidden"
+)
+
+
+def loaded_from(model: nn.Module) -> str:
+    """Where a model's weights were loaded from, as far as its parts tell (`from_pretrained`); empty if they do not."""
+    told = (getattr(getattr(part, "config", None), "name_or_path", None) for part in model.modules())
+    return next((name for name in told if isinstance(name, str) and name), "")
+
+
+def nothing_hidden(covered: Coverage) -> Coverage:
+    """The cover of a model that others know beforehand."""
+    parameters = tuple(replace(parameter, hidden=0, sides="visible") for parameter in covered.parameters)
+    return replace(covered, parameters=parameters, head_noise=False)
 
 
 def fill_from(model: nn.Module, path: Path) -> None:

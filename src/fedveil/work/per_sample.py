@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, TappedLinear
-from fedveil.tensors import without_compiler
+from fedveil.tensors import plain_attention, without_compiler
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
 
@@ -565,7 +565,7 @@ class PerSample:
         derived = torch.func.grad_and_value(one_sample, argnums=(0, 1), has_aux=True)
         mapped = torch.vmap(derived, in_dims=(None, None, 0, 0), randomness=self._random)
         try:
-            with without_compiler():
+            with without_compiler(), plain_attention():
                 (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
         finally:
             self._slot.recorder = LayerRecorder()
@@ -612,7 +612,8 @@ class PerSample:
                 numbers += tensor.numel()
             return tensor
 
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved)
+        with torch.enable_grad(), plain_attention(), hooks:
             loss = self._loss.mean(torch.func.functional_call(self.module, values, (x.clone(),)), y)
             names = list(values)
             grads = torch.autograd.grad(loss, [values[name] for name in names], allow_unused=True)
