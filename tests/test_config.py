@@ -211,6 +211,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "loss": "cross-entropy",
         "lr_schedule": "cosine",
         "bn_eps": "public",
+        "family": "full",
         "dtype": "float64",
         "task": "regression",
         "model_options": {"depth": 4},

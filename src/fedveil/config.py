@@ -407,6 +407,15 @@ class RunConfig:
     bn_eps: str = _setting(
         _VEIL, "ε of normalisation layers: secret or public.", "secret", choices=("secret", "public")
     )
+    family: str = _setting(
+        _VEIL,
+        "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
+        "scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, "
+        "else full.",
+        "scale",
+        choices=("auto", "scale", "signed", "isometry", "full"),
+        before="scale",
+    )
     public_start: bool | None = _setting(
         _VEIL,
         "The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing "

@@ -111,8 +111,8 @@ class Settings(TypedDict, total=False):
     collusion: float | None
     """nadp, veil-dp, veil-secagg: share of clients that may side with the server. (default: noise: 0; masks: 0.1)"""
     pair_strength: float | None
-    """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10; on a sparse graph √1000; the paper's
-    with --accounting paper or --dropouts tolerate)"""
+    """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10, on a sparse graph what that calls for;
+    the paper's with --accounting paper or --dropouts tolerate)"""
     dropouts: str | None
     """nadp, veil-dp: what becomes of noise shared with missing clients. repair or tolerate. (default: repair)"""
     repair_limit: float | None
@@ -120,8 +120,8 @@ class Settings(TypedDict, total=False):
     honest_arrivals: bool | None
     """nadp, veil-dp: take the server's word for who did not arrive. (default: no)"""
     neighbours: int | None
-    """With how many others each client shares noise or masks; even for masks. (default: noise: all; mpdp: 5; masks: as
-    many as collusion calls for, all up to 32 clients)"""
+    """With how many others each client shares masks (an even number), or how many it picks to share noise with.
+    (default: as many as collusion calls for; all up to 128 clients for noise, up to 32 for masks; mpdp: 5)"""
     skip_cancelling: bool | None
     """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
     cover: str | None
@@ -159,6 +159,10 @@ class Settings(TypedDict, total=False):
     """Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"""
     bn_eps: Literal["secret", "public"]
     """ε of normalisation layers: secret or public. (default: secret)"""
+    family: Literal["auto", "scale", "signed", "isometry", "full"]
+    """What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full,
+    scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, else
+    full. (default: scale)"""
     public_start: bool | None
     """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
     it. To be said, yes or no, wherever weights are loaded. (default: not said)"""

@@ -157,6 +157,18 @@ def test_inspect_names_what_is_visible_and_what_pins_in_a_users_network(
         assert "Sigmoid" in shown
 
 
+def test_inspect_says_what_a_family_does_and_what_it_does_not_hide() -> None:
+    data = json.loads(fedveil("inspect", "--model", "gru", "--family", "full", "--no-head-noise", "--json").output)
+    assert data["family"] == "full"
+    assert data["coverage"] > 0.99
+    assert sum(data["levels"].values()) == pytest.approx(data["coverage"])
+    assert set(data["levels"]) == {"moved", "signed", "scaled", "mixed"}
+    assert data["secret_bits"] > 0
+    words = fedveil("inspect", "--model", "gru", "--family", "signed").output
+    assert "not hidden: the function" in words
+    assert "real numbers a round" in words
+
+
 def test_inspect_in_words() -> None:
     output = fedveil("inspect", "--model", "mlp", "-o", "depth=2").output
     assert "hidden on one side" in output

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedveil.downlink.scales import PINNED, ClassSet
+from fedveil.downlink.slots import ClassSet
+from fedveil.downlink.symmetry import PINNED
 
 
 def scales_of(classes: ClassSet, seed: int = 0) -> torch.Tensor:

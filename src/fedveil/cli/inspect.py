@@ -32,6 +32,7 @@ def inspect(
     vocabulary: int = typer.Option(1000, help="Text models: number of token ids."),
     head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
     bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
+    family: str = typer.Option("scale", help="What hides it: scale, signed, isometry or full."),
     public_start: bool = typer.Option(
         False, "--public-start", help="The model begins with weights that others know. (default: where it says so)"
     ),
@@ -46,15 +47,18 @@ def inspect(
       fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --outputs 10 --json
     """
     from fedveil.config import parse_model_options
-    from fedveil.downlink import draw
-    from fedveil.downlink.export import verify
+    from fedveil.downlink import Rescaling, draw
+    from fedveil.downlink.export import verified
     from fedveil.downlink.scales import coverage, pinned
+    from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, unknown_name
     from fedveil.runs.callbacks import working
     from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
 
     if bn_eps not in ("secret", "public"):
         raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
+    if family not in FAMILIES:
+        raise unknown_name("family", family, FAMILIES)
     options = parse_model_options(model_option)
     if outputs is None and ":" in model:
         raise ConfigError(
@@ -65,9 +69,9 @@ def inspect(
         net, example = example_of(
             model, options=options, input_shape=input_shape, outputs=outputs or 10, vocabulary=vocabulary
         )
-        architecture, weights = draw(net.train(), example, traced=True)
+        architecture, weights = draw(net.train(), example, traced=True, family=family)
+        architecture = verified(architecture, weights, example, downlink=Rescaling(family=family))
         assert architecture.table is not None
-        verify(architecture, weights, example)
     covered = coverage(
         architecture.table,
         head_noise=head_noise and architecture.table.head is not None,
@@ -87,6 +91,12 @@ def inspect(
         f"coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one side; "
         f"{covered.secrets} secret scales per round"
     )
+    if family != "scale":
+        plainly(covered.told)
+        plainly(
+            "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
+            "model began as a published one"
+        )
     if public_start:
         plainly(PUBLISHED)
     elif covered.visible:

@@ -369,6 +369,12 @@ class Architecture:
         nothing = self._read("", 0)
         return flatten(both, like=nothing), flatten(marks, like=nothing).bool()
 
+    @functools.cached_property
+    def followed(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The same layer by layer: of every ε, and of every running mean and variance."""
+        epsilon = [self._read(path, len(norm.epsilon)) for path, norm in self._epsilon_norms(self.skeleton)]
+        return epsilon, [self._read(path, size) for path, size in self.statistics_sizes for _ in range(2)]
+
     def _read(self, path: str, size: int) -> Tensor:
         assert self.table is not None
         read = next((norm.read for norm in self.table.norms if norm.path == path), None)
@@ -406,13 +412,14 @@ class Architecture:
         return replace(self, skeleton=skeleton, trainable=trainable, table=table)
 
 
-def draw(model: nn.Module, example: Tensor, *, traced: bool) -> tuple[Architecture, Weights]:
+def draw(model: nn.Module, example: Tensor, *, traced: bool, family: str = "scale") -> tuple[Architecture, Weights]:
     """Separate `model` into its architecture (public) and its weights (the server's).
 
-    `example` is a batch of inputs of the right shape; only its shape and type matter.
+    `example` is a batch of inputs of the right shape; only its shape and type matter. `family`: the symmetries for
+    which it is traced.
     """
     # A copy: a network may keep something of what it is shown first, and nothing has been shown to this one.
-    table = trace(copy.deepcopy(model), example) if traced else None
+    table = trace(copy.deepcopy(model), example, family=family) if traced else None
     prepared = with_vector_norms(model)
     if table is not None and table.head is not None:
         # The class changes, parameters and names stay: every holder of the layer keeps its reference.

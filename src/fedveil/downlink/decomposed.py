@@ -52,7 +52,8 @@ from fedveil.downlink.rescaling import (
     scale_table,
     scaled_veil,
 )
-from fedveil.downlink.scales import PINNED, Classes, Scaled, ScaleTable
+from fedveil.downlink.scales import Scaled, ScaleTable
+from fedveil.downlink.symmetry import PINNED, Classes, unmoved
 from fedveil.errors import ConfigError, TraceError
 from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import SecretStream
@@ -342,6 +343,7 @@ class Decomposed:
     head: HeadNoise | None = None
 
     traced = True
+    family = "scale"
 
     @property
     def head_noise(self) -> bool:
@@ -380,7 +382,7 @@ class Decomposed:
         return scaled_veil(
             dataclasses.replace(architecture, table=layers.table),
             weights,
-            scales,
+            unmoved(scales),
             head=self.head,
             stream=stream,
             head_level=head_level,

@@ -28,10 +28,12 @@ from fedveil.downlink.architecture import (
     with_vector_norms,
 )
 from fedveil.downlink.decomposed import Decomposed, load_multipliers
+from fedveil.downlink.messages import Mean
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.downlink.scales import HeadSite
+from fedveil.downlink.scales import HeadSite, Pin
 from fedveil.errors import ConfigError, TraceError, spelled
 from fedveil.secrets import OsSecrets, SecretStream
+from fedveil.tensors import flatten
 
 
 class ChannelAffine(nn.Module):
@@ -202,10 +204,39 @@ _TOLERANCE = 1e-8
 _DEFAULT = Rescaling(spread=4.0)
 
 
+def verified(
+    architecture: Architecture, weights: Weights, example: Tensor, *, downlink: Rescaling = _DEFAULT
+) -> Architecture:
+    """The architecture with symmetries that hold: where some do not, those of their edges are left out, and told.
+
+    Raises:
+        TraceError: The network is not traced rightly, whatever is left out.
+    """
+    table = architecture.table
+    try:
+        verify(architecture, weights, example, downlink=downlink)
+        return architecture
+    except TraceError:
+        if table is None or table.symmetry is None:
+            raise
+    left, pins = table.symmetry, list(table.pins)
+    for classes in table.symmetry.components():
+        alone = dataclasses.replace(table, symmetry=table.symmetry.only(classes))
+        try:
+            verify(dataclasses.replace(architecture, table=alone), weights, example, downlink=downlink)
+        except TraceError:
+            left = left.without(classes)
+            where = table.symmetry.origin[int(classes[0])]
+            pins.append(Pin("verification", where, "outputs or gradients differ under its secrets: it has none"))
+    kept = dataclasses.replace(architecture, table=dataclasses.replace(table, symmetry=left, pins=tuple(pins)))
+    verify(kept, weights, example, downlink=downlink)
+    return kept
+
+
 def verify(
     architecture: Architecture, weights: Weights, example: Tensor, *, downlink: Rescaling | Decomposed = _DEFAULT
 ) -> None:
-    """Refuse a architecture whose veiled outputs differ from the true ones by more than 1e-8 relative.
+    """Refuse an architecture whose veiled outputs or recovered gradients are off by more than 1e-8 relative.
 
     `downlink` is the one that will be used; its head noise is left out.
 
@@ -225,13 +256,15 @@ def verify(
         load_statistics(veiled, veil.veiled_statistics())
     x = _probe(example)
     for training in (False, True):
-        outputs = [_run(module, x, batch_statistics=training) for module in (true, veiled)]
-        scale = outputs[0].abs().max().clamp_min(1e-30)
-        error = float((outputs[0] - outputs[1]).abs().max() / scale)
+        runs = [_run(module, x, batch_statistics=training) for module in (true, veiled)]
+        nothing = torch.empty(0, dtype=torch.float64)
+        recovered = veil.recover(Mean(runs[1][1][None], nothing, nothing)).gradient
+        pairs = (("output", runs[0][0], runs[1][0]), ("recovered gradient", runs[0][1], recovered))
+        what, error = max(((name, _off(a, b)) for name, a, b in pairs), key=lambda pair: _rank(pair[1]))
         if not error < _TOLERANCE:
             mode = "training" if training else "evaluation"
             raise TraceError(
-                f"The veiled network's output differs from the true one by {error:.1e} relative (in {mode} "
+                f"The veiled network's {what} differs from the true one by {error:.1e} relative (in {mode} "
                 "mode), so some operation is not traced rightly and training under a veil would be wrong. "
                 f"Nothing was trained. Use {spelled('scheme', 'fedavg')}, and please report the model."
             )
@@ -246,12 +279,25 @@ def _probe(example: Tensor) -> Tensor:
     return x.double() + torch.randn(x.shape, generator=generator, dtype=torch.float64)
 
 
-def _run(module: nn.Module, x: Tensor, *, batch_statistics: bool) -> Tensor:
+def _off(true: Tensor, found: Tensor) -> float:
+    return float((true - found).abs().max() / true.abs().max().clamp_min(1e-30)) if true.numel() else 0.0
+
+
+def _rank(error: float) -> float:
+    return error if error == error else float("inf")
+
+
+def _run(module: nn.Module, x: Tensor, *, batch_statistics: bool) -> tuple[Tensor, Tensor]:
+    """The output, and the gradient of a fixed sum of it."""
     module.eval()
     for layer in module.modules():
         if isinstance(layer, VectorBatchNorm):
             layer.train(batch_statistics)
-    with torch.no_grad():
-        output = module(x)
+    output = module(x.clone())
     assert isinstance(output, Tensor)
-    return output
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    parameters = list(module.parameters())
+    if not output.requires_grad:
+        return output, flatten([torch.zeros_like(part) for part in parameters])
+    gradients = torch.autograd.grad((output * weights).sum(), parameters, allow_unused=True, materialize_grads=True)
+    return output.detach(), flatten([part.detach() for part in gradients])

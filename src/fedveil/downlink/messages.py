@@ -86,6 +86,11 @@ class Downlink(Protocol):
         """Whether it needs the network's scale table."""
 
     @property
+    def family(self) -> str:
+        """The symmetries behind which it hides the model; "scale" where it has nothing more."""
+        return "scale"
+
+    @property
     def head_noise(self) -> bool:
         """Whether the last layer is covered by noise."""
         ...

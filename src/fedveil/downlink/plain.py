@@ -20,6 +20,7 @@ class Plain:
     """No veil."""
 
     traced = False
+    family = "scale"
     head_noise = False
 
     def head_tensors(self, architecture: Architecture) -> int:

@@ -18,15 +18,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedveil.downlink.architecture import Architecture, TappedLinear, Weights, assemble
+from fedveil.downlink.architecture import (
+    Architecture,
+    TappedLinear,
+    Weights,
+    assemble,
+    load_parameters,
+    load_statistics,
+)
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
-from fedveil.errors import ConfigError, TraceError, spelled
+from fedveil.downlink.symmetry import FAMILIES, Basis, draw_basis, follow, unmoved
+from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats, Cover
 from fedveil.secrets import Guarded, SecretStream
 
 _PROBE_SAMPLES = 64
+_SECRETS = {
+    "signed": "secret orders and signs of hidden units, fresh every round",
+    "isometry": "secret orders and signs of hidden units and rotations of attention heads, fresh every round",
+    "full": "secret orders, signs and scales of hidden units and matrices on attention heads, fresh every round",
+}
 
 
 @dataclass(frozen=True)
@@ -53,16 +66,22 @@ class HeadNoise:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """Secret scales, log r uniform on [−log spread, log spread], and optionally head noise."""
+    """Secret scales, log r uniform on [−log spread, log spread], and optionally head noise.
+
+    Other families than "scale" put orders, signs and matrices on attention heads beside the scales, or in their place.
+    """
 
     spread: float = 4.0
     head: HeadNoise | None = None
+    family: str = "scale"
 
     traced = True
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.spread) and self.spread > 1.0):
             raise ConfigError(f"spread must be a number above 1 (got {self.spread}); 4 is the default.")
+        if self.family not in FAMILIES:
+            raise unknown_name("family", self.family, FAMILIES)
 
     @property
     def head_noise(self) -> bool:
@@ -78,7 +97,14 @@ class Rescaling:
         return head_tensors(self.head, architecture)
 
     def covers(self) -> Mapping[str, Cover]:
-        """Every layer up to secret scales."""
+        """Every layer up to secret scales, or to what else the family has."""
+        if self.family != "scale":
+            secrets = _SECRETS[self.family]
+            head = f"{secrets}, and γ·a on the last layer" if self.head else secrets
+            return {
+                "parameters": Cover(what="the parameters, in another basis", hiding=head),
+                "statistics": Cover(what="running statistics, in another order and up to signs", hiding=secrets),
+            }
         scales = "one secret scale per hidden channel, fresh every round"
         head = "secret scales and γ·a on the last layer" if self.head else scales
         return {
@@ -88,38 +114,41 @@ class Rescaling:
         }
 
     def caveats(self) -> Caveats:
-        """Scales are measured, not proven; outputs are open without head noise."""
-        return Caveats(unprotected=(caveats.VEIL, *(() if self.head else (caveats.OUTPUTS,))))
+        """A veil is measured, not proven; outputs are open without head noise."""
+        veil = (caveats.VEIL,) if self.family == "scale" else (caveats.ORDERS, caveats.ALIGNED)
+        return Caveats(unprotected=(*veil, *(() if self.head else (caveats.OUTPUTS,))))
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> ScaledVeil:
         """Fresh scales and, with head noise, a fresh γ, for one round."""
-        classes = scale_table(architecture).classes
-        logs = (2.0 * stream.uniform(classes.count) - 1.0) * math.log(self.spread)
-        return scaled_veil(
-            architecture, weights, classes.scales(logs), head=self.head, stream=stream, head_level=head_level
-        )
+        table = scale_table(architecture)
+        if table.symmetry is not None:
+            basis = draw_basis(table.symmetry, table.classes, spread=self.spread, stream=stream)
+        else:
+            logs = (2.0 * stream.uniform(table.classes.count) - 1.0) * math.log(self.spread)
+            basis = unmoved(table.classes.scales(logs))
+        return scaled_veil(architecture, weights, basis, head=self.head, stream=stream, head_level=head_level)
 
 
 def scaled_veil(
     architecture: Architecture,
     weights: Weights,
-    scales: Tensor,
+    basis: Basis,
     *,
     head: HeadNoise | None,
     stream: SecretStream,
     head_level: float | None,
     multipliers: Tensor | None = None,
 ) -> ScaledVeil:
-    """The veil of given scales, one for every class of the architecture's table, and of a freshly drawn γ."""
+    """The veil of given secrets, for every class of the architecture's table, and of a freshly drawn γ."""
     device = weights.parameters.device
     if multipliers is None:
         multipliers = weights.parameters.new_empty(0)
     if head is None:
-        return ScaledVeil(architecture, weights, scales.to(device), None, multipliers)
+        return ScaledVeil(architecture, weights, basis.to(device), None, multipliers)
     secret = _draw_head(head, head_site(architecture).outputs, stream, device)
-    veil = ScaledVeil(architecture, weights, scales.to(device), secret, multipliers)
+    veil = ScaledVeil(architecture, weights, basis.to(device), secret, multipliers)
     level = head_level if head_level else veil.probe_level()
     secret.gamma *= head.strength / level
     return veil
@@ -187,22 +216,22 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
 class ScaledVeil(Guarded):
     """One round's secrets: the scales, γ, and the model they hide; and the transitional layers' public numbers."""
 
-    __slots__ = ("_architecture", "_head", "_multipliers", "_scales", "_table", "_weights")
+    __slots__ = ("_architecture", "_basis", "_head", "_multipliers", "_table", "_weights")
 
     def __init__(
-        self, architecture: Architecture, weights: Weights, scales: Tensor, head: HeadSecret | None, multipliers: Tensor
+        self, architecture: Architecture, weights: Weights, basis: Basis, head: HeadSecret | None, multipliers: Tensor
     ) -> None:
         self._architecture = architecture
         self._table = scale_table(architecture)
         self._weights = weights
-        self._scales = scales
+        self._basis = basis
         self._head = head
         self._multipliers = multipliers
 
     def broadcast(self) -> Broadcast:
         """Ŵ = R ∘ W (+ r·1ᵀ on the head), ε·k², running mean·k and variance·k², and 1/(r·s)."""
         dtype = self._weights.parameters.dtype
-        veiled = self._table.rescale(self._weights.parameters, self._scales)
+        veiled = self._table.hide(self._weights.parameters, self._basis)
         public = None
         if self._head is not None:
             site = self._table.head
@@ -212,7 +241,10 @@ class ScaledVeil(Guarded):
                 part = self._architecture.parameters.part(veiled, name)
                 part += noise.reshape([-1] + [1] * (part.dim() - 1))
             public = self._head.public
-        epsilon = self._weights.epsilon.to(torch.float64) * self._norm_factor()
+        epsilon = self._weights.epsilon.to(torch.float64)
+        if self._table.symmetry is not None:
+            epsilon = epsilon[follow(self._architecture.followed[0], self._table.symmetry, self._basis)]
+        epsilon = epsilon * self._norm_factor()
         statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
         if self._architecture.frozen_statistics:
             statistics = self.veiled_statistics()
@@ -220,7 +252,10 @@ class ScaledVeil(Guarded):
 
     def veiled_statistics(self) -> Tensor:
         """Running mean·k and variance·k², in float64."""
-        return self._weights.statistics.to(torch.float64) * self._statistics_factor()
+        statistics = self._weights.statistics.to(torch.float64)
+        if self._table.symmetry is not None and statistics.numel():
+            statistics = statistics[follow(self._architecture.followed[1], self._table.symmetry, self._basis)]
+        return statistics * self._statistics_factor()
 
     def recover(self, mean: Mean) -> Recovered:
         """∇_W L = R ∘ (G₀ − Σ_s γ_s·G_s + v·G_β), in float64; the loss by the same combination."""
@@ -237,7 +272,10 @@ class ScaledVeil(Guarded):
         statistics = mean.statistics.to(torch.float64)
         if statistics.numel():
             statistics = statistics / self._statistics_factor()
-        return Recovered(self._table.rescale(combined, self._scales), loss, statistics, level)
+            if self._table.symmetry is not None:
+                place = follow(self._architecture.followed[1], self._table.symmetry, self._basis)
+                statistics = torch.empty_like(statistics).index_copy(0, place, statistics)
+        return Recovered(self._table.pull(combined, self._basis), loss, statistics, level)
 
     def _level(self, values: Tensor) -> float:
         assert self._head is not None
@@ -253,6 +291,11 @@ class ScaledVeil(Guarded):
         table, site = self._table, self._table.head
         assert site is not None
         model = assemble(self._architecture, self._weights).eval()
+        if table.symmetry is not None:  # what a client's layer reads; a scale is looked up below
+            hidden = table.hide(self._weights.parameters, self._basis).to(self._weights.parameters)
+            load_parameters(model, hidden)
+            if self._weights.statistics.numel():
+                load_statistics(model, self.veiled_statistics().to(self._weights.parameters))
         generator = torch.Generator().manual_seed(0)
         shape = (_PROBE_SAMPLES, *self._architecture.input_shape)
         if self._architecture.input_dtype.is_floating_point:
@@ -265,15 +308,15 @@ class ScaledVeil(Guarded):
         assert isinstance(layer, TappedLinear)
         entry = next(parameter for parameter in table.parameters if parameter.name == site.weight)
         tap = layer.tap.to(torch.float64)
-        if entry.into is not None:
-            tap = tap * self._scales[entry.into.reshape(-1)]
+        if entry.into is not None and table.symmetry is None:
+            tap = tap * self._basis.scales[entry.into.reshape(-1)]
         alpha = tap.sum(1) + (1.0 if site.bias is not None else 0.0)
         return max(float(alpha.square().mean().sqrt()), 1e-12)
 
     def _norm_factor(self) -> Tensor:
-        return self._scales[self._architecture.norm_reads] ** 2
+        return self._basis.scales[self._architecture.norm_reads] ** 2
 
     def _statistics_factor(self) -> Tensor:
         reads, variances = self._architecture.statistics_reads
-        read = self._scales[reads]
+        read = self._basis.scales[reads]
         return torch.where(variances, read**2, read)

@@ -6,12 +6,14 @@ a module, a function, a tensor method and an ATen operator, so that one rule ser
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fedveil.downlink.scales import (
@@ -25,6 +27,7 @@ from fedveil.downlink.scales import (
     level,
     place,
 )
+from fedveil.downlink.symmetry import ISOMETRY, SPARSE, UNIT
 
 # A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
 # the ids of that value. It raises NoRuleError where the arguments leave its ground.
@@ -47,6 +50,32 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
+def operation_name(target: object) -> str | None:
+    """The plain name of a function, method or ATen operator of torch; None for anything foreign."""
+    if isinstance(target, str):
+        name = target
+    elif isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        if namespace != "aten":
+            return None
+    else:
+        name = getattr(target, "__name__", "")
+        if target is getattr:
+            return "getattr"
+        homes = (torch, F, operator, torch.Tensor)
+        if not any(getattr(home, name, None) is target for home in homes):
+            return None
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def in_place(target: object) -> bool:
+    """Whether an operation changes its first operand."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.endswith("_")
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
+
+
 def as_edge(value: object) -> Edge:
     """An operand that must be an activation."""
     if isinstance(value, Edge):
@@ -54,7 +83,8 @@ def as_edge(value: object) -> Edge:
     raise NoRuleError("its input is not an activation")
 
 
-def _weighted(value: object) -> ParameterRef:
+def weighted(value: object) -> ParameterRef:
+    """An operand that must be a parameter."""
     if isinstance(value, ParameterRef):
         return value
     raise NoRuleError("its weight is computed, not a parameter")
@@ -63,7 +93,8 @@ def _weighted(value: object) -> ParameterRef:
 # -- linear maps -----------------------------------------------------------------------------------
 
 
-def _fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
+def fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
+    """Classes of what a weight produces: fresh, or those of its earlier use."""
     known = tracing.uses.get(weight.name)
     if known is not None and known.out.numel() == count:
         return known.out.reshape(-1)
@@ -73,12 +104,12 @@ def _fresh_out(tracing: Tracing, weight: ParameterRef, count: int) -> Tensor:
 @rule("linear")
 def linear(tracing: Tracing, out: Tensor, input: object, weight: object, bias: object = None) -> Tensor:
     """y = Wx + b: W × (out ⊗ 1/in), b × out, fresh classes on the out edge."""
-    edge, matrix = as_edge(input), _weighted(weight)
+    edge, matrix = as_edge(input), weighted(weight)
     outputs, features = matrix.value.shape
-    made = _fresh_out(tracing, matrix, outputs)
+    made = fresh_out(tracing, matrix, outputs)
     tracing.use(matrix, view=(outputs, features), out=made[:, None], into=along(tracing, edge, -1)[None, :])
     if bias is not None:
-        tracing.use(_weighted(bias), view=(outputs,), out=made)
+        tracing.use(weighted(bias), view=(outputs,), out=made)
     tracing.linear_sites[tracing.where] = LinearSite(
         matrix.name, bias.name if isinstance(bias, ParameterRef) else None, out.dim(), tracing.inside
     )
@@ -100,7 +131,7 @@ def convolution(
     **__: object,
 ) -> Tensor:
     """A convolution: like a linear map over channels, group by group. `third` is one more that no scale depends on."""
-    edge, kernel = as_edge(input), _weighted(weight)
+    edge, kernel = as_edge(input), weighted(weight)
     spatial = kernel.value.dim() - 2
     channel_dim = edge.value.dim() - spatial - 1
     read = along(tracing, edge, channel_dim)
@@ -110,10 +141,10 @@ def convolution(
     left, right = (groups, first // groups, 1, *ones), (groups, 1, second, *ones)
     # The weight of a transposed one is (in, out/groups, …), else (out, in/groups, …).
     outputs, out_shape, in_shape = (second * groups, right, left) if transposed else (first, left, right)
-    made = _fresh_out(tracing, kernel, outputs)
+    made = fresh_out(tracing, kernel, outputs)
     tracing.use(kernel, view=view, out=made.reshape(out_shape), into=read.reshape(in_shape))
     if bias is not None:
-        tracing.use(_weighted(bias), view=(outputs,), out=made)
+        tracing.use(weighted(bias), view=(outputs,), out=made)
     return place(made, channel_dim, out.dim())
 
 
@@ -140,9 +171,9 @@ def embedding(
         max_norm = rest[1]
     if max_norm is not None:
         raise NoRuleError("max_norm rescales the table while reading it")
-    ref = _weighted(table)
+    ref = weighted(table)
     rows, features = ref.value.shape
-    made = _fresh_out(tracing, ref, features)
+    made = fresh_out(tracing, ref, features)
     tracing.use(ref, view=(rows, features), out=made[None, :])
     return place(made, -1, out.dim())
 
@@ -173,7 +204,7 @@ def conversion(tracing: Tracing, out: Tensor, input: object, *_: object, **__: o
 @rule("prelu")
 def prelu(tracing: Tracing, out: Tensor, input: object, weight: object) -> Tensor:
     """PReLU commutes; its slopes stay visible."""
-    tracing.pin_parameter(_weighted(weight), "prelu", "slopes of a PReLU are not scaled")
+    tracing.pin_parameter(weighted(weight), "prelu", "slopes of a PReLU are not scaled")
     return as_edge(input).ids
 
 
@@ -235,8 +266,8 @@ def addition(tracing: Tracing, out: Tensor, input: object, other: object, alpha:
         pinned = [not bool(tracing.classes.find(edge.ids).any()) for edge in edges]
         if pinned[0] != pinned[1]:
             tracing.pin(edges, "add", "the other operand has scale 1")
-        tracing.classes.unite(_aligned(edges[0], out), _aligned(edges[1], out))
-    return _aligned(edges[0], out)
+        tracing.classes.unite(aligned(edges[0], out), aligned(edges[1], out))
+    return aligned(edges[0], out)
 
 
 @rule("mul", "imul", "multiply")
@@ -249,8 +280,8 @@ def product(tracing: Tracing, out: Tensor, input: object, other: object) -> Tens
     if not edges:
         raise NoRuleError("it multiplies parameters")
     if len(edges) == 1:
-        return _aligned(edges[0], out)
-    return tracing.classes.product(_aligned(edges[0], out), _aligned(edges[1], out))
+        return aligned(edges[0], out)
+    return tracing.classes.product(aligned(edges[0], out), aligned(edges[1], out))
 
 
 @rule("div", "truediv", "itruediv")
@@ -269,7 +300,8 @@ def clamp(tracing: Tracing, out: Tensor, input: object, min: object = None, max:
     return as_edge(input).ids
 
 
-def _aligned(edge: Edge, out: Tensor) -> Tensor:
+def aligned(edge: Edge, out: Tensor) -> Tensor:
+    """An operand's ids in the rank of the result."""
     missing = out.dim() - edge.ids.dim()
     return edge.ids.reshape((1,) * missing + tuple(edge.ids.shape))
 
@@ -316,12 +348,66 @@ def affine(tracing: Tracing, out: Tensor, weight: object, bias: object, *, kind:
             tracing.pin_parameter(bias, "normalisation", "a shift without a scale is not hidden")
         return torch.zeros((1,) * rank, dtype=torch.int64)
     shape = tuple(weight.value.shape)
-    made = _fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
+    made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
     tracing.use(weight, view=shape, out=made)
     if isinstance(bias, ParameterRef):
         tracing.use(bias, view=shape, out=made)
     if kind == "layer":
         return made.reshape((1,) * (rank - made.dim()) + shape)
+    return place(made.reshape(-1), 1, rank)
+
+
+def normalised(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    *,
+    kind: str,
+    weight: object = None,
+    bias: object = None,
+    groups: int = 1,
+    dims: int = 1,
+    name: str | None = None,
+) -> Tensor:
+    """Normalisation keeps isometries of its kind with ε as it is: signs per channel, else orders. Fresh numbers behind.
+
+    `dims`: of a layer normalisation, over how many last dimensions; `name`: the layer whose statistics follow.
+    """
+    edge, slots, rank = as_edge(input), tracing.slots, out.dim()
+    assert slots is not None
+    if kind in ("layer", "rms"):
+        ids = edge.ids
+        if isinstance(weight, ParameterRef):
+            ids = level(tracing, ids, range(rank - dims))
+        else:
+            slots.distinguish(ids, range(rank - dims))
+        read, alone = ids.reshape(ids.shape[rank - dims :]) if isinstance(weight, ParameterRef) else ids, kind == "rms"
+    else:
+        read, ids = along(tracing, edge, 1), edge.ids
+        alone = kind != "group" or groups == len(read)
+        if not alone:
+            slots.distinguish(read.reshape(groups, -1), [0])
+    slots.limit(read, SPARSE | ISOMETRY if alone else UNIT)
+    if name is not None and kind in ("batch", "instance"):
+        known = tracing.norm_uses.setdefault(name, NormUse(kind, read))
+        tracing.classes.unite(known.read, read)
+    made = read
+    if isinstance(weight, ParameterRef):
+        shape = tuple(weight.value.shape)
+        if bool(tracing.classes.find(read).any()):
+            made = slots.beside(read)
+            tracing.use(weight, view=shape, out=made, into=read)
+        else:  # on a public edge only the affine part's own numbers are left
+            made = fresh_out(tracing, weight, weight.value.numel()).reshape(shape)
+            slots.limit(made, SPARSE)
+            slots.fix(made)
+            tracing.use(weight, view=shape, out=made)
+    if isinstance(bias, ParameterRef):
+        if kind in ("layer", "rms") and not isinstance(weight, ParameterRef):
+            raise NoRuleError("it shifts without a gain")
+        tracing.use(bias, view=tuple(bias.value.shape), out=made)
+    if kind in ("layer", "rms"):
+        return made.reshape((1,) * (rank - made.dim()) + tuple(made.shape))
     return place(made.reshape(-1), 1, rank)
 
 
@@ -443,3 +529,15 @@ def padding(
     if mode == "constant" and value not in (None, 0, 0.0):
         raise NoRuleError("it pads with a constant other than zero")
     return ids
+
+
+_POOLS = {"Max": "max", "Avg": "avg", "AdaptiveMax": "adaptive_max", "AdaptiveAvg": "adaptive_avg"}
+SAME_NAME: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Identity: "identity",
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "dropout"),
+    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), "upsample"),
+    **{getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d" for kind, name in _POOLS.items() for dims in (1, 2, 3)},
+}
+"""Layers that are one operation."""

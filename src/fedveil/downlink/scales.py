@@ -15,131 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from fedveil.downlink.slots import ClassSet, SlotSet
+from fedveil.downlink.symmetry import ISOMETRY, PINNED, Basis, Classes, Symmetry, Transport
 from fedveil.errors import TraceError, spelled
 from fedveil.tensors import flatten
-
-PINNED = 0
-
-
-def broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Both arrays expanded to their common shape."""
-    shape = np.broadcast_shapes(left.shape, right.shape)  # torch's own loads a second's worth of symbolic algebra
-    return left.expand(shape), right.expand(shape)
-
-
-class ClassSet:
-    """Union-find over class ids, with product classes."""
-
-    def __init__(self) -> None:
-        self._parent: list[int] = [PINNED]
-        self._products: dict[int, tuple[int, int]] = {}
-        self.lost = 0
-        """How many classes have been pinned so far: a rule that raises it took freedom away."""
-
-    def fresh(self, count: int) -> Tensor:
-        """`count` new, free classes."""
-        start = len(self._parent)
-        self._parent.extend(range(start, start + count))
-        return torch.arange(start, start + count)
-
-    def all(self) -> Tensor:
-        """Every id made so far."""
-        return torch.arange(len(self._parent))
-
-    def _root(self, scale: int) -> int:
-        parent = self._parent
-        while parent[scale] != scale:
-            parent[scale] = parent[parent[scale]]
-            scale = parent[scale]
-        if scale in self._products:
-            left, right = (self._root(factor) for factor in self._products[scale])
-            if PINNED in (left, right):
-                del self._products[scale]
-                parent[scale] = right if left == PINNED else left
-                return parent[scale]
-        return scale
-
-    def find(self, ids: Tensor) -> Tensor:
-        """The representative of every id, same shape."""
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        roots = torch.tensor([self._root(int(scale)) for scale in unique], dtype=torch.int64)
-        return roots[inverse].reshape(ids.shape)
-
-    def unite(self, left: Tensor, right: Tensor) -> None:
-        """Force equal scales element by element (arrays broadcast against each other)."""
-        first, second = broadcast(left, right)
-        pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
-        for scale, other in pairs.tolist():
-            self._unite(scale, other)
-
-    def _unite(self, scale: int, other: int) -> None:
-        scale, other = self._root(scale), self._root(other)
-        if scale == other:
-            return
-        # A product equals another class only if nothing about either is free: pin its factors.
-        for root in (scale, other):
-            if root in self._products:
-                for factor in self._products.pop(root):
-                    self._unite(factor, PINNED)
-                self._parent[root] = PINNED
-                self.lost += 1
-        scale, other = self._root(scale), self._root(other)
-        low, high = min(scale, other), max(scale, other)
-        if low == PINNED != high:
-            self.lost += 1
-        self._parent[high] = low
-
-    def pin(self, ids: Tensor) -> None:
-        """Force the scale 1."""
-        self.unite(ids, torch.tensor(PINNED))
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Classes whose scale is the product of the two operands' scales."""
-        first, second = broadcast(self.find(left), self.find(right))
-        pairs, inverse = torch.unique(
-            torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
-        )
-        made = []
-        for scale, other in pairs.tolist():
-            if PINNED in (scale, other):
-                made.append(max(scale, other))
-            else:
-                new = int(self.fresh(1)[0])
-                self._products[new] = (scale, other)
-                made.append(new)
-        return torch.tensor(made, dtype=torch.int64)[inverse].reshape(first.shape)
-
-    def compile(self) -> tuple[Classes, Tensor]:
-        """The compact classes, and for every id ever made its compact index."""
-        roots = self.find(torch.arange(len(self._parent)))
-        unique, compact = torch.unique(roots, return_inverse=True)
-        index = {int(root): place for place, root in enumerate(unique)}
-        products = tuple(
-            (index[root], index[self._root(left)], index[self._root(right)])
-            for root, (left, right) in sorted(self._products.items())
-            if root in index
-        )
-        return Classes(count=len(unique), products=products), compact
-
-
-@dataclass(frozen=True)
-class Classes:
-    """How many classes there are, and which are products (class, factor, factor), in order."""
-
-    count: int
-    products: tuple[tuple[int, int, int], ...] = ()
-
-    def scales(self, logs: Tensor) -> Tensor:
-        """Positive scales from one logarithm per class; class 0 is 1, products multiply."""
-        values = logs.clone()
-        values[PINNED] = 0.0
-        for made, left, right in self.products:
-            values[made] = values[left] + values[right]
-        return values.exp()
 
 
 @dataclass(frozen=True)
@@ -216,8 +98,11 @@ class Tracing:
     pins: list[Pin] = field(default_factory=list)
     linear_sites: dict[str, LinearSite] = field(default_factory=dict)
     opaque: list[str] = field(default_factory=list)
+    slots: SlotSet | None = None
+    """The classes again, where they have slots and limits: more than scales is asked for."""
     where: str = ""
     inside: str = ""
+    operation: str = ""
     line: str = ""
     """The line of the network's own code that is being followed, nets.py:12, where that is known."""
     produced: str | None = None
@@ -254,6 +139,8 @@ class Tracing:
         if into is not None:
             self.readers.setdefault(ref.name, []).append(self.inside)
         known = self.uses.get(ref.name)
+        if self.slots is not None and known is not None and self._tied_to_table(known, out, into):
+            return
         fits = known is None or (known.view == view and (known.into is None) == (into is None))
         if ref.name in self.pinned_parameters or not fits:
             for ids in (out, into, *((known.out, known.into) if known else ())):
@@ -268,6 +155,23 @@ class Tracing:
         self.classes.unite(known.out, out)
         if into is not None and known.into is not None:
             self.classes.unite(known.into, into)
+
+    def _tied_to_table(self, known: Use, out: Tensor, into: Tensor | None) -> bool:
+        """Whether one use is a table of rows and the other a head that reads the same rows: A = A⁻ᵀ, an isometry."""
+        assert self.slots is not None
+        if (known.into is None) == (into is None):
+            return False
+        table, head = (known.out, (out, into)) if known.into is None else (out, (known.out, known.into))
+        rows, columns = head
+        if columns is None or rows.dim() != 2 or table.shape != columns.shape or table.dim() != 2:
+            return False
+        self.slots.unite(table, columns)
+        self.slots.limit(table, ISOMETRY)
+        lost = self.slots.lost
+        self.slots.pin(rows)
+        self.slots.lost = lost  # rows are words: nobody could move them
+        known.out, known.into = table, None
+        return True
 
     def pin_everything(self, operation: str, reason: str) -> None:
         """Give up every freedom there is."""
@@ -366,6 +270,8 @@ class ScaleTable:
     head: HeadSite | None
     head_refusal: str = ""
     readers: tuple[Reader, ...] = ()
+    symmetry: Symmetry | None = None
+    """More than scales, where the family has it."""
 
     def to(self, device: torch.device) -> ScaleTable:
         """The same table with its index arrays on another device."""
@@ -392,6 +298,31 @@ class ScaleTable:
         for side, factors in ((self._out, scales), (self._into, scales.reciprocal())):
             _multiply(views, side, factors)
         return result
+
+    def hide(self, flat: Tensor, basis: Basis) -> Tensor:
+        """T(θ) in float64: what clients get of all parameters in one flat vector."""
+        if self.symmetry is None:
+            return self.rescale(flat, basis.scales)
+        moved = self.rescale(flat.to(torch.float64)[self._transport.index(basis)], basis.scales)
+        self._transport.turn(moved, basis, back=False)
+        return moved
+
+    def pull(self, flat: Tensor, basis: Basis) -> Tensor:
+        """T*(∇) in float64: the gradient of the true parameters from that of the hidden ones."""
+        if self.symmetry is None:
+            return self.rescale(flat, basis.scales)
+        turned = flat.to(torch.float64, copy=True)
+        self._transport.turn(turned, basis, back=True)
+        turned = self.rescale(turned, basis.scales)
+        result = torch.empty_like(turned)
+        result[self._transport.index(basis)] = turned
+        return result
+
+    @cached_property
+    def _transport(self) -> Transport:
+        assert self.symmetry is not None
+        device = next((ids.device for entry in self.parameters if (ids := entry.out) is not None), torch.device("cpu"))
+        return Transport(self.parameters, self.symmetry, device)
 
     @cached_property
     def _classes_of_each(self) -> tuple[Tensor, Tensor]:
@@ -453,6 +384,10 @@ def _multiply(parts: Sequence[Tensor], side: _Side, factors: Tensor) -> None:
 _PROBES = 2
 
 
+LEVELS = ("moved", "signed", "scaled", "mixed")
+"""What a client sees of a hidden number: its value in another place; up to its sign; up to a scale; only mixtures."""
+
+
 @dataclass(frozen=True)
 class ParameterCover:
     """How well one parameter is hidden."""
@@ -462,6 +397,8 @@ class ParameterCover:
     size: int
     hidden: int
     sides: str
+    levels: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """How many of its numbers are moved, signed, scaled and mixed, each counted once by the strongest (`LEVELS`)."""
 
     @property
     def fraction(self) -> float:
@@ -478,12 +415,38 @@ class Coverage:
     head_noise: bool
     head_refusal: str
     secrets: int
+    family: str = "scale"
+    bits: float = 0.0
+    """Secret bits of a round (orders and signs)."""
+    reals: int = 0
+    """Secret real numbers of a round (scales, entries of blocks)."""
+
+    @property
+    def levels(self) -> dict[str, float]:
+        """The fractions of all numbers that are moved, signed, scaled and mixed, each counted once by the strongest."""
+        total = max(sum(parameter.size for parameter in self.parameters), 1)
+        return {
+            name: sum(parameter.levels[place] for parameter in self.parameters) / total
+            for place, name in enumerate(LEVELS)
+        }
 
     @property
     def fraction(self) -> float:
         """The fraction of all numbers that are hidden on at least one side."""
         total = sum(parameter.size for parameter in self.parameters)
         return sum(parameter.hidden for parameter in self.parameters) / total if total else 0.0
+
+    @property
+    def told(self) -> str:
+        """What is done to the numbers, and how much of it is secret, in a sentence."""
+        strengths = (
+            ", ".join(f"{share:.1%} {name}" for name, share in self.levels.items() if share) or "none is changed"
+        )
+        size = sum(parameter.size for parameter in self.parameters)
+        return (
+            f"of {size:,} numbers, by the strongest of what is done to each: {strengths}; unknown to a client "
+            f"are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
+        )
 
     @property
     def visible(self) -> tuple[ParameterCover, ...]:
@@ -497,6 +460,10 @@ class Coverage:
             "head_noise": self.head_noise,
             "head_noise_refused": self.head_refusal or None,
             "secret_scales": self.secrets,
+            "family": self.family,
+            "levels": self.levels,
+            "secret_bits": self.bits,
+            "secret_reals": self.reals,
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "visible": [parameter.name for parameter in self.visible],
             "pins": [asdict(pin) for pin in self.pins],
@@ -505,6 +472,7 @@ class Coverage:
 
 def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True) -> Coverage:
     """Judge a table. With a public ε, whatever a normalisation reads is seen and hides nothing."""
+    noised = table.head if head_noise else None
     generator = torch.Generator().manual_seed(0)
     draws = []
     for _ in range(_PROBES):
@@ -513,15 +481,20 @@ def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True
             for norm in table.norms:
                 logs[norm.read] = 0.0
         draws.append(table.classes.scales(logs))
-    noised = table.head if head_noise else None
     # The noise adds one number per output to the weight's whole row and to the bias: differences inside a
     # row stay, so it hides one number per output and no more.
     covered = None if noised is None else noised.bias or noised.weight
     covers = tuple(
-        _cover(entry, draws, noise=noised.outputs if noised is not None and entry.name == covered else 0)
+        (_cover(entry, draws, noise=noise) if table.symmetry is None else _levels(entry, table, noise=noise))
         for entry in table.parameters
+        for noise in (noised.outputs if noised is not None and entry.name == covered else 0,)
     )
-    return Coverage(covers, table.pins, noised is not None, table.head_refusal, table.free())
+    more = (noised is not None, table.head_refusal)
+    if table.symmetry is None:
+        return Coverage(covers, table.pins, *more, table.free(), reals=table.free())
+    bits, reals = table.symmetry.freedom(table.classes)
+    scales = int(table.symmetry.scales.sum()) - len(table.classes.products)
+    return Coverage(covers, table.pins, *more, max(scales, 0), table.symmetry.family, bits, reals)
 
 
 def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
@@ -533,8 +506,48 @@ def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
         scaled = ((out / into - 1.0).abs() > 1e-9).any(0).expand(entry.view)
         hidden = max(int(scaled.sum()), noise)
         both = bool((out != 1.0).all()) and bool((into != 1.0).all())
-    sides = "visible" if hidden == 0 else "partly" if hidden < size else "both" if both else "one"
-    return ParameterCover(entry.name, entry.shape, size, hidden, sides)
+    return ParameterCover(entry.name, entry.shape, size, hidden, _sides(hidden, size, both=both), (0, 0, hidden, 0))
+
+
+def _sides(hidden: int, size: int, *, both: bool) -> str:
+    return "visible" if hidden == 0 else "partly" if hidden < size else "both" if both else "one"
+
+
+def _levels(entry: Scaled, table: ScaleTable, *, noise: int) -> ParameterCover:
+    """Judge one parameter under more than scales: every number by the strongest of what is done to it."""
+    assert table.symmetry is not None
+    symmetry, size = table.symmetry, math.prod(entry.shape)
+    if entry.out is None:
+        return ParameterCover(entry.name, entry.shape, size, noise, _sides(noise, size, both=False), (0, 0, noise, 0))
+    generator = torch.Generator().manual_seed(0)
+    # A sign is drawn as a set of bits, so that a product's is the exclusive or; a scale as its logarithm.
+    signs = torch.randint(1, 1 << 62, (len(symmetry.limits),), generator=generator) * symmetry.signs
+    logs = (torch.rand(len(symmetry.limits), generator=generator, dtype=torch.float64) + 0.5) * symmetry.scales
+    for made, left, right in table.classes.products:
+        signs[made], logs[made] = signs[left] ^ signs[right], logs[left] + logs[right]
+    pinned = torch.zeros((1,) * len(entry.view), dtype=torch.int64)
+    sides = [pinned if ids is None else ids.cpu() for ids in (entry.out, entry.into)]
+    out, into = ([values[ids] for values in (signs, logs)] for ids in sides)
+    seen = torch.zeros(entry.view, dtype=torch.int64)
+    moved, mixed = ([mark[ids] for ids in sides] for mark in (symmetry.moving[symmetry.slot], symmetry.mixed))
+    marks = (moved[0] | moved[1], out[0] != into[0], (out[1] - into[1]).abs() > 1e-9, mixed[0] | mixed[1])
+    for strength, mark in enumerate(marks, start=1):
+        seen = torch.where(mark, strength, seen)
+    counts = torch.bincount(seen.reshape(-1), minlength=len(LEVELS) + 1).tolist()
+    if noise > counts[3]:
+        counts[0], counts[3] = max(counts[0] - noise, 0), counts[3] + min(noise, counts[0])
+    hidden = size - counts[0]
+    both = all(
+        bool((symmetry.moving[symmetry.slot[ids]] | (logs[ids] != 0) | symmetry.mixed[ids]).all()) for ids in sides
+    )
+    return ParameterCover(
+        entry.name,
+        entry.shape,
+        size,
+        hidden,
+        _sides(hidden, size, both=both),
+        (counts[1], counts[2], counts[3], counts[4]),
+    )
 
 
 def pinned(pins: Sequence[Pin]) -> list[tuple[str, str, str]]:
@@ -563,6 +576,6 @@ def require_coverage(coverage: Coverage, *, minimum: float) -> None:
     names = ", ".join(parameter.name for parameter in coverage.visible[:6])
     raise TraceError(
         f"A veil would hide only {coverage.fraction:.1%} of this model's parameters (min_coverage is {minimum:.0%}). "
-        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, or "
-        f"lower {spelled('min_coverage')}."
+        f"Visible: {names}. Operations that pin: {pins}. Replace them by ReLU-like operations, "
+        f"hide more than scales ({spelled('family', 'full')}) or lower {spelled('min_coverage')}."
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import io
-import operator
 import random
 import re
 import sys
@@ -21,13 +20,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from fedveil.downlink.rules import REARRANGEMENTS, RULES, NoRuleError, affine, normalisation, rearrangement
+from fedveil.downlink.limits import LIMITED, as_activation, layer_ids
+from fedveil.downlink.rules import (
+    REARRANGEMENTS,
+    RULES,
+    SAME_NAME,
+    NoRuleError,
+    affine,
+    in_place,
+    normalisation,
+    normalised,
+    operation_name,
+    rearrangement,
+)
 from fedveil.downlink.scales import (
-    PINNED,
     Edge,
     HeadSite,
     NormScale,
@@ -37,8 +46,10 @@ from fedveil.downlink.scales import (
     Scaled,
     ScaleTable,
     Tracing,
-    broadcast,
+    place,
 )
+from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
+from fedveil.downlink.symmetry import PINNED
 from fedveil.errors import TraceError, spelled
 
 _TOLERANCE = 1e-3
@@ -190,22 +201,14 @@ _SHAPE_QUESTIONS = frozenset(
 _SHAPE_ONLY = frozenset(
     "zeros_like ones_like empty_like full_like rand_like randn_like new_zeros new_ones new_empty new_full".split()
 )
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _UNFIT = (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError)
 
 _DIMS = (1, 2, 3)
-_POOLS = {"Max": "max", "Avg": "avg", "AdaptiveMax": "adaptive_max", "AdaptiveAvg": "adaptive_avg"}
 NORM_KINDS: dict[type[nn.Module], str] = {
     **{getattr(nn, f"{kind}Norm{dims}d"): kind.lower() for kind in ("Batch", "Instance") for dims in _DIMS},
     nn.GroupNorm: "group",
     nn.LayerNorm: "layer",
-}
-_SAME_NAME: dict[type[nn.Module], str] = {
-    nn.ReLU: "relu",
-    nn.LeakyReLU: "leaky_relu",
-    nn.Identity: "identity",
-    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d), "dropout"),
-    **dict.fromkeys((nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), "upsample"),
-    **{getattr(nn, f"{kind}Pool{dims}d"): f"{name}_pool{dims}d" for kind, name in _POOLS.items() for dims in _DIMS},
 }
 _MOVES = (nn.Flatten, nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle)
 _ZERO_PADS = (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d)
@@ -216,31 +219,6 @@ _OTHER_PADS = {
 }
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
-
-def operation_name(target: object) -> str | None:
-    """The plain name of a function, method or ATen operator of torch; None for anything foreign."""
-    if isinstance(target, str):
-        name = target
-    elif isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
-        if namespace != "aten":
-            return None
-    else:
-        name = getattr(target, "__name__", "")
-        if target is getattr:
-            return "getattr"
-        homes = (torch, F, operator, torch.Tensor)
-        if not any(getattr(home, name, None) is target for home in homes):
-            return None
-    return name if name.startswith("__") else name.rstrip("_")
-
-
-def _in_place(target: object) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.endswith("_")
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.endswith("_") or name in {"iadd", "isub", "imul", "itruediv"}
 
 
 def _is_leaf(value: object) -> bool:
@@ -284,6 +262,8 @@ class Walker:
             if (edges or parameters) and name not in _SHAPE_QUESTIONS:
                 self._pin(edges, parameters, label, "its result leaves the network's arithmetic")
             return out
+        if name in _ZEROS and self.tracing.slots is not None:
+            return pytree.tree_map_only(Tensor, self._zeros, out)
         if name in _SHAPE_ONLY or not (edges or parameters):
             return pytree.tree_map_only(Tensor, self.tracing.constant, out)
         if name == "getitem" and isinstance(args[0], (tuple, list)):
@@ -293,11 +273,20 @@ class Walker:
             if name is None:
                 raise NoRuleError("there is no rule for it")
             made = self._function_ids(name, target, args, kwargs, out, method=method)
-            if _in_place(target) and not self._same(made, args[0]):
+            if in_place(target) and not self._same(made, args[0]):
                 raise NoRuleError("it changes an activation's scale in place")
             return made
 
         return self._judge(ids, edges, parameters, label, out)
+
+    def _zeros(self, value: Tensor) -> Edge:
+        """A first state, say: zeros fit any secret."""
+        if not value.is_floating_point() or value.dim() == 0:
+            return self.tracing.constant(value)
+        ids = place(self.tracing.classes.fresh(value.shape[-1]), -1, value.dim())
+        assert self.tracing.slots is not None
+        self.tracing.slots.seen(ids)
+        return Edge(value, ids)
 
     def _judge(
         self,
@@ -319,17 +308,29 @@ class Walker:
             return self._pin_all(edges, parameters, label, "it is called in an unknown form", out)
         if tracing.classes.lost > lost and len(tracing.pins) == pins:
             tracing.pins.append(Pin(label, tracing.spot, "it ties channels to others of scale 1"))
+        if tracing.slots is not None:
+            for made in pytree.tree_leaves(ids):
+                if isinstance(made, Tensor):
+                    tracing.slots.seen(made)
         return pytree.tree_map(Edge, out, ids)
 
     def _function_ids(self, name: str, target: Any, args: Any, kwargs: Any, out: Any, *, method: bool) -> Any:
+        self.tracing.operation = name
         if name in REARRANGEMENTS:
+            if self.tracing.slots is not None:
+                args, kwargs = as_activation(self.tracing, (args, kwargs))
             moved = (lambda first, *rest, **more: getattr(first, str(target))(*rest, **more)) if method else target
             return rearrangement(self.tracing, out, moved, args, kwargs, name=name)
         if name in _NORM_POSITIONS:
             return self._functional_norm(name, target, args, kwargs, out)
-        if name in RULES:
-            return RULES[name](self.tracing, out, *args, **kwargs)
-        raise NoRuleError("there is no rule for it")
+        return self._rule(name)(self.tracing, out, *args, **kwargs)
+
+    def _rule(self, name: str) -> Callable[..., Any]:
+        """What an operation does to scales, or demands where more than scales is asked for."""
+        found = LIMITED.get(name) if self.tracing.slots is not None else None
+        if found is None and name not in RULES:
+            raise NoRuleError("there is no rule for it")
+        return found or RULES[name]
 
     def _same(self, ids: Any, first: object) -> bool:
         if not isinstance(first, Edge) or not isinstance(ids, Tensor):
@@ -364,32 +365,36 @@ class Walker:
     def _module_ids(self, module: nn.Module, path: str, args: Any, kwargs: Any, out: Any) -> Any:
         if module._forward_hooks or module._forward_pre_hooks:
             raise NoRuleError("it has hooks, which may do anything")
+        if self.tracing.slots is not None:
+            ids = layer_ids(self.tracing, module, args, kwargs, out, self.reference)
+            if ids is not None:
+                return ids
         if kwargs or len(args) != 1:
             raise NoRuleError("it is called with further arguments")
         kind, tracing, first = type(module), self.tracing, args[0]
         weight, bias = self.reference(module, "weight"), self.reference(module, "bias")
         if kind is nn.Linear:
-            return RULES["linear"](tracing, out, first, weight, bias)
+            return self._rule("linear")(tracing, out, first, weight, bias)
         if kind in _CONVOLUTIONS:
             assert isinstance(module, _CONVOLUTIONS)
-            return RULES["conv2d"](tracing, out, first, weight, bias, groups=module.groups)
+            return self._rule("conv2d")(tracing, out, first, weight, bias, groups=module.groups)
         if kind in _TRANSPOSED:
             assert isinstance(module, _TRANSPOSED)
-            return RULES["conv_transpose2d"](tracing, out, first, weight, bias, groups=module.groups)
+            return self._rule("conv_transpose2d")(tracing, out, first, weight, bias, groups=module.groups)
         if isinstance(module, nn.Embedding) and kind is nn.Embedding:
-            return RULES["embedding"](tracing, out, first, weight, max_norm=module.max_norm)
+            return self._rule("embedding")(tracing, out, first, weight, max_norm=module.max_norm)
         if kind is nn.PReLU:
-            return RULES["prelu"](tracing, out, first, weight)
+            return self._rule("prelu")(tracing, out, first, weight)
         if kind in NORM_KINDS:
             return self._norm(module, path, out, first)
-        if kind in _SAME_NAME:
-            return RULES[_SAME_NAME[kind]](tracing, out, first)
+        if kind in SAME_NAME:
+            return self._rule(SAME_NAME[kind])(tracing, out, first)
         if kind in _MOVES:
             return rearrangement(tracing, out, module, args, {})
         if isinstance(module, _ZERO_PADS):
-            return RULES["pad"](tracing, out, first, module.padding)
+            return self._rule("pad")(tracing, out, first, module.padding)
         if kind in _OTHER_PADS:
-            return RULES["pad"](tracing, out, first, module.padding, mode=_OTHER_PADS[kind])
+            return self._rule("pad")(tracing, out, first, module.padding, mode=_OTHER_PADS[kind])
         raise NoRuleError("there is no rule for it")
 
     def _norm(self, module: nn.Module, path: str, out: Tensor, first: object) -> Any:
@@ -397,6 +402,18 @@ class Walker:
         if kind == "instance" and getattr(module, "track_running_stats", False):
             raise NoRuleError("an instance norm with running statistics changes meaning in evaluation")
         groups = module.num_groups if isinstance(module, nn.GroupNorm) else 1
+        if self.tracing.slots is not None:
+            return normalised(
+                self.tracing,
+                out,
+                first,
+                kind=kind,
+                weight=self.reference(module, "weight"),
+                bias=self.reference(module, "bias"),
+                groups=groups,
+                dims=len(module.normalized_shape) if isinstance(module, nn.LayerNorm) else 1,
+                name=self.tracing.norms.get(path),
+            )
         return normalisation(
             self.tracing,
             out,
@@ -423,12 +440,31 @@ class Walker:
             kwargs.get(which, args[place] if len(args) > place else None)
             for which, place in (("weight", position), ("bias", position + 1))
         )
+        if self.tracing.slots is not None:
+            if kind == "batch" or (kind == "instance" and any(leaves((args, kwargs), Edge)[1:])):
+                raise NoRuleError("its statistics are not a layer's")
+            given = {**dict(zip(("input", _SHAPES.get(kind, "")), args, strict=False)), **kwargs}
+            shape = given.get(_SHAPES.get(kind, ""), 1)
+            return normalised(
+                self.tracing,
+                out,
+                first,
+                kind=kind,
+                weight=weight,
+                bias=bias,
+                groups=shape if isinstance(shape, int) else 1,
+                dims=1 if isinstance(shape, int) else len(shape),
+            )
+        if kind == "rms":
+            raise NoRuleError("there is no rule for it")
         self.tracing.pin([first], name, "a functional normalisation has a fixed ε")
         return affine(self.tracing, out, weight, bias, kind=kind)
 
 
 # Where F.* and ATen put the affine weight; the bias follows it.
 _NORM_POSITIONS = {"batch_norm": (3, 1), "instance_norm": (3, 1), "group_norm": (2, 2), "layer_norm": (2, 2)}
+_NORM_POSITIONS["rms_norm"] = (2, 2)
+_SHAPES = {"group": "num_groups", "layer": "normalized_shape", "rms": "normalized_shape"}
 
 
 def _fits(value: object, ids: object) -> bool:
@@ -442,12 +478,13 @@ _READERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def trace(model: nn.Module, example: Tensor) -> ScaleTable:
-    """Trace `model` on an example batch into its scale table.
+def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleTable:
+    """Trace `model` on an example batch into its scale table, and whatever other symmetries the family has.
 
     Operations without a rule pin their edges to 1 and are listed in `pins`; nothing is guessed.
     """
-    tracing = walk(model, example)
+    tracing = walk(model, example, family=family)
+    symmetry = None if tracing.slots is None else tracing.slots.symmetry(family)
     classes, compact = tracing.classes.compile()
     entries = []
     for name, parameter in model.named_parameters():
@@ -458,11 +495,20 @@ def trace(model: nn.Module, example: Tensor) -> ScaleTable:
             continue
         into = None if use.into is None else compact[use.into]
         entries.append(Scaled(name, shape, use.view, compact[use.out], into))
+    if symmetry is not None:  # what no parameter sees is no secret: a state of zeros, padding
+        ids = [part.reshape(-1) for entry in entries for part in (entry.out, entry.into) if part is not None]
+        seen = torch.isin(symmetry.slot, symmetry.slot[torch.cat([torch.tensor([PINNED]), *ids])])
+        symmetry = symmetry.without(torch.nonzero(~seen).reshape(-1))
     norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
-    reading = [entry for entry in entries if entry.into is not None and bool((entry.into != PINNED).any())]
+    # Transitional layers are made for scales.
+    reading = (
+        []
+        if symmetry is not None
+        else [entry for entry in entries if entry.into is not None and bool((entry.into != PINNED).any())]
+    )
     readers = tuple(_reader(model, tracing, entry.name) for entry in reading)
-    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers)
+    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers, symmetry)
 
 
 def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
@@ -497,7 +543,7 @@ def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
     return HeadSite(path, site.weight, site.bias, module.in_features, module.out_features), ""
 
 
-def walk(model: nn.Module, example: Tensor) -> Tracing:
+def walk(model: nn.Module, example: Tensor, *, family: str = "scale") -> Tracing:
     """Trace a network on an example batch; the result holds every class, use and pin.
 
     The network is traced in its own mode, training or evaluation, because its code may ask for it.
@@ -514,11 +560,11 @@ def walk(model: nn.Module, example: Tensor) -> Tracing:
             ) from reason
         present = sorted(set(functions))
         try:
-            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone()), device)
+            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone(), family), device)
             check_replay(truth, output)
         except Exception as fx_reason:  # fx raises whatever the traced code raises on proxies
             try:
-                tracing, output = seeded(lambda: _walk_exported(copy.deepcopy(model), sample.clone()), device)
+                tracing, output = seeded(lambda: _walk_exported(copy.deepcopy(model), sample.clone(), family), device)
                 check_replay(truth, output)
             except Exception as reason:  # export raises many kinds of errors; each means the same to a user
                 raise TraceError(
@@ -553,14 +599,22 @@ def norm_paths(model: nn.Module) -> dict[str, str]:
 
 
 def _walk(
-    twin: nn.Module, graph: fx.Graph, inside: Callable[[fx.Node], str], operand: Callable[[Walker, fx.Node], Any]
+    twin: nn.Module,
+    graph: fx.Graph,
+    inside: Callable[[fx.Node], str],
+    operand: Callable[[Walker, fx.Node], Any],
+    family: str,
 ) -> tuple[Tracing, object]:
     """Run a captured graph: `inside` tells the module of a node, `operand` what an input or an attribute is."""
-    tracing = Tracing({id(parameter): name for name, parameter in twin.named_parameters()}, norm_paths(twin))
+    names = {id(parameter): name for name, parameter in twin.named_parameters()}
+    slots = None if family == "scale" else SlotSet()
+    tracing = Tracing(names, norm_paths(twin), classes=slots or ClassSet(), slots=slots)
     walker = Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         tracing.where, tracing.inside, tracing.line = node.name, inside(node), _line_of(node)
+        if slots is not None:
+            slots.where = tracing.spot
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: environment[argument])
         if node.op == "output":
             _finish(tracing, node, args)
@@ -574,7 +628,7 @@ def _walk(
     raise CaptureError("it has no output")
 
 
-def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+def _walk_fx(twin: nn.Module, example: Tensor, family: str) -> tuple[Tracing, object]:
     inputs: Iterator[Tensor] = iter((example,))
 
     def operand(walker: Walker, node: fx.Node) -> Any:
@@ -584,7 +638,7 @@ def _walk_fx(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
         return walker.tracing.constant(value) if value is not None else node.args[0]
 
     graph = captured_by_fx(twin)
-    return _walk(twin, graph, lambda node: str(node.target) if node.op == "call_module" else "", operand)
+    return _walk(twin, graph, lambda node: str(node.target) if node.op == "call_module" else "", operand, family)
 
 
 def _attribute(walker: Walker, target: str) -> Any:
@@ -608,7 +662,7 @@ def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
         tracing.produced = produced.name
 
 
-def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
+def _walk_exported(twin: nn.Module, example: Tensor, family: str) -> tuple[Tracing, object]:
     exported = captured_by_export(twin, example)
     signature = exported.graph_signature
 
@@ -630,7 +684,7 @@ def _walk_exported(twin: nn.Module, example: Tensor) -> tuple[Tracing, object]:
             return walker.tracing.constant(value, fixed=True)
         return walker.tracing.constant(example)
 
-    return _walk(twin, exported.graph, inside, operand)
+    return _walk(twin, exported.graph, inside, operand, family)
 
 
 def _first_line(error: Exception) -> str:

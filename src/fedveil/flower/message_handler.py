@@ -26,7 +26,7 @@ from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request
 from fedveil.roles.client import ClientRole, ClientTerms
-from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of
+from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of, secret_epsilon
 from fedveil.runs.model_file import save_model
 from fedveil.runs.recipe import augmentation_of
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -69,7 +69,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     def beginning(own: int | SecretStream, source: SeededSecrets) -> tuple[Architecture, Held]:
         model = facts.build(seed=own).to(dtype_of(config)).cpu()
         architecture, weights = drawn(common.scheme, model, example, facts)
-        if config.bn_eps == "secret":
+        if secret_epsilon(config, common.scheme):
             # Every client must begin with the same one, so it follows from what they share.
             draw_secret_epsilon(weights, source.stream("epsilon"))
         placed = weights.to(device=device)

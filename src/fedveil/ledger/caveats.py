@@ -49,6 +49,14 @@ REPAIRS = (
     "an upload under its residual noise alone (dropouts = tolerate needs no such trust)"
 )
 VEIL = "the model is hidden from clients only up to secret scales: measured, not proven"
+ORDERS = (
+    "the model is hidden from clients only up to secret orders, signs or scales of its hidden units: measured, not "
+    "proven; its function is not hidden at all"
+)
+ALIGNED = (
+    "the server's updates: a client that aligns two rounds' models gets them, in less than a second, and one that "
+    "knows the model they began with, a published one for instance, gets all of the model"
+)
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"

@@ -22,7 +22,7 @@ from fedveil.data.preparation import Preparation
 from fedveil.data.sources import EMBEDDED
 from fedveil.downlink import Architecture, Weights, assemble, draw
 from fedveil.downlink.architecture import draw_secret_epsilon
-from fedveil.downlink.export import verify
+from fedveil.downlink.export import verified, verify
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
 from fedveil.engine import ClientPool
 from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError, TraceError, spelled
@@ -51,6 +51,13 @@ from fedveil.work.losses import CrossEntropy, SquareLoss
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
 
+EPSILON = (
+    "every normalisation has a secret ε of its own, since scales would be read off a known one: the model is that of "
+    "plain training with these ε, not with the layers' own (other families than scale need none)"
+)
+DROPOUT = (
+    "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
+)
 FROZEN = (
     "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
     "received by them and has the scales of the layers beside, so that a veil hides nothing there"
@@ -215,6 +222,19 @@ class Job:
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
+        if (
+            self.architecture.table is not None
+            and len(self.weights.epsilon)
+            and secret_epsilon(self.config, self.scheme)
+        ):
+            said = (*said, EPSILON)
+        if self.coverage is not None and self.coverage.family != "scale":
+            said = (*said, self.coverage.told)
+            if any(
+                isinstance(part, nn.modules.dropout._DropoutNd) and part.p
+                for part in self.architecture.skeleton.modules()
+            ):
+                said = (*said, DROPOUT)
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
         return (*said, *best_note(self))
@@ -376,10 +396,18 @@ def agreed(
     seed = config.seed
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
-    setting = Setting(loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds)
+    setting = Setting(
+        loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds, family=config.family
+    )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
+    if config.family not in ("auto", scheme.downlink.family):
+        why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
+        raise ConfigError(
+            f"{spelled('family', config.family)} does not go with {spelled('scheme', info.name)}: {why}. It goes with "
+            "lossless, pbpfl, veil-secagg and veil-dp."
+        )
     scheme.uplink.fits(cohort.size)
     because = _because(config, info, task, head_noise=scheme.downlink.head_noise)
     return Agreed(scheme, loss, because, cohort, optimiser_of(config, scheme, schedule))
@@ -415,7 +443,7 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     _check_output(model, example, facts)
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
-    architecture, weights = draw(model, example, traced=scheme.downlink.traced)
+    architecture, weights = draw(model, example, traced=scheme.downlink.traced, family=scheme.downlink.family)
     if architecture.size and not bool(architecture.trainable.any()):
         raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
@@ -456,9 +484,9 @@ def assemble_job(
         raise TraceError(f"{reason} Without a veil this model trains under {', '.join(others)}.") from reason
     assert config.seed is not None
     source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
-    if config.bn_eps == "secret":
+    if secret_epsilon(config, scheme):
         draw_secret_epsilon(weights, source.stream("epsilon"))
-    if architecture.table is not None:
+    if architecture.table is not None and architecture.table.symmetry is None:  # else it has been verified
         verify(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
     architecture = architecture.to(device=device)
     weights = weights.to(device=device)
@@ -490,9 +518,17 @@ def _covered(
         return architecture, weights, None
     scheme.downlink.head_tensors(architecture)
     head = scheme.downlink.head_noise
+    if architecture.table.symmetry is not None:
+        architecture = verified(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
+    assert architecture.table is not None
     covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
     require_coverage(covered, minimum=config.min_coverage)
     return architecture, weights, nothing_hidden(covered) if config.public_start else covered
+
+
+def secret_epsilon(config: RunConfig, scheme: Scheme) -> bool:
+    """Whether normalisation layers get a secret ε: only scales would be given away by theirs (k = √(ε_sent/ε))."""
+    return config.bn_eps == "secret" and scheme.downlink.family == "scale"
 
 
 def _instead(

@@ -553,6 +553,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     if job.coverage is not None:
         summary["coverage"] = job.coverage.fraction
         summary["visible"] = [parameter.name for parameter in job.coverage.visible]
+        if job.coverage.family != "scale":
+            summary["levels"] = job.coverage.levels
+            summary["secret_bits"], summary["secret_reals"] = job.coverage.bits, job.coverage.reals
     if outcome.stopped:
         summary["stopped"] = outcome.stopped
     if weights := getattr(job.loss, "class_weights", ()):

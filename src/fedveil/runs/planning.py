@@ -322,7 +322,7 @@ def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Arc
     # Which fields leave a client does not depend on the network.
     stand_in = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10)), torch.randn(2, 8)
     net, example = stand_in if model is None else model
-    return draw(net.train(), example, traced=scheme.downlink.traced)[0]
+    return draw(net.train(), example, traced=scheme.downlink.traced, family=scheme.downlink.family)[0]
 
 
 def _unspent(

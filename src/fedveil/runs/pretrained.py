@@ -34,8 +34,10 @@ def loaded_from(model: nn.Module) -> str:
 
 def nothing_hidden(covered: Coverage) -> Coverage:
     """The cover of a model that others know beforehand."""
-    parameters = tuple(replace(parameter, hidden=0, sides="visible") for parameter in covered.parameters)
-    return replace(covered, parameters=parameters, head_noise=False)
+    parameters = tuple(
+        replace(parameter, hidden=0, sides="visible", levels=(0, 0, 0, 0)) for parameter in covered.parameters
+    )
+    return replace(covered, parameters=parameters, head_noise=False, secrets=0, bits=0.0, reals=0)
 
 
 def fill_from(model: nn.Module, path: Path) -> None:

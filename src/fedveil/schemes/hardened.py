@@ -13,6 +13,7 @@ from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.gradients import Gradients
+from fedveil.work.messages import LocalWork
 
 Cover = Literal["noise", "masks"]
 
@@ -42,12 +43,10 @@ def veil_secagg(
     """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
     masks = masking.masks(value_range, collusion=collusion)
     veiled = lossless(setting, head_groups=head_groups, head=head, spread=spread, local=local)
-    return replace(
-        veiled,
-        name="veil-secagg",
-        work=Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False),
-        uplink=masks,
-    )
+    work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False)
+    if not local.one_gradient:
+        work = replace(local.training(setting), refuses=False)
+    return replace(veiled, name="veil-secagg", work=work, uplink=masks)
 
 
 @scheme(
@@ -86,7 +85,7 @@ def veil_dp(
         uplink = pairs.noised(setting, dp)
     return Scheme(
         name="veil-dp",
-        downlink=Rescaling(spread),
+        downlink=Rescaling(spread, family=setting.family_or("isometry")),
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedveil.downlink.rescaling import Rescaling
+from fedveil.downlink.symmetry import STEP_BY_STEP
 from fedveil.errors import ConfigError, spelled
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
+from fedveil.work.messages import LocalWork
 
 _PROTECTS = (
     "the server's parameters from clients up to secret scales (measured, not proven; the head noise falls to a "
@@ -34,19 +36,22 @@ def lossless(
     local: LocalOptions,
 ) -> Scheme:
     """Rescaling + head noise, m groups; m = the number of outputs unless given."""
-    if not local.one_gradient:
+    noise = head.noise(setting, head_groups)
+    many = "full" if local.one_gradient else "isometry"
+    family = setting.family_or(many if noise is None else "scale")
+    work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
+    if local.one_gradient:
+        local.refuse_training()
+    elif family in STEP_BY_STEP and noise is None:
+        work = local.training(setting)
+    else:
         raise ConfigError(
-            "Training under a veil takes exactly one gradient per round: the recovery identity holds at the "
-            "broadcast point, and a second local step would start from parameters the server cannot undo. Use more "
-            f"rounds instead, or {spelled('scheme', 'fedavg')} for local training without a veil."
+            "Training under this veil takes exactly one gradient per round: the recovery identity holds at the "
+            "broadcast point, and a second local step would start from parameters the server cannot undo. With "
+            f"{spelled('family', 'isometry')} and without head noise ({spelled('head_noise', False)}) clients train "
+            f"step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for local training without a veil."
         )
-    local.refuse_training()
-    return Scheme(
-        name="lossless",
-        downlink=Rescaling(spread, head.noise(setting, head_groups)),
-        work=Gradients(setting.loss, setting.batches, setting.vectorise),
-        uplink=Bare(),
-    )
+    return Scheme(name="lossless", downlink=Rescaling(spread, noise, family), work=work, uplink=Bare())
 
 
 @scheme(

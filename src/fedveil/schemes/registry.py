@@ -38,6 +38,12 @@ class Setting:
     rate: float = 1.0
     cohort: int = 0
     clients: int = 0
+    family: str = "scale"
+    """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
+
+    def family_or(self, fitting: str) -> str:
+        """The family that was asked for, or the one that fits the scheme."""
+        return fitting if self.family == "auto" else self.family
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,432 @@
+"""Classes, slots and limits: which secret changes of basis every edge of a network allows.
+
+Every channel of every edge belongs to a class, which has one secret number. Class 0 is pinned to the number 1. A class
+is free, or the product of two others (a gate multiplies two edges), or has been united with another. Where scales are
+all there is, that is all.
+
+Else clients work with x' = A·x. Beside its class (which secret number) a channel has a *slot* (which secret place), and
+an operation does not say "I pin" but which limits it sets on A. Limits only add up. Two classes may share a slot: a
+gate, a normalisation's two sides, a depthwise convolution keep the order of channels and not their numbers. Classes
+that are one share their slot as well.
+
+Slots may change places where nothing tells them apart: those that were in the same tensors, equally often. A rule that
+reads channels by number therefore only has to say which channels it reads together (`distinguish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product as combinations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.downlink.symmetry import ISOMETRY, LIMITS, PINNED, SPARSE, UNIT, Blocks, Classes, Symmetry
+
+MIXED_WIDTH = 2
+"""Heads of fewer channels have nothing to mix."""
+
+
+def broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Both arrays expanded to their common shape."""
+    shape = np.broadcast_shapes(left.shape, right.shape)  # torch's own loads a second's worth of symbolic algebra
+    return left.expand(shape), right.expand(shape)
+
+
+class ClassSet:
+    """Union-find over class ids, with product classes."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = [PINNED]
+        self._products: dict[int, tuple[int, int]] = {}
+        self.lost = 0
+        """How many classes have been pinned so far: a rule that raises it took freedom away."""
+
+    def fresh(self, count: int) -> Tensor:
+        """`count` new, free classes."""
+        start = len(self._parent)
+        self._parent.extend(range(start, start + count))
+        return torch.arange(start, start + count)
+
+    def all(self) -> Tensor:
+        """Every id made so far."""
+        return torch.arange(len(self._parent))
+
+    def _root(self, scale: int) -> int:
+        parent = self._parent
+        while parent[scale] != scale:
+            parent[scale] = parent[parent[scale]]
+            scale = parent[scale]
+        if scale in self._products:
+            left, right = (self._root(factor) for factor in self._products[scale])
+            if PINNED in (left, right):
+                del self._products[scale]
+                parent[scale] = right if left == PINNED else left
+                return parent[scale]
+        return scale
+
+    def find(self, ids: Tensor) -> Tensor:
+        """The representative of every id, same shape."""
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        roots = torch.tensor([self._root(int(scale)) for scale in unique], dtype=torch.int64)
+        return roots[inverse].reshape(ids.shape)
+
+    def unite(self, left: Tensor, right: Tensor) -> None:
+        """Force equal scales element by element (arrays broadcast against each other)."""
+        first, second = broadcast(left, right)
+        pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
+        for scale, other in pairs.tolist():
+            self._unite(scale, other)
+
+    def _unite(self, scale: int, other: int) -> None:
+        scale, other = self._root(scale), self._root(other)
+        if scale == other:
+            return
+        # A product equals another class only if nothing about either is free: pin its factors.
+        for root in (scale, other):
+            if root in self._products:
+                for factor in self._products.pop(root):
+                    self._unite(factor, PINNED)
+                self._parent[root] = PINNED
+                self.lost += 1
+        scale, other = self._root(scale), self._root(other)
+        low, high = min(scale, other), max(scale, other)
+        if low == PINNED != high:
+            self.lost += 1
+        self._parent[high] = low
+
+    def pin(self, ids: Tensor) -> None:
+        """Force the scale 1."""
+        self.unite(ids, torch.tensor(PINNED))
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Classes whose scale is the product of the two operands' scales."""
+        first, second = broadcast(self.find(left), self.find(right))
+        pairs, inverse = torch.unique(
+            torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
+        )
+        made = []
+        for scale, other in pairs.tolist():
+            if PINNED in (scale, other):
+                made.append(max(scale, other))
+            else:
+                new = int(self.fresh(1)[0])
+                self._products[new] = (scale, other)
+                made.append(new)
+        return torch.tensor(made, dtype=torch.int64)[inverse].reshape(first.shape)
+
+    def compile(self) -> tuple[Classes, Tensor]:
+        """The compact classes, and for every id ever made its compact index."""
+        roots = self.find(torch.arange(len(self._parent)))
+        unique, compact = torch.unique(roots, return_inverse=True)
+        index = {int(root): place for place, root in enumerate(unique)}
+        products = tuple(
+            (index[root], index[self._root(left)], index[self._root(right)])
+            for root, (left, right) in sorted(self._products.items())
+            if root in index
+        )
+        return Classes(count=len(unique), products=products), compact
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The classes of one attention: queries (heads, width), keys and values (shared heads, width)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    ordered: bool
+    """Whether something tells the heads apart by number."""
+    marks: Tensor | None = None
+    """Where scores are a tensor of their own: the class of every head's."""
+
+    @property
+    def served(self) -> Tensor:
+        """For every query head the key head that it reads."""
+        return torch.arange(len(self.query)) // (len(self.query) // len(self.key))
+
+
+class SlotSet(ClassSet):
+    """Classes with limits, and the slots they stand in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slot: list[int] = [PINNED]
+        self._limits: dict[int, int] = {}
+        self._arrays: list[tuple[Tensor, Tensor]] = []
+        self._heads: list[Heads] = []
+        self._scores: list[Heads] = []
+        self.origin: list[str] = [""]
+        """For every id the operation that made it."""
+        self.where = ""
+
+    # -- classes -----------------------------------------------------------------------------------
+
+    def fresh(self, count: int) -> Tensor:
+        """`count` new classes in slots of their own."""
+        made = super().fresh(count)
+        self._slot.extend(made.tolist())
+        self.origin.extend([self.where] * count)
+        return made
+
+    def beside(self, ids: Tensor, limits: int = 0) -> Tensor:
+        """New classes in the slots of others: one for each."""
+        unique, inverse = torch.unique(self.find(ids), return_inverse=True)
+        made = self.fresh(len(unique))
+        self.tie(made, unique)
+        self.limit(made, limits)
+        return made[inverse].reshape(ids.shape)
+
+    def limit(self, ids: Tensor, limits: int) -> None:
+        """An operation demands these of the edge."""
+        if limits:
+            for scale in torch.unique(ids).tolist():
+                self._limit(scale, limits)
+
+    def _limit(self, scale: int, limits: int) -> None:
+        root = self._root(scale)
+        if root == PINNED:
+            return
+        if root not in self._products:
+            self._limits[root] = self._limits.get(root, 0) | limits
+            return
+        left, right = (self._root(factor) for factor in self._products[root])
+        # A square is positive whatever the sign.
+        needed = (limits & ISOMETRY) | SPARSE if left == right else limits
+        for factor in {left, right}:
+            self._limit(factor, needed)
+
+    def limits(self, scale: int) -> int:
+        """What is demanded of one class so far."""
+        return self._limits.get(self._root(scale), 0)
+
+    def _unite(self, scale: int, other: int) -> None:
+        for root in (self._root(scale), self._root(other)):
+            if root in self._products and self._root(scale) != self._root(other):
+                self._limit(root, UNIT)  # a product is told to be another class: it is 1, in its place
+                del self._products[root]
+                self._limits[root] = UNIT
+        scale, other = self._root(scale), self._root(other)
+        if scale == other:
+            return
+        low, high = min(scale, other), max(scale, other)
+        if low == PINNED:
+            self.lost += 1
+        self._parent[high] = low
+        self._limits[low] = self._limits.get(low, 0) | self._limits.pop(high, 0)
+        self._tie(low, high)
+
+    def product(self, left: Tensor, right: Tensor) -> Tensor:
+        """Classes whose number is the product of the operands', in one slot with both."""
+        self.limit(left, SPARSE)
+        self.limit(right, SPARSE)
+        for ids in (left, right):
+            if ids.numel() == 1:  # one channel for all: it goes nowhere
+                self.fix(ids)
+        first, second = broadcast(self.find(left), self.find(right))
+        factors = [broadcast(self._counted(ids), first)[0] for ids in (left, right)]
+        # Where neither is a factor, the result is 1 as well, in its place and not pinned to it.
+        alone = torch.where((factors[0] == PINNED) & (factors[1] == PINNED), torch.maximum(first, second), factors[0])
+        made = super().product(alone, factors[1])
+        for ids, given in ((first, left), (second, right)):
+            if given.numel() > 1:
+                self.tie(made, ids)
+        return made
+
+    def _counted(self, ids: Tensor) -> Tensor:
+        """The ids without those whose number is 1 whatever happens: they are no factor."""
+        roots = self.find(ids)
+        ones = [one for one in torch.unique(roots).tolist() if self._limits.get(one, 0) == UNIT]
+        return torch.where(torch.isin(roots, torch.tensor(ones, dtype=torch.int64)), PINNED, roots)
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def slot(self, number: int) -> int:
+        """The representative of an id's slot."""
+        parent = self._slot
+        while parent[number] != number:
+            parent[number] = parent[parent[number]]
+            number = parent[number]
+        return number
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """The representatives of all ids' slots, same shape."""
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        return torch.tensor([self.slot(int(one)) for one in unique], dtype=torch.int64)[inverse].reshape(ids.shape)
+
+    def tie(self, left: Tensor, right: Tensor) -> None:
+        """Force equal slots element by element."""
+        first, second = broadcast(left, right)
+        pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
+        for one, other in pairs.tolist():
+            self._tie(one, other)
+
+    def _tie(self, number: int, other: int) -> None:
+        low, high = sorted((self.slot(number), self.slot(other)))
+        self._slot[high] = low
+
+    def fix(self, ids: Tensor) -> None:
+        """These channels stay in their place."""
+        self.tie(ids, torch.tensor(PINNED))
+
+    def seen(self, ids: Tensor) -> None:
+        """A tensor with these ids exists: what is in it differs from what is not."""
+        unique, counts = torch.unique(ids, return_counts=True)
+        if len(unique) > 1 or int(unique[0]) != PINNED:
+            self._arrays.append((unique, counts))
+
+    def distinguish(self, ids: Tensor, dims: Iterable[int]) -> None:
+        """Something differs along `dims`: channels do not move along them."""
+        varying = [dim for dim in dims if ids.shape[dim] > 1]
+        for place in combinations(*(range(ids.shape[dim]) for dim in varying)) if varying else ():
+            part = ids
+            for dim, index in zip(varying, place, strict=True):
+                part = part.narrow(dim, index, 1)
+            self.seen(part)
+
+    def attend(self, heads: Heads) -> None:
+        """Queries meet keys: any M on a key head and M⁻ᵀ on its queries, any N on a value head."""
+        self.tie(heads.query, heads.key[heads.served])
+        self._heads.append(heads)
+
+    def score(self, query: Tensor, key: Tensor) -> Tensor:
+        """Queries times keys as a tensor of scores: a class for every head, until values are weighed by it."""
+        marks = self.fresh(len(query))
+        self.limit(marks, UNIT)
+        self._scores.append(Heads(query, key, key, ordered=False, marks=marks))
+        return marks
+
+    def weigh(self, marks: Tensor, value: Tensor) -> bool:
+        """Values weighed by what became of scores; False where these are not anybody's scores."""
+        for scored in self._scores:
+            assert scored.marks is not None
+            if torch.equal(self.find(scored.marks), self.find(marks)) and bool(self.find(marks).all()):
+                self._scores.remove(scored)
+                self.attend(Heads(scored.query, scored.key, value, ordered=False, marks=scored.marks))
+                return True
+        return False
+
+    # -- what it comes to ----------------------------------------------------------------------------
+
+    def symmetry(self, family: str) -> Symmetry:
+        """The groups that are left, in compact numbers as `compile` gives them; nothing may be added afterwards."""
+        every = self.all()
+        for scored in self._scores:  # nobody knows what became of them
+            for ids in (scored.query, scored.key, scored.marks):
+                assert ids is not None
+                self.pin(ids)
+        added = LIMITS[family]
+        self.limit(every, added)
+        colours = self._colours()
+        mixed = self._mixed(colours)
+        classes, compact = self.compile()
+        roots = self.find(every)
+        limits = torch.zeros(classes.count, dtype=torch.int64)
+        limits[compact] = torch.tensor([self._limits.get(int(root), 0) for root in roots], dtype=torch.int64)
+        slots, place = torch.unique(self.slots(every), return_inverse=True)
+        number = {int(slot): position for position, slot in enumerate(slots)}
+        slot_of = torch.zeros(classes.count, dtype=torch.int64)
+        slot_of[compact] = place
+        orders = self._orders(colours, {self.slot(int(one)) for block in mixed for one in block[0].reshape(-1)})
+        frames = [torch.tensor([[number[slot] for slot in frame] for frame in order]) for order in orders]
+        blocks = []
+        for members, matrix, dual in mixed:
+            isometry = bool(int(limits[compact[members]].reshape(-1).max()) & ISOMETRY)
+            blocks.append(Blocks(compact[members], matrix, dual, isometry))
+            limits[compact[members]] = UNIT
+        origin = [""] * classes.count
+        for one, name in zip(compact.tolist(), self.origin, strict=True):
+            origin[one] = origin[one] or name
+        return Symmetry(family, limits, slot_of, len(slots), tuple(frames), tuple(blocks), tuple(origin))
+
+    def _colours(self) -> dict[int, int]:
+        """What tells slots apart: the tensors in which they are, and how often."""
+        colours: dict[int, int] = {}
+        for number, (ids, counts) in enumerate(self._arrays):
+            total: dict[int, int] = {}
+            for slot, count in zip(self.slots(ids).tolist(), counts.tolist(), strict=True):
+                total[slot] = total.get(slot, 0) + count
+            for slot, count in total.items():
+                colours[slot] = hash((colours.get(slot, 0), number, count))
+        return colours
+
+    def _mixed(self, colours: dict[int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The heads that may be mixed: members (count, width), which matrix, whether its dual. Others keep a sign."""
+        while True:
+            pairs: list[list[Tensor]] = []  # the members of one matrix; all but the first are its dual
+            for heads in self._heads:
+                query, key, value = (self.find(ids) for ids in (heads.query, heads.key, heads.value))
+                for number in range(len(key)):
+                    pairs.append([key[number], *torch.unique(query[heads.served == number], dim=0)])
+                    pairs.append([value[number]])
+            pairs = list({tuple(tuple(part.tolist()) for part in pair): pair for pair in pairs}.values())
+            owners: dict[int, int] = {}
+            for pair in pairs:
+                for one in torch.cat(pair).tolist():
+                    owners[one] = owners.get(one, 0) + 1
+            free = [self._free(pair, owners, colours) for pair in pairs]
+            stuck = [pair for pair, fit in zip(pairs, free, strict=True) if not fit and len(pair) > 1]
+            united = False
+            for key, *queries in stuck:
+                for query in queries:
+                    united |= not torch.equal(self.find(query), self.find(key))
+                    self.unite(query, key)
+                self.limit(key, SPARSE | ISOMETRY)
+            if not united:
+                return self._stacked([pair for pair, fit in zip(pairs, free, strict=True) if fit])
+
+    def _free(self, pair: Sequence[Tensor], owners: dict[int, int], colours: dict[int, int]) -> bool:
+        every = torch.cat(list(pair)).tolist()
+        if len(pair[0]) < MIXED_WIDTH or PINNED in every or len(set(every)) < len(every):
+            return False
+        if any(one in self._products or owners[one] > 1 or self._limits.get(one, 0) & SPARSE for one in every):
+            return False
+        slots = [[self.slot(int(one)) for one in part] for part in pair]
+        return all(
+            PINNED not in part and len(set(part)) == len(part) and len({colours.get(one) for one in part}) == 1
+            for part in slots
+        )
+
+    @staticmethod
+    def _stacked(pairs: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        stacks = []
+        for width in sorted({len(pair[0]) for pair in pairs}):
+            chosen = [pair for pair in pairs if len(pair[0]) == width]
+            members = torch.stack([part for pair in chosen for part in pair])
+            matrix = torch.tensor([number for number, pair in enumerate(chosen) for _ in pair])
+            dual = torch.tensor([place > 0 for pair in chosen for place in range(len(pair))])
+            stacks.append((members, matrix, dual))
+        return stacks
+
+    def _orders(self, colours: dict[int, int], mixed: set[int]) -> list[list[tuple[int, ...]]]:
+        """Lists of frames (slots that move together) which may change places; those inside heads come first."""
+        frames: dict[tuple[int, ...], tuple[int, ...]] = {}  # a frame and what tells it apart
+        inside: dict[int, tuple[int, int]] = {}
+        owner: dict[int, tuple[int, ...]] = {}
+        still: set[int] = {PINNED}
+        for number, heads in enumerate(self._heads):
+            key, value = self.slots(heads.key), self.slots(heads.value)
+            for head in range(len(key)):
+                marks: tuple[int, ...] = () if heads.marks is None else (self.slot(int(heads.marks[head])),)
+                frame = (*key[head].tolist(), *value[head].tolist(), *marks)
+                if frame in frames:
+                    continue
+                told: tuple[int, ...] = (number, head) if heads.ordered else ()
+                frames[frame] = (len(key[head]), *told, *(colours.get(slot, 0) for slot in frame))
+                for part, slots in enumerate((key[head].tolist(), value[head].tolist(), marks)):
+                    for slot in slots:
+                        # Heads that share channels without being the same are left where they are.
+                        if owner.setdefault(slot, frame) != frame:
+                            still |= {*frame, *owner[slot]}
+                        inside[slot] = (len(frames), part)
+        singles: dict[tuple[int, object], list[tuple[int, ...]]] = {}
+        for slot, mark in colours.items():
+            if slot not in still and slot not in mixed:
+                singles.setdefault((mark, inside.get(slot)), []).append((slot,))
+        whole: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for frame, colour in frames.items():
+            if not still & set(frame):
+                whole.setdefault(colour, []).append(frame)
+        return [order for order in (*singles.values(), *whole.values()) if len(order) > 1]
