@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio, interleaved
 from fedveil.downlink import Broadcast, Plain, draw
-from fedveil.downlink.architecture import Architecture
+from fedveil.downlink.architecture import Architecture, load_epsilon, load_parameters
 from fedveil.models.networks import cifar_resnet
 from fedveil.secrets import SeededSecrets
 from fedveil.work import Batches, ClientData, CrossEntropy, Gradients, Workspace
@@ -42,7 +42,7 @@ def gpu_clipping(device: torch.device, *, repeats: int) -> list[Row]:
         work = {name: _step(architecture, kind, sent, data) for name, kind in (("plain", plain), ("clipped", clipped))}
         timed = interleaved(work, repeats=repeats)
         # torch's counter takes the groups of a convolution for full ones, so that only the plain step can be counted.
-        share = 1 + 4 * architecture.size * batch / _flops(work["plain"])
+        share = 1 + 4 * architecture.size * batch / _flops(architecture, sent, data)
         ratios = sorted(
             first / second / share
             for first, second in zip(timed["clipped"].seconds, timed["plain"].seconds, strict=True)
@@ -83,9 +83,13 @@ def _step(
     return step
 
 
-def _flops(work: Callable[[], Tensor]) -> int:
+def _flops(architecture: Architecture, sent: Broadcast, data: ClientData) -> int:
+    """Of one plain step, taken eagerly: the counter does not see into a captured one."""
+    module = architecture.new_skeleton().to(data.x.device)
+    load_parameters(module, sent.parameters)
+    load_epsilon(architecture, module, sent.epsilon)
     with FlopCounterMode(display=False) as counter:
-        work()
+        LOSS.mean(module(data.x), data.y).backward()
     return counter.get_total_flops()
 
 
