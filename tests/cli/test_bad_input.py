@@ -302,7 +302,11 @@ LEDGER: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]
     "a ratio below one": (("--scheme", "nadp", "--size-ratio", 0.5), ConfigError, ("at least 1 (got 0.5)",)),
     "a cohort in words": (("--scheme", "nadp", "--cohort", "most"), ConfigError, ("a fraction like 0.1",)),
     "a negative batch": (("--scheme", "nadp", "--batch-size", -1), ConfigError, ("batch_size must not be negative",)),
-    "all pairs of very many": (("--scheme", "nadp", "--clients", 5000), ConfigError, ("pairs", "Give --neighbours")),
+    "all pairs of very many": (
+        ("--scheme", "nadp", "--clients", 5000, "--neighbours", 4999),
+        ConfigError,
+        ("pairs", "fewer --neighbours"),
+    ),
     "two clients under masks": (("--scheme", "veil-secagg", "--clients", 2), ConfigError, ("at least three clients",)),
     "sampling that the server sees": (
         ("--scheme", "nadp", "--secret-sampling", 0.1),

@@ -66,8 +66,14 @@ class Observed:
         return leaks(self.client_side, self.secrets, allowed=[self.role._secrets])
 
 
-def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings: Any) -> Observed:
-    """Run a few rounds, recording messages and, from inside the server, every secret."""
+def observe(
+    monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, family: str = "scale", **settings: Any
+) -> Observed:
+    """Run a few rounds, recording messages and, from inside the server, every secret.
+
+    A family that moves numbers shows their values, in another place: those are no secret of it.
+    """
+    settings["family"] = family
     one = job(rounds=3, **{"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3, **settings})
     if not fresh:
         # As after some training: a batch norm's weights are no longer the ones everybody starts with.
@@ -87,11 +93,13 @@ def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings:
         made = original(self, architecture, weights, **named)
         veils.append(made)
         truths.append(weights.parameters.clone())
-        add_parameters(weights.parameters)
-        secrets.add("a true ε", weights.epsilon)
+        secrets.add("a number of a head's matrix", torch.cat([part.reshape(-1) for part in _matrices(made)]))
+        if family == "scale":
+            add_parameters(weights.parameters)
+            secrets.add("a true ε", weights.epsilon)
         secrets.add("a running statistic", weights.statistics)
-        secrets.add("a scale", made._scales)
-        secrets.add("an inverse scale", made._scales.reciprocal())
+        secrets.add("a scale", made._basis.scales)
+        secrets.add("an inverse scale", made._basis.scales.reciprocal())
         if made._head is not None:
             secrets.add("γ", made._head.gamma)
             secrets.add("the head noise", made._head.noise())
@@ -103,11 +111,29 @@ def observe(monkeypatch: pytest.MonkeyPatch, *, fresh: bool = False, **settings:
     server = server_of(one)
     engine = LocalEngine(recording, one.pool)  # type: ignore[arg-type]
     drive(engine, server.run(), on_round=lambda done: None)
-    add_parameters(server.state.weights.parameters)
+    if family == "scale":
+        add_parameters(server.state.weights.parameters)
     secrets.add("the server's velocity", server.state.velocity)
     client_side = [role, recording.received, recording.replied, engine._states, one.pool]
     broadcasts = [request.broadcast for request in recording.received if isinstance(request, Train)]
     return Observed(one, role, veils, truths, client_side, broadcasts, secrets)
+
+
+def _matrices(veil: ScaledVeil) -> list[torch.Tensor]:
+    """The secret matrices of a round's heads; an empty one where there are none."""
+    return [torch.empty(0, dtype=torch.float64), *(part for pair in veil._basis.matrices for part in pair)]
+
+
+def test_nothing_of_a_basis_can_be_reached_from_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"width": 8, "depth": 1, "heads": 2, "patch": 4}
+    settings = {"model": "vit", "options": small, "reshape": (1, 8, 8), "head_noise": False}
+    seen = observe(monkeypatch, scheme="lossless", family="full", **settings)
+    assert seen.leaks() == []
+    assert seen.secrets.numbers["a number of a head's matrix"].size >= 3 * 2 * 2 * 4 * 4
+    for name, plant in {"a basis": seen.veils[0]._basis, "a matrix": _matrices(seen.veils[0])[1].clone()}.items():
+        seen.role._workspace.souvenir = plant  # type: ignore[attr-defined]
+        assert seen.leaks(), f"{name} was not found"
+        del seen.role._workspace.souvenir  # type: ignore[attr-defined]
 
 
 MLP = {"depth": 3, "width": 12}
@@ -177,6 +203,7 @@ def _in_generator(value: object) -> Any:
 
 PLANTED = {
     "a veil": lambda seen: seen.veils[0],
+    "a basis": lambda seen: seen.veils[0]._basis,
     "a head secret": lambda seen: seen.veils[0]._head,
     "a secret source": lambda seen: SeededSecrets(1),
     "a secret stream": lambda seen: SeededSecrets(1).stream("veil", 0),
@@ -184,13 +211,13 @@ PLANTED = {
     "one parameter": lambda seen: seen.job.weights.parameters[17:18].clone(),
     "a parameter as a float": lambda seen: float(seen.job.weights.parameters[17]),
     "parameters in 32 bits": lambda seen: seen.job.weights.parameters.float(),
-    "the scales": lambda seen: seen.veils[-1]._scales.numpy().copy(),
+    "the scales": lambda seen: seen.veils[-1]._basis.scales.numpy().copy(),
     "γ as a list": lambda seen: seen.veils[-1]._head.gamma.tolist(),
     "γ as a text": lambda seen: f"round 3: gamma={seen.veils[-1]._head.gamma[0]:.7f}",
     "γ as a key": lambda seen: {float(seen.veils[-1]._head.gamma[0]): "?"},
     "the true ε": lambda seen: {"epsilon": seen.job.weights.epsilon.clone()},
     "a slice of a storage that holds more": lambda seen: torch.cat([torch.zeros(3), seen.job.weights.parameters])[:2],
-    "a closure": lambda seen: _in_closure(seen.veils[0]._scales.clone()),
+    "a closure": lambda seen: _in_closure(seen.veils[0]._basis.scales.clone()),
     "a bound method": lambda seen: seen.veils[0].recover,
     "a running generator": lambda seen: _in_generator(seen.veils[0]._head.gamma.clone()),
     "the server's run": lambda seen: server_of(seen.job).run(),

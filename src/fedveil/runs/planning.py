@@ -72,11 +72,11 @@ def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     plan, size = rounds.plan, rounds.cohort.size
     paired = plan.layout == "pairs" and plan.circle(size) is None  # what a circle proves is alike every round
     sparse = paired and plan.neighbours is not None
-    if paired and not sparse and size > LARGEST_COMPLETE:
+    each = min(plan.neighbours or size, size - 1)
+    if paired and size > LARGEST_COMPLETE and size * each > LARGEST_COMPLETE**2:
         raise ConfigError(
-            f"{size} clients of which every two share noise make {size * (size - 1) // 2:,} pairs. Give "
-            f"{spelled('neighbours')}: "
-            "a few for each are enough."
+            f"{size} clients who share noise with {each:,} others each make {size * each // 2:,} pairs and more. Give "
+            f"fewer {spelled('neighbours')}: a few for each are enough."
         )
     if sparse and size > DENSE_UP_TO:
         return _bounded(accountant, rounds)
