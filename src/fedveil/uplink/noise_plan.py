@@ -332,8 +332,7 @@ def worst_of(noise_layout: NoiseLayout, colluders: int) -> NDArray[np.float64]:
     alone = charges(noise_layout)
     if colluders == 0:
         return alone
-    # No set of colluders can make do with less than the server alone, but an estimate could.
-    return np.maximum(alone, worst_collusion(noise_layout, colluders).mu2)
+    return np.maximum(alone, worst_collusion(noise_layout, colluders).proven)
 
 
 def _pairs(
