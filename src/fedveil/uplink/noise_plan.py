@@ -227,9 +227,21 @@ class NoisePlan:
             return usual * math.sqrt(circle.count / circle.gap(self.colluders(circle.count)))
         return usual if self.tolerant or self.neighbours is None else SPARSE_STRENGTH
 
+    def check_draws(self, draws: int, *, size: int) -> None:
+        """Refuse rounds of `size` clients in a run of more graphs than are counted on: one could suit the server."""
+        if self._around(size) and draws > self.draws:
+            raise ProtocolError(
+                f"the server speaks of a run of up to {draws:,} graphs, and the settings this client knows allow "
+                f"{self.draws:,}: the chance that colluders surround somebody is bounded for those only. Both must be "
+                "set up for the same number of rounds"
+            )
+
+    def _around(self, count: int) -> bool:
+        return self.layout == "pairs" and self.accounting == "exact" and count > COMPLETE_UP_TO
+
     def circle(self, count: int) -> Circle | None:
         """The circle on which so many clients share noise; None where each does with all, or with a few it picks."""
-        if self.layout != "pairs" or self.accounting != "exact" or count <= COMPLETE_UP_TO:
+        if not self._around(count):
             return None
         colluders, draws = self.colluders(count), self.draws
         if self.neighbours is None:
