@@ -213,6 +213,7 @@ class Participant(ABC):
     ) -> tuple[ClientState, Reply]:
         plan = self._scheme.uplink.plan
         if isinstance(request, Hello) and plan is not None:
+            request.epoch.check()
             plan.check_draws(request.epoch.draws, size=request.epoch.size)
         return introduce(
             state,
