@@ -91,6 +91,7 @@ def inspect(
     )
     if family != "scale":
         plainly(covered.told)
+    if family != "scale" and not public_start:
         plainly(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"

@@ -420,6 +420,8 @@ class Coverage:
     """Secret bits of a round (orders and signs)."""
     reals: int = 0
     """Secret real numbers of a round (scales, entries of blocks)."""
+    known: bool = False
+    """Whether others know the numbers beforehand, so that nothing of them is hidden whatever is done to them."""
 
     @property
     def levels(self) -> dict[str, float]:
@@ -443,6 +445,8 @@ class Coverage:
             ", ".join(f"{share:.1%} {name}" for name, share in self.levels.items() if share) or "none is changed"
         )
         size = sum(parameter.size for parameter in self.parameters)
+        if self.known:
+            return f"of {size:,} numbers none is hidden: others know beforehand those that the model begins with"
         return (
             f"of {size:,} numbers, by the strongest of what is done to each: {strengths}; unknown to a client "
             f"are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"

@@ -397,7 +397,10 @@ def agreed(
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
     setting = Setting(
-        loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds, family=config.family
+        *(loss, Batches(config.batch_size, seed), schedule, config.vectorise),
+        rounds=config.rounds,
+        family=config.family,
+        known_start=bool(config.public_start),
     )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
