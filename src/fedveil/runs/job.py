@@ -29,6 +29,7 @@ from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
+from fedveil.models.custom import named
 from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
@@ -641,3 +642,15 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
             f"The model gives {shape} per sample, the data need {facts.outputs} "
             f"{'classes' if facts.task == 'classification' else 'outputs'}: build it with that many outputs."
         )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            twin = copy.deepcopy(model)
+            output = (twin if twin.training else twin.train())(example)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as reason:
+        raise ConfigError(
+            f"The model {named(model)} cannot be trained: on two samples of shape {facts.input_shape}, in training "
+            f"mode, it raised {type(reason).__name__} ({' '.join(str(reason).split())[:300]}). Mend the model (values "
+            "that gradients need must not be changed in place)."
+        ) from reason
