@@ -221,7 +221,7 @@ class Overwriting(nn.Module):
         (_tuned, "'0.weight' of the model has a hook"),
         (_tuned_after, "'0.weight' of the model has a hook"),
         (lambda: torch.jit.trace(_net(), torch.zeros(2, 4)), "'Sequential' takes cannot be read"),
-        (Overwriting, "'Overwriting' cannot be trained: .* raised RuntimeError"),
+        (Overwriting, "'Overwriting' cannot be trained: .* fails with RuntimeError"),
     ],
     ids=["hook", "post-accumulate hook", "compiled", "in place"],
 )

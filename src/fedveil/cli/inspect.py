@@ -49,7 +49,7 @@ def inspect(
     from fedveil.downlink.scales import coverage, pinned
     from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, unknown_name
-    from fedveil.runs.callbacks import working
+    from fedveil.runs.callbacks import WARNING, working
     from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
 
     if bn_eps not in ("secret", "public"):
@@ -96,6 +96,8 @@ def inspect(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"
         )
+    if covered.guessed:
+        plainly(WARNING + covered.guessed)
     if public_start:
         plainly(PUBLISHED)
     elif covered.visible:

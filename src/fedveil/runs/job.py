@@ -650,7 +650,7 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
                 output.sum().backward()  # type: ignore[no-untyped-call]
     except Exception as reason:
         raise ConfigError(
-            f"The model {named(model)} cannot be trained: on two samples of shape {facts.input_shape}, in training "
-            f"mode, it raised {type(reason).__name__} ({' '.join(str(reason).split())[:300]}). Mend the model (values "
-            "that gradients need must not be changed in place)."
+            f"The model {named(model)} cannot be trained: a pass over two samples of shape {facts.input_shape} "
+            f"and back fails with {type(reason).__name__} ({' '.join(str(reason).split())[:300]}). Mend the model: "
+            "values that gradients need must not be changed in place."
         ) from reason
