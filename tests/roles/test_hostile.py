@@ -17,9 +17,11 @@ from fedveil.engine.local import folded
 from fedveil.errors import Code, FedVeilError, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import decode
+from fedveil.protocol.directory import Epoch, Hello
 from fedveil.protocol.messages import Reply, Train
 from fedveil.protocol.phases import Accumulator, RoundDone
 from fedveil.runs.loop import client_role
+from fedveil.uplink import noise_plan
 from fedveil.uplink.noised import Repaired
 
 
@@ -115,3 +117,21 @@ def test_an_error_that_is_not_ours_costs_the_reply_and_the_request_alone(
     ((after, answer),) = role.handle_many([state], ask.common, [one.pool.clients[0]])
     assert after is state
     assert isinstance(answer, ProtocolError)
+
+
+@pytest.mark.parametrize("clients", [5, 4], ids=["around a circle", "everybody with everybody"])
+def test_no_client_enters_a_run_of_more_graphs_than_its_noise_counts_on(
+    clients: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chance of 2⁻³⁰ a run is none of a run of 2³² rounds."""
+    monkeypatch.setattr(noise_plan, "COMPLETE_UP_TO", 4)
+    one = job(scheme="nadp", loss=None, rounds=2, clients=clients)
+    role, state = client_role(one), ClientState(0)
+    agreed, endless = (Hello("run", Epoch(0, 0, rounds, clients, clients, 0, True)) for rounds in (2, 1 << 32))
+    assert role.handle(state, agreed, one.pool.clients[0])
+    if clients == 4:  # where there is no graph to wait for
+        assert role.handle(state, endless, one.pool.clients[0])
+        return
+    with pytest.raises(ProtocolError, match="the same number of rounds") as refused:
+        role.handle(state, endless, one.pool.clients[0])
+    assert refused.value.code is Code.PROTOCOL

@@ -12,11 +12,13 @@ import pytest
 from federation import job
 from fedveil.errors import CheckpointError
 from fedveil.protocol.phases import RoundBegins
+from fedveil.runs import privacy_journal
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.journal_file import JournalFile
 from fedveil.runs.loop import fresh_state, privacy_journal_of, train_job
 from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.uplink import noise_plan
 
 
 @pytest.fixture
@@ -260,3 +262,40 @@ def test_a_journal_from_before_goes_on_and_its_lines_are_covered_from_then_on(ru
     journal.write_text("\n".join([*lines, *old[1:3]]) + "\n")  # what has no digest cannot come after what has one
     with pytest.raises(CheckpointError):
         PrivacyJournal(run, journal)
+
+
+@pytest.mark.parametrize("kept", [(), ("draws",), ("draws", "graph")], ids=["before", "unreleased", "now"])
+def test_rounds_from_before_there_were_circles_stay_what_they_were(
+    kept: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(noise_plan, "COMPLETE_UP_TO", 16)
+    monkeypatch.setattr(privacy_journal, "COMPLETE_UP_TO", 16)
+    noise_plan._noise_layout.cache_clear()
+    one, journal = job(scheme="nadp", rounds=3, loss=None, clients=24), tmp_path / "privacy.jsonl"
+    assert one.scheme.plan is not None
+    circle = one.scheme.plan.circle(24)
+    assert circle is not None
+    PrivacyJournal(one, journal).begin(RoundBegins(0, 0, tuple(range(24)), bytes(32)))
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert lines[0]["plan"]["graph"] == "circle"
+    for name in {"draws", "graph"}.difference(kept):
+        del lines[0]["plan"][name]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in _unchained(lines)))
+    if kept == ("draws",):
+        with pytest.raises(CheckpointError, match="unreleased version"):
+            PrivacyJournal(one, journal)
+        return
+    books = PrivacyJournal(one, journal)
+    assert books.first is not None
+    assert len(books.first.pairs) == (24 * circle.degree // 2 if "graph" in kept else 24 * 23 // 2)
+    if "graph" in kept:
+        assert privacy_journal_of(one, journal, fresh_state(one)).first is not None
+        return
+    assert any("before there was one" in note for note in books.ledger(rounds=1).notes)
+    with pytest.raises(CheckpointError, match="by other rules"):
+        privacy_journal_of(one, journal, fresh_state(one))
+
+
+def _unchained(lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    """As journals were written before lines had digests."""
+    return [{name: value for name, value in line.items() if name != "chain"} for line in lines]

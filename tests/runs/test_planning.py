@@ -88,11 +88,8 @@ def test_shuffled_cohorts_are_planned_for_the_client_with_the_busiest_seats() ->
     assert asked("ldp", clients=100, cohort=10, rounds=100, epsilon=1.0).participations > 11  # by the seed
 
 
-@pytest.mark.parametrize("accounting", ["exact", "paper"])
-def test_a_large_sparse_graph_is_bounded_as_it_would_be_charged(
-    monkeypatch: pytest.MonkeyPatch, accounting: str
-) -> None:
-    options: Mapping[str, float | str] = {"neighbours": 4, "accounting": accounting, "pair_strength": 30.0}
+def test_a_large_sparse_graph_is_bounded_as_it_would_be_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: Mapping[str, float | str] = {"neighbours": 4, "accounting": "paper", "pair_strength": 30.0}
     exactly = asked("nadp", clients=80, rounds=1, **options)
     monkeypatch.setattr(pricing, "DENSE_UP_TO", 50)
     bound = asked("nadp", clients=80, rounds=1, **options)
@@ -101,30 +98,24 @@ def test_a_large_sparse_graph_is_bounded_as_it_would_be_charged(
         ours, theirs = bound.ledger.line(adversary), exactly.ledger.line(adversary)
         assert theirs.epsilon is not None
         assert ours.epsilon == pytest.approx(theirs.epsilon, rel=1e-3)
-        if accounting == "paper":  # the same noise; under exact accounting a larger bound means more noise
-            assert ours.epsilon >= theirs.epsilon * (1 - 1e-6)  # type: ignore[operator]
+        assert ours.epsilon >= theirs.epsilon * (1 - 1e-6)  # type: ignore[operator]
     assert bound.ledger.line(SERVER).worst_client == exactly.ledger.line(SERVER).worst_client
-    assert bound.exact is not None
-    assert exactly.exact is not None
-    assert bound.exact.in_sum == pytest.approx(exactly.exact.in_sum, rel=1e-3)
-    assert bound.exact.in_sum >= exactly.exact.in_sum * (1 - 1e-6)
 
 
-def test_colluders_on_a_large_sparse_graph_are_an_estimate_and_take_more_noise(
+def test_colluders_on_a_large_sparse_graph_are_an_estimate_where_there_is_no_limit_to_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pricing, "DENSE_UP_TO", 50)
-    alone = asked("nadp", clients=80, rounds=1, neighbours=4)
-    colluding = asked("nadp", clients=80, rounds=1, neighbours=4, collusion=0.2)
-    line = colluding.ledger.line(COLLUSION)
-    assert "an estimate, not a proof" in line.why
+    told = asked("nadp", clients=80, rounds=1, neighbours=4, collusion=0.2, accounting="paper").ledger.line(COLLUSION)
+    assert "an estimate, not a proof" in told.why
+    held = asked("nadp", clients=80, rounds=1, neighbours=4, collusion=0.2)
+    line, alone = held.ledger.line(COLLUSION), asked("ldp", clients=80, rounds=1)
+    assert "each client's own noise is all that counts" in line.why
+    assert line.verdict == "differential privacy"
     assert line.epsilon == pytest.approx(3.0, abs=1e-6)
-    assert colluding.exact is not None
+    assert held.exact is not None
     assert alone.exact is not None
-    assert colluding.exact.in_sum > 1.05 * alone.exact.in_sum
-    server = colluding.ledger.line(SERVER).epsilon
-    assert server is not None
-    assert server < 3.0
+    assert held.exact.in_sum == pytest.approx(alone.exact.in_sum, rel=1e-3)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from fedveil.ledger.correlated import NoiseLayout, by_peer, central, charges, only, without, worst_collusion
 from fedveil.ledger.gaussian import epsilon_of, mu_of, sampled_epsilon
+from fedveil.ledger.sparse import OWN_ALONE
 
 SERVER = "server"
 COLLUSION = "server and colluding clients"
@@ -105,9 +106,11 @@ class Accountant:
             return result
         colluders = self.dishonest(len(noise_layout.members))
         worst = worst_collusion(hidden, min(colluders, len(hidden.members) - 1))
-        self.certified &= worst.certified
-        self.how = worst.how
-        result[np.isin(noise_layout.members, hidden.members)] = worst.mu2
+        # Nothing is spent against a limit by an estimate.
+        held = self.limit is not None
+        self.certified &= held or worst.certified
+        self.how = OWN_ALONE if held and not worst.certified else worst.how
+        result[np.isin(noise_layout.members, hidden.members)] = worst.proven if held else worst.mu2
         return result
 
     def exceeded_by(

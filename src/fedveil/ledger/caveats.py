@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fedveil.ledger.sparse import LEAST_BITS, Circle
+from fedveil.ledger.sparse import AWAY_BITS, LEAST_BITS, Circle
 
 
 @dataclass(frozen=True)
@@ -126,15 +126,21 @@ def noise_circle(circle: Circle, colluders: int) -> str:
             f"{colluders} of them may collude, if not by who is whose neighbour: the chance that more than {near} are "
             f"among the {circle.degree} around an honest client anywhere in the run is at most 2^-{LEAST_BITS}"
         )
-    return f"{said}{who}, and {math.ceil(gap) - 1} more of anybody's {circle.degree} may be missing (gap {gap:.2f})"
+    away = f"{math.ceil(gap) - 1} more of anybody's {circle.degree} may be missing (gap {gap:.2f})"
+    if circle.withstands(colluders):
+        away += (
+            ": a quarter of a round's clients may be at random, but for a chance of "
+            f"2^-{AWAY_BITS} a round, in which a few are charged more"
+        )
+    return f"{said}{who}, and {away}"
 
 
-def shared_noise(collusion: float, accounting: str) -> tuple[str, ...]:
-    """On whose noise a line counts where clients share it."""
+def shared_noise(collusion: float, accounting: str, *, whoever: bool = True) -> tuple[str, ...]:
+    """On whose noise a line counts where clients share it; not `whoever` where their places were drawn afterwards."""
     few = "one" if collusion == 0 else f"{collusion:.0%}, and at least one,"
+    who = "whoever that is and" if whoever else "settled before the graph is drawn, and"
     return (
         "the lines of the server alone and of an outsider count on every client of a round to clip and to add its "
-        f"noise; the others count on all but {few} of them, whoever that is and whatever it does (more with "
-        "--collusion)",
+        f"noise; the others count on all but {few} of them, {who} whatever it does (more with --collusion)",
         SHARES_BY_SIZE if accounting == "paper" else EQUAL_SHARES,
     )

@@ -36,7 +36,7 @@ from scipy.linalg.lapack import dpotrf, dpotri
 from scipy.sparse.csgraph import connected_components
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.sparse import Circle, bound
+from fedveil.ledger.sparse import OWN_ALONE, Circle, bound, core_bounds
 
 Floats = NDArray[np.float64]
 Positions = NDArray[np.int64]
@@ -300,6 +300,12 @@ class Collusion:
     mu2: Floats
     certified: bool
     how: str
+    own: Floats | None = None
+
+    @property
+    def proven(self) -> Floats:
+        """What limits are held to: no set is worse, be it by each member's `own` noise where mu2 is an estimate."""
+        return self.mu2 if self.own is None else self.own
 
 
 def charges(
@@ -432,8 +438,9 @@ def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 1
 
     Whoever adds no noise is no better than one who tells what it added, so that both count the same. Few enough sets
     are all tried, a single colluder everywhere, and complete pair graphs have a bound over every set; all of these are
-    certified. Otherwise the colluders are drawn at random and the result is an estimate: on a sparse graph, colluders
-    who choose their place can surround a member with at most that many pairs and leave it its residual noise alone.
+    certified. Otherwise nothing is proven but by each member's own noise, and besides, on a graph that is no circle,
+    colluders are drawn at random: an estimate, for who may choose their place can surround a member with at most that
+    many pairs and leave it its residual noise alone.
     """
     size = len(noise_layout.members)
     if not 0 <= colluders < size:
@@ -460,35 +467,35 @@ def worst_collusion(noise_layout: NoiseLayout, colluders: int, *, draws: int = 1
             return Collusion(np.full(size, math.inf), True, "a sum of one client could be opened")
         mu2 = _times(noise_layout.sensitivity**2, _complete_bound(noise_layout.residual, weakest, honest))
         return Collusion(mu2, True, f"bound over every set of {colluders} colluders")
+    own = _own(noise_layout)
+    if noise_layout.circle is not None:
+        return Collusion(own, True, OWN_ALONE)
     random = np.random.default_rng(seed)
     sets = (tuple(random.permutation(np.array(noise_layout.members))[:colluders].tolist()) for _ in range(draws))
     mu2 = _largest(noise_layout, sets)
     mu2[mu2 == 0] = mu2.max()  # drawn as a colluder every time
     mu2[noise_layout.sensitivity == 0] = 0
-    return Collusion(mu2, False, f"largest of {draws} random draws of {colluders} colluders; colluders may do better")
+    how = f"largest of {draws} random draws of {colluders} colluders; colluders may do better"
+    return Collusion(mu2, False, how, own)
 
 
 def _around_circle(noise_layout: NoiseLayout, circle: Circle, colluders: int) -> Collusion | None:
-    """What the circle proves against so many colluders; None where that is nothing, and others can be tried out."""
+    """What the circle proves against so many colluders; None where that is nothing."""
     graph = NoiseGraph(noise_layout.residual, noise_layout.first, noise_layout.second, noise_layout.pairs)
     near, each = circle.near(colluders), float(noise_layout.pairs.max(initial=0.0))
-    with np.errstate(divide="ignore"):
-        share, proven = 1 / graph.residual, False  # whatever others tell, there is one's own
-    label = _parts(noise_layout)
-    for part in np.flatnonzero(np.bincount(label) > colluders):
-        inside = label == part
-        least, size = float(graph.residual[inside].min()), int(inside.sum()) - colluders
-        left = float(graph.degree[inside].min()) * (1 - graph.size * _ULP) - near * each - _second(noise_layout)
-        if left > 0 and least > 0:
-            share[inside] = np.minimum(share[inside], bound(residual=least, pairs=left, size=size))
-            proven = True
-    if not proven and graph.size <= DENSE_UP_TO:
+    share = core_bounds(graph.adjacency, _parts(noise_layout), graph.residual, circle, each=each, colluders=colluders)
+    if not bool(np.isfinite(share).any()):
         return None
-    mu2 = _times(noise_layout.sensitivity**2, share)
     how = f"bound over every set of {colluders} colluders"
     if not circle.whoever(colluders):
         how = f"bound for {colluders} colluders of which {near} at most are neighbours of one client"
-    return Collusion(mu2, True, how)
+    return Collusion(np.minimum(_times(noise_layout.sensitivity**2, share), _own(noise_layout)), True, how)
+
+
+def _own(noise_layout: NoiseLayout) -> Floats:
+    """μ_i² by one's own noise alone, which nobody else knows: whatever others tell, it is no more."""
+    with np.errstate(divide="ignore"):
+        return _times(noise_layout.sensitivity**2, (1 + _ULP) / noise_layout.residual)
 
 
 def _parts(noise_layout: NoiseLayout) -> Positions:

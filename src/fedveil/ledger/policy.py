@@ -188,7 +188,7 @@ def _charges(
     # Remembered, because in a simulation every client charges itself for the same covering.
     charged = charges(noise_layout, revealed=revealed)
     if colluders:
-        charged = np.maximum(charged, worst_collusion(without(noise_layout, revealed), colluders).mu2)
+        charged = np.maximum(charged, worst_collusion(without(noise_layout, revealed), colluders).proven)
     return (
         np.maximum(charged, by_peer(noise_layout, colluders=max(1, colluders)))
         if len(noise_layout.members) > 1

@@ -211,6 +211,10 @@ class Participant(ABC):
     def _introduced(
         self, state: ClientState, request: Hello | Directory | Nonces, data: ClientData
     ) -> tuple[ClientState, Reply]:
+        plan = self._scheme.uplink.plan
+        if isinstance(request, Hello) and plan is not None:
+            request.epoch.check()
+            plan.check_draws(request.epoch.draws, size=request.epoch.size)
         return introduce(
             state,
             request,

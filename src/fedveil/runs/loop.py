@@ -234,6 +234,7 @@ def privacy_journal_of(job: Job, journal: Path | None, state: ServerState) -> Pr
     known = privacy_journal.accountant
     if journal is None or known is None:
         return privacy_journal
+    privacy_journal.check_graph()
     from fedveil.runs.folder import RunFolder  # which needs packages that in-memory training does not
 
     folder = RunFolder(journal.parent)

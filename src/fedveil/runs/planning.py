@@ -16,7 +16,15 @@ from fedveil import schemes
 from fedveil.downlink import Architecture, draw
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
-from fedveil.ledger.correlated import DENSE_UP_TO, NoiseGraph, NoiseLayout, by_peer, worst, worst_candidate
+from fedveil.ledger.correlated import (
+    DENSE_UP_TO,
+    NoiseGraph,
+    NoiseLayout,
+    by_peer,
+    worst,
+    worst_candidate,
+)
+from fedveil.ledger.sparse import OWN_ALONE
 from fedveil.ledger.statement import Ledger
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.directory import graph_seed
@@ -113,13 +121,18 @@ def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
         CLIENTS: (unscaled.members[int(np.argmax(peers))], float(peers.max())),
     }
     if COLLUSION in accountant.adversaries:
-        client, estimate = _colluding(unscaled, colluders, weakest=dearest.position)
-        prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda pair: pair[1])
-        accountant.certified = False
-        tried = f"worst candidate of {_DRAWS} random draws of {colluders} colluders"
-        if colluders == 1:
-            tried = "worst candidate against each neighbour of the client that is worst off"
-        accountant.how = f"{tried}; colluders may do better"
+        if plan.accounting == "exact":  # a target is not met by an estimate
+            own = unscaled.sensitivity**2 / unscaled.residual
+            prices[COLLUSION] = unscaled.members[int(np.argmax(own))], float(own.max())
+            accountant.how = OWN_ALONE
+        else:
+            client, estimate = _colluding(unscaled, colluders, weakest=dearest.position)
+            prices[COLLUSION] = max((client, estimate), prices[SERVER], key=lambda pair: pair[1])
+            accountant.certified = False
+            tried = f"worst candidate of {_DRAWS} random draws of {colluders} colluders"
+            if colluders == 1:
+                tried = "worst candidate against each neighbour of the client that is worst off"
+            accountant.how = f"{tried}; colluders may do better"
     scale = 1.0
     if plan.accounting == "exact":
         scale = max(price for _, price in prices.values()) / plan.target.per_round()

@@ -33,7 +33,7 @@ from fedveil.runs.journal_file import JournalFile
 from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING
-from fedveil.uplink.noise_plan import NoisePlan, Target
+from fedveil.uplink.noise_plan import COMPLETE_UP_TO, NoisePlan, Target
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,16 @@ class _Terms:
 
     def parsed(self, entry: dict[str, Any]) -> _Terms:
         """As a journal has it from here on; where it names no samples, they stay."""
-        plan = NoisePlan(**{**entry["plan"], "target": Target(**entry["plan"]["target"])})
-        reach = entry["reach"]
+        given, reach = dict(entry["plan"]), entry["reach"]
+        if given["layout"] == "pairs" and "graph" not in given:
+            if "draws" in given and len(reach) > COMPLETE_UP_TO:
+                raise CheckpointError(
+                    "The run's journal tells of noise around a circle, but not around which: an unreleased version has "
+                    "written it, and what was spent cannot be told. Start anew with another "
+                    f"{spelled('out')}."
+                )
+            given["graph"] = "everybody"  # as it was when nobody wrote it down
+        plan = NoisePlan(**{**given, "target": Target(**given["target"])})
         return _Terms(
             plan,
             {**self.sizes, **_numbered(entry.get("samples", {}))},
@@ -190,7 +198,7 @@ class PrivacyJournal:
         """Whether clients know everybody's keys beforehand; on other machines they say so, and an engine sets it."""
         self.accountant = accountant_for(job.scheme, len(job.pool))
         self.first: NoiseLayout | None = None
-        self._first_plan = job.scheme.plan
+        self._first_plan = self._earlier = job.scheme.plan
         if self.accountant is None:
             return
         self._terms = _Terms.of(job.scheme, {data.client: len(data) for data in job.pool.clients})
@@ -288,6 +296,7 @@ class PrivacyJournal:
             ended = False
             if "plan" in entry:
                 terms = terms.parsed(entry)
+                self._earlier = terms.plan
                 if terms.plan.sampling is not None and not terms.agrees_with(self._terms):
                     raise ConfigError(
                         "Under secret sampling the noise of all rounds is found together: resume with the settings the "
@@ -350,6 +359,22 @@ class PrivacyJournal:
             f"anew with another {spelled('out')}."
         )
 
+    @property
+    def _before_circles(self) -> bool:
+        """Whether the rounds so far shared noise among all, or those each has picked, and new ones would not."""
+        plan, earlier = self._job.scheme.plan, self._earlier
+        changed = plan is not None and earlier is not None and earlier.graph != plan.graph
+        return changed and plan is not None and plan.circle(self._job.cohort.size) is not None
+
+    def check_graph(self) -> None:
+        """Refuse to go on around a circle where rounds were not: the ledger of a run speaks of one or the other."""
+        if self._before_circles:
+            raise CheckpointError(
+                f"The run's rounds so far shared noise by other rules than there are now for {self._job.cohort.size} "
+                "clients a round, and its ledger could not speak of both. Finish it with the version that began it, or "
+                f"start anew with another {spelled('out')}."
+            )
+
     def check_rounds(self, rounds: Iterable[int]) -> None:
         """Refuse a journal in which a round, counted from 1, was not paid for although metrics tell of it.
 
@@ -380,6 +405,8 @@ class PrivacyJournal:
         if again > 0:
             lost = f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count"
             notes = (*notes, lost)
+        if self._before_circles:
+            notes = (*notes, "what is said of a circle is not so of these rounds: they are from before there was one")
         ledger = ledger_of(
             job.scheme,
             releases,

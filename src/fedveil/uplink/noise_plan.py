@@ -101,6 +101,8 @@ def collusion_strength(*, clients: float, colluding: float, ratio_squared: float
 
 Layout = Literal["local", "pairs", "sum"]
 Accounting = Literal["exact", "paper"]
+Rules = Literal["circle", "everybody"]
+RULES = ("circle", "everybody")
 ACCOUNTING = ("exact", "paper")
 
 COMPLETE_UP_TO = 128
@@ -164,6 +166,9 @@ class NoisePlan:
 
     `asked` is how many clients a round asks: a share `collusion` of those may side with the server, however many of the
     others it says are away. `draws` is how many graphs the run allows; more than any run does, where nobody says.
+
+    `graph` says by which rules pairs are made, so that a journal's rounds stay what they were: "everybody" are those
+    from before there were circles, in which noise was also sized by estimates.
     """
 
     target: Target
@@ -179,6 +184,7 @@ class NoisePlan:
     per_sample: bool = False
     asked: int | None = None
     draws: int = 1 << 34
+    graph: Rules = "circle"
 
     def __post_init__(self) -> None:
         if self.sampling is not None and (self.layout != "local" or self.accounting != "exact"):
@@ -188,6 +194,8 @@ class NoisePlan:
             )
         if self.accounting not in ACCOUNTING:
             raise unknown_name("accounting", self.accounting, ACCOUNTING)
+        if self.graph not in RULES:
+            raise unknown_name("graph", self.graph, RULES)
         if not 0 <= self.collusion < 1:
             raise ConfigError(f"collusion must lie in [0, 1) (got {self.collusion}).")
         if self.strength is not None and not (math.isfinite(self.strength) and self.strength >= 0):
@@ -227,9 +235,22 @@ class NoisePlan:
             return usual * math.sqrt(circle.count / circle.gap(self.colluders(circle.count)))
         return usual if self.tolerant or self.neighbours is None else SPARSE_STRENGTH
 
+    def check_draws(self, draws: int, *, size: int) -> None:
+        """Refuse rounds of `size` clients in a run of more graphs than are counted on: one could suit the server."""
+        if self._around(size) and draws > self.draws:
+            raise ProtocolError(
+                f"the server speaks of a run of up to {draws:,} graphs, and the settings this client knows allow "
+                f"{self.draws:,}: the chance that colluders surround somebody is bounded for those only. Both must be "
+                "set up for the same number of rounds"
+            )
+
+    def _around(self, count: int) -> bool:
+        exact = self.layout == "pairs" and self.accounting == "exact"
+        return exact and self.graph == "circle" and count > COMPLETE_UP_TO
+
     def circle(self, count: int) -> Circle | None:
         """The circle on which so many clients share noise; None where each does with all, or with a few it picks."""
-        if self.layout != "pairs" or self.accounting != "exact" or count <= COMPLETE_UP_TO:
+        if not self._around(count):
             return None
         colluders, draws = self.colluders(count), self.draws
         if self.neighbours is None:
@@ -315,7 +336,7 @@ def _noise_layout(
         scale = plan.paper_scale(max(sensitivity)) ** 2
     else:
         colluders = plan.colluders(count)
-        worst = worst_of(unit, colluders)
+        worst = worst_of(unit, colluders, estimated=plan.graph == "everybody")
         if not plan.trusted:
             worst = np.maximum(worst, by_peer(unit, colluders=max(1, colluders)))
         scale = float(worst.max()) / plan.target.per_round() * _SAFE
@@ -327,13 +348,14 @@ def _noise_layout(
     return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
 
 
-def worst_of(noise_layout: NoiseLayout, colluders: int) -> NDArray[np.float64]:
-    """μ² per member against a server with that many clients on its side."""
+def worst_of(noise_layout: NoiseLayout, colluders: int, *, estimated: bool = False) -> NDArray[np.float64]:
+    """μ² per member against a server with that many clients on its side; may be `estimated` where nothing is proven."""
     alone = charges(noise_layout)
     if colluders == 0:
         return alone
+    colluding = worst_collusion(noise_layout, colluders)
     # No set of colluders can make do with less than the server alone, but an estimate could.
-    return np.maximum(alone, worst_collusion(noise_layout, colluders).mu2)
+    return np.maximum(alone, colluding.mu2 if estimated else colluding.proven)
 
 
 def _pairs(

@@ -101,22 +101,21 @@ class Noised(Uplink):
     def caveats(self, run: RunFacts) -> Caveats:
         """Whose noise covers a client, and what sharing it takes."""
         plan, paired = self.plan, self.plan.layout == "pairs"
+        circle = plan.circle(run.cohort)
+        colluders = 0 if circle is None else plan.colluders(run.cohort)
         if plan.layout == "local":
             return Caveats((caveats.OWN_NOISE, *(() if plan.sampling is None else (caveats.SECRET_BATCH,))))
         return Caveats(
             (
                 caveats.SIZES,
                 *((caveats.KEYS,) if paired else ()),
-                *caveats.shared_noise(plan.collusion, plan.accounting),
-                *self._sparse(run),
+                *caveats.shared_noise(
+                    plan.collusion, plan.accounting, whoever=circle is None or circle.whoever(colluders)
+                ),
+                *(() if circle is None else (caveats.noise_circle(circle, colluders),)),
                 *((caveats.REPAIRS,) if paired and self.dropouts == "repair" else ()),
             )
         )
-
-    def _sparse(self, run: RunFacts) -> tuple[str, ...]:
-        """On which graph noise is shared where not everybody shares it with everybody, and what that withstands."""
-        circle = self.plan.circle(run.cohort)
-        return () if circle is None else (caveats.noise_circle(circle, self.plan.colluders(run.cohort)),)
 
     def fits(self, clients: int, *, asked: int | None = None) -> None:
         """Noise shared by pairs needs a pair."""
