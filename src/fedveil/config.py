@@ -424,7 +424,10 @@ class RunConfig:
         before=None,
     )
     min_coverage: float = _setting(
-        _VEIL, "Stop if less is hidden.", 0.9, check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]")
+        _VEIL,
+        "Stop if the network lets a veil reach less of it; who knows its first weights (public_start) is not asked.",
+        0.9,
+        check=(lambda value: 0 <= value <= 1, "must lie in [0, 1]"),
     )
 
     device: str = _setting(_MACHINE, "cpu, cuda, or auto: cuda where it is there.", "cpu")

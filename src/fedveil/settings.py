@@ -167,7 +167,8 @@ class Settings(TypedDict, total=False):
     """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
     it. To be said, yes or no, wherever weights are loaded. (default: not said)"""
     min_coverage: float
-    """Stop if less is hidden. (default: 0.9)"""
+    """Stop if the network lets a veil reach less of it; who knows its first weights (public_start) is not asked.
+    (default: 0.9)"""
     device: str | torch.device
     """cpu, cuda, or auto: cuda where it is there. (default: cpu)"""
     dtype: Literal["float32", "float64"] | torch.dtype

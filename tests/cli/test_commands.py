@@ -166,6 +166,8 @@ def test_inspect_says_what_a_family_does_and_what_it_does_not_hide() -> None:
     assert data["secret_bits"] > 0
     words = fedveil("inspect", "--model", "gru", "--family", "signed").output
     assert "not hidden: the function" in words
+    assert "% moved" in words
+    assert "hidden on" not in words
     assert "real numbers a round" in words
 
 
@@ -176,6 +178,7 @@ def test_inspect_in_words() -> None:
     assert "no operation pins" in output
     without = fedveil("inspect", "--model", "mlp", "--no-head-noise").output
     assert "visible: head.bias" in without
+    assert "[bold red]" not in without
 
 
 def test_a_run_is_quiet_where_no_terminal_is(ran: Path, tmp_path: Path) -> None:

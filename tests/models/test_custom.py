@@ -182,3 +182,52 @@ def test_tied_layers_shared_norms_constants_and_parts_of_one_memory_are_fine() -
     refuse_shared_memory(nn.Sequential(nn.LazyLinear(3), nn.LSTM(4, 4)))
     with torch.device("meta"):
         refuse_shared_memory(Shared())
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def _tuned() -> nn.Module:
+    net = _net()
+    net[0].weight.register_hook(lambda grad: grad * 0)  # type: ignore[operator, union-attr]
+    return net
+
+
+def _tuned_after() -> nn.Module:
+    net = _net()
+    net[0].weight.register_post_accumulate_grad_hook(lambda weight: None)  # type: ignore[operator, union-attr]
+    return net
+
+
+class Overwriting(nn.Module):
+    """Changes what its own gradient needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.sigmoid(self.first(x))
+        hidden += 1
+        scores: Tensor = self.last(hidden)
+        return scores
+
+
+@pytest.mark.parametrize("scheme", ["fedavg", "lossless"])
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (_tuned, "'0.weight' of the model has a hook"),
+        (_tuned_after, "'0.weight' of the model has a hook"),
+        (lambda: torch.jit.trace(_net(), torch.zeros(2, 4)), "'Sequential' takes cannot be read"),
+        (Overwriting, "'Overwriting' cannot be trained: .* fails with RuntimeError"),
+    ],
+    ids=["hook", "post-accumulate hook", "compiled", "in place"],
+)
+def test_what_training_would_ignore_or_trip_over_is_refused_at_once(
+    make: Callable[[], nn.Module], complaint: str, scheme: str
+) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(ConfigError, match=complaint):
+        fedveil.train(make(), [(x, x[:, :2].argmax(1))] * 2, scheme=scheme, rounds=1, min_coverage=0.0, progress=False)

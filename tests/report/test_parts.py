@@ -13,7 +13,7 @@ from fedveil.config import RunConfig
 from fedveil.ledger.statement import Ledger, Line, PaperFigure
 from fedveil.report.figures import curves, front, trade_offs
 from fedveil.report.judged import judged_table, judged_views, reliability
-from fedveil.report.sources import Run, SourceGroup, gather, grouped
+from fedveil.report.sources import ReportSources, Run, SourceGroup, gather, grouped
 from fedveil.report.view import command_for, view_of
 from fedveil.report.words import claim, entry, whole
 from report.material import ROUNDS, SCHEMES, SEEDS
@@ -260,3 +260,21 @@ def test_a_run_that_does_not_beat_the_constant_answer_is_a_warning_on_the_page(c
 )
 def test_a_number_and_its_unit_stay_on_one_line(text: str, kept: str) -> None:
     assert whole(text) == kept.replace("~", "\u00a0").replace("|", "\u2060")
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        ({"coverage": 0.999}, "99.9 %, up to scale"),
+        (
+            {"coverage": 0.9, "levels": {"moved": 0.2, "signed": 0.0, "scaled": 0.3, "mixed": 0.4}},
+            "90.0 %: 20.0 % moved, 30.0 % scaled, 40.0 % mixed",
+        ),
+        ({"coverage": 0.0, "levels": {"moved": 0.0, "signed": 0.0, "scaled": 0.0, "mixed": 0.0}}, "0.0 %"),
+        ({}, None),
+    ],
+)
+def test_what_is_hidden_is_said_by_what_a_family_does(summary: dict[str, Any], said: str | None) -> None:
+    run = run_of("lossless")
+    page = view_of(ReportSources((replace(run, summary=run.summary | summary),), (), ()))
+    assert dict(page.common).get("Parameters hidden") == said

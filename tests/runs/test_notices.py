@@ -15,10 +15,11 @@ from torch import Tensor, nn
 import fedveil
 from federation import job
 from fedveil.config import RunConfig
+from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, TraceError
 from fedveil.runs import preflight as checks
 from fedveil.runs import session
-from fedveil.runs.job import job_from_config
+from fedveil.runs.job import ModelFacts, assemble_job, job_from_config
 from fedveil.runs.preflight import preflight
 from fedveil.runs.rates import with_found_rate
 from shell import fedveil as command
@@ -156,6 +157,31 @@ def test_masks_that_tolerate_no_absence_are_told_of_before_the_start(clients: in
     warned = [text for text in preflight(made) if "tolerate no absence" in text]
     assert bool(warned) == (tolerated == 0)
     assert all("From 5 clients on, one may be missing" in text for text in warned)
+
+
+@pytest.mark.parametrize(
+    ("width", "activation", "forms"), [(2, nn.GELU, "2"), (9, nn.GELU, "362,880"), (10, nn.GELU, ""), (2, nn.ReLU, "")]
+)
+def test_a_veil_that_a_client_guesses_is_told_of(width: int, activation: type[nn.Module], forms: str) -> None:
+    """Orders of 2, 9 and 10 units have 1, 18.5 and 21.8 bits; scales are real numbers."""
+    net = nn.Sequential(nn.Linear(4, width), activation(), nn.Linear(width, 2))
+    config = RunConfig(scheme="lossless", clients=2, seed=1, family="full", head_noise=False, min_coverage=0.0)
+    pool = ClientPool.separate([(torch.randn(6, 4), torch.arange(6) % 2)] * 2)
+    made = assemble_job(config, net, pool, None, ModelFacts(None, {}, (4,), 2, "classification"))
+    warned = [text for text in preflight(made) if "a client guesses it" in text]
+    assert [f"one of only {forms} forms" in text for text in warned] == ([True] if forms else [])
+    assert made.coverage is not None
+    assert made.coverage.as_data()["guessed"] is bool(forms)
+
+
+def test_inspect_says_that_a_client_guesses_a_veil(tmp_path: Path) -> None:
+    made = tmp_path / "nets.py"
+    made.write_text(
+        "from torch import nn\ndef net(): return nn.Sequential(nn.Linear(4, 2), nn.GELU(), nn.Linear(2, 3))\n"
+    )
+    given = ("inspect", "--model", f"{made}:net", "--input-shape", "4", "--outputs", "3", "--family", "full")
+    assert "warning: the veil of this model takes one of only 2 forms" in command(*given).output
+    assert "a client guesses" not in command(*given, "--public-start").output
 
 
 def test_memory_that_will_not_suffice_is_told_of_with_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 import fedveil
 from fedveil import models
 from fedveil.config import RunConfig
-from fedveil.errors import Code, ConfigError
+from fedveil.errors import Code, ConfigError, TraceError
+from fedveil.ledger import caveats
 from fedveil.runs import session
 from fedveil.runs.job import job_from_config
 from fedveil.runs.pretrained import PUBLISHED, fill_from
@@ -329,6 +330,36 @@ def test_weights_under_a_veil_need_a_word_on_who_knows_them(stored: str, scheme:
     own = session.run(config.with_changes(public_start=False), tmp_path / "own", quiet=True)
     assert own["coverage"] > 0.9
     assert PUBLISHED not in own["ledger"]["notes"]
+
+
+@pytest.mark.parametrize("family", ["scale", "full"])
+def test_a_ledger_says_of_no_known_model_that_it_is_hidden(family: str) -> None:
+    config = CONFIG.with_changes(scheme="lossless", family=family, head_noise=False)
+    hidden, known = (job_from_config(config.with_changes(public_start=said)) for said in (None, True))
+    for job, hides in ((hidden, True), (known, False)):
+        covered = {release.field: release.hiding != "none" for release in job.scheme.releases(job.architecture)}
+        assert covered["train.parameters"] is hides
+        open_ended = job.scheme.caveats.unprotected
+        assert (caveats.KNOWN_START in open_ended) is not hides
+        assert any(text in open_ended for text in (caveats.VEIL, caveats.ORDERS)) is hides
+        assert job.coverage is not None
+        assert job.coverage.known is not hides
+        assert ("others know beforehand" in job.coverage.told) is not hides
+
+
+def test_an_export_of_a_known_model_says_that_nothing_is_hidden(stored: str, tmp_path: Path) -> None:
+    session.run(CONFIG.with_changes(scheme="lossless", weights=stored, public_start=True), tmp_path / "a", quiet=True)
+    said = command("export", str(tmp_path / "a"), "--out", str(tmp_path / "usable.safetensors"))
+    assert said.code == 0
+    assert "0 of the model is hidden" in " ".join(said.output.split())
+    assert "rescaled" not in said.output
+
+
+def test_the_least_coverage_is_the_networks_whoever_knows_the_weights() -> None:
+    config = CONFIG.with_changes(scheme="lossless", head_noise=False, public_start=True)
+    assert job_from_config(config.with_changes(min_coverage=0.9)).coverage.fraction == 0.0  # type: ignore[union-attr]
+    with pytest.raises(TraceError, match="min_coverage is 100%"):
+        job_from_config(config.with_changes(min_coverage=1.0))
 
 
 def test_nobody_is_asked_without_a_veil_or_in_a_run_that_has_begun(

@@ -6,6 +6,7 @@ import json as json_module
 from typing import TYPE_CHECKING
 
 import typer
+from rich.text import Text
 
 from fedveil.cli.tables import console, percent, plainly, table
 
@@ -13,13 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fedveil.config import ModelOption
+    from fedveil.downlink.scales import ParameterCover
 
-_WORDS = {
-    "both": "hidden on both sides",
-    "one": "hidden on one side",
-    "partly": "partly hidden",
-    "visible": "[bold red]visible[/bold red]",
-}
+_SIDES = {"both": "{} on both sides", "one": "{} on one side", "partly": "partly {}"}
 
 
 def inspect(
@@ -52,7 +49,7 @@ def inspect(
     from fedveil.downlink.scales import coverage, pinned
     from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, unknown_name
-    from fedveil.runs.callbacks import working
+    from fedveil.runs.callbacks import WARNING, working
     from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
 
     if bn_eps not in ("secret", "public"):
@@ -85,18 +82,22 @@ def inspect(
         data = {"model": model, "input_shape": list(shape), "public_start": public_start, **covered.as_data()}
         typer.echo(json_module.dumps(data, indent=2))
         return
-    rows = [(p.name, "×".join(map(str, p.shape)), _WORDS[p.sides], percent(p.fraction)) for p in covered.parameters]
-    table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", "hidden"), rows, right=(3,))
+    rows = [(p.name, "×".join(map(str, p.shape)), _sides(p, family), _share(p, family)) for p in covered.parameters]
+    last = "hidden" if family == "scale" else "of its numbers"
+    table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", last), rows, right=(3,))
     console.print(
         f"coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one side; "
         f"{covered.secrets} secret scales per round"
     )
     if family != "scale":
         plainly(covered.told)
+    if family != "scale" and not public_start:
         plainly(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"
         )
+    if covered.guessed:
+        plainly(WARNING + covered.guessed)
     if public_start:
         plainly(PUBLISHED)
     elif covered.visible:
@@ -111,6 +112,22 @@ def inspect(
         )
     else:
         console.print("no operation pins, except the model's input and output")
+
+
+def _sides(parameter: ParameterCover, family: str) -> Text:
+    if parameter.sides == "visible":
+        return Text("visible", style="bold red")
+    return Text(_SIDES[parameter.sides].format("hidden" if family == "scale" else "changed"))
+
+
+def _share(parameter: ParameterCover, family: str) -> str:
+    """How much of it is hidden; under more than scales what is done to its numbers, the strongest first."""
+    from fedveil.downlink.scales import LEVELS
+
+    if family == "scale":
+        return percent(parameter.fraction)
+    shares = zip(reversed(LEVELS), reversed(parameter.levels), strict=True)
+    return ", ".join(f"{percent(count / parameter.size)} {name}" for name, count in shares if count) or percent(0.0)
 
 
 def example_of(

@@ -33,6 +33,7 @@ def export(
     """
     from fedveil.runs.callbacks import working
     from fedveil.runs.model_file import export_onnx, export_run, export_torch
+    from fedveil.runs.pretrained import PUBLISHED
 
     named = flag.own_code(model=model).get("model")
     if form not in _FORMATS:
@@ -44,6 +45,10 @@ def export(
             export_onnx(run, out, model=named, say=aside)
         else:
             exported = export_run(run, out, spread=spread, model=named, say=aside)
+    if form == "fedveil" and exported.known:
+        plainly(f"wrote {out}: predictions equal the model's; nothing is hidden")
+        plainly(PUBLISHED)
+        return
     if form == "fedveil":
         plainly(f"wrote {out}: {percent(exported.fraction)} of the parameters rescaled; predictions equal the model's")
         if exported.visible:

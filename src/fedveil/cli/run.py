@@ -118,7 +118,9 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     rows.append(("bytes per client and round", f"{size(summary['bytes_down'])} down, {size(summary['bytes_up'])} up"))
     rows.append(("seconds", f"{summary['seconds']:.1f}"))
     if "coverage" in summary:
-        rows.append(("parameters hidden", f"{percent(summary['coverage'])} on at least one side"))
+        levels = [f"{percent(share)} {name}" for name, share in summary.get("levels", {}).items() if share]
+        how = ", ".join(levels) or f"{percent(summary['coverage'])} on at least one side"
+        rows.append(("parameters hidden", how))
     table(f"Run in {out}", ("", ""), rows)
     if "warning" in summary:
         aside(f"warning: {summary['warning']}")

@@ -386,6 +386,8 @@ _PROBES = 2
 
 LEVELS = ("moved", "signed", "scaled", "mixed")
 """What a client sees of a hidden number: its value in another place; up to its sign; up to a scale; only mixtures."""
+_GUESSED = 20
+"""Fewer secret bits than these are tried one after the other in no time."""
 
 
 @dataclass(frozen=True)
@@ -420,6 +422,8 @@ class Coverage:
     """Secret bits of a round (orders and signs)."""
     reals: int = 0
     """Secret real numbers of a round (scales, entries of blocks)."""
+    known: bool = False
+    """Whether others know the numbers beforehand, so that nothing of them is hidden whatever is done to them."""
 
     @property
     def levels(self) -> dict[str, float]:
@@ -443,9 +447,23 @@ class Coverage:
             ", ".join(f"{share:.1%} {name}" for name, share in self.levels.items() if share) or "none is changed"
         )
         size = sum(parameter.size for parameter in self.parameters)
+        if self.known:
+            return f"of {size:,} numbers none is hidden: others know beforehand those that the model begins with"
         return (
             f"of {size:,} numbers, by the strongest of what is done to each: {strengths}; unknown to a client "
             f"are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
+        )
+
+    @property
+    def guessed(self) -> str:
+        """A warning where a round has so few secrets that a client tries them all; empty where it has not."""
+        if self.reals or not 0 < self.bits < _GUESSED:
+            return ""
+        forms = f"{2**self.bits:,.0f}"
+        but = ", all but the noise on the last layer" if self.head_noise else ""
+        return (
+            f"the veil of this model takes one of only {forms} forms, and no secret real number is in it: a client "
+            f"guesses it{but}, and about one round in {forms} sends the model as it is. Widen its hidden layers."
         )
 
     @property
@@ -464,6 +482,7 @@ class Coverage:
             "levels": self.levels,
             "secret_bits": self.bits,
             "secret_reals": self.reals,
+            "guessed": bool(self.guessed),
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "visible": [parameter.name for parameter in self.visible],
             "pins": [asdict(pin) for pin in self.pins],

@@ -57,6 +57,7 @@ ALIGNED = (
     "the server's updates: a client that aligns two rounds' models gets them, in less than a second, and one that "
     "knows the model they began with, a published one for instance, gets all of the model"
 )
+KNOWN_START = "the model: clients know the weights it begins with, and read off what hides those they are sent"
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"

@@ -21,7 +21,7 @@ from fedveil.models.catalogue import (
     check_output,
     check_sizes,
 )
-from fedveil.models.custom import call_factory, plain, refuse_shared_memory
+from fedveil.models.custom import call_factory, plain, refuse_hooks, refuse_shared_memory
 from fedveil.own_code import OwnCode, refuse_code
 from fedveil.secrets import SecretStream, drawn_from
 
@@ -69,6 +69,7 @@ def build(
             data = {"input_shape": input_shape, "outputs": outputs, "vocabulary": vocabulary}
             model = call_factory(name, data=data, options=options)
             refuse_shared_memory(model)
+            refuse_hooks(model)
             said = check_output(model, name=name, input_shape=input_shape, outputs=outputs, vocabulary=vocabulary)
             model = plain(model, said)
         else:

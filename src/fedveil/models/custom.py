@@ -128,8 +128,41 @@ class Adapted(nn.Module):
 
 
 def inputs_of(network: nn.Module) -> tuple[str, ...]:
-    """The names that a network's inputs go by."""
-    return tuple(p.name for p in inspect.signature(network.forward).parameters.values() if p.kind in _KEYWORDS)
+    """The names that a network's inputs go by.
+
+    Raises:
+        ConfigError: Its forward is compiled code that does not tell.
+    """
+    try:
+        signature = inspect.signature(network.forward)
+    except (TypeError, ValueError) as reason:
+        raise ConfigError(
+            f"What inputs the model {named(network)} takes cannot be read: its forward is compiled, as torch.jit makes "
+            "it. Give the nn.Module that it was made from."
+        ) from reason
+    return tuple(p.name for p in signature.parameters.values() if p.kind in _KEYWORDS)
+
+
+def named(model: nn.Module) -> str:
+    """A model's class as its owner knows it."""
+    inner = model.network if isinstance(model, Adapted) else model
+    return repr(getattr(inner, "original_name", None) or type(inner).__qualname__)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks on a model's parameters: gradients are taken without them, so they would silently do nothing.
+
+    Raises:
+        ConfigError: A parameter has one, of `register_hook` or of `register_post_accumulate_grad_hook`.
+    """
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"The parameter {name!r} of the model has a hook on its gradient (register_hook or "
+                "register_post_accumulate_grad_hook), which training here never calls. Remove it (handle.remove()): "
+                "to keep a parameter as it is, requires_grad_(False); to bound gradients, clip; else change them in "
+                "forward."
+            )
 
 
 def refuse_shared_memory(model: nn.Module) -> None:

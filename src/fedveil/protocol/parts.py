@@ -21,7 +21,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, Downlink
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.caveats import RunFacts
+from fedveil.ledger.caveats import KNOWN_START, RunFacts
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -374,7 +374,8 @@ class Scheme:
     """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
 
     `max_size_ratio` is how many times the median number of samples a client may announce. `caveats` are sentences of
-    the scheme's own: its parts answer for themselves.
+    the scheme's own: its parts answer for themselves. `known_start`: others know the weights that the model begins
+    with, so that a veil hides nothing.
     """
 
     name: str
@@ -385,6 +386,7 @@ class Scheme:
     central: Central | None = None
     honest_arrivals: bool = False
     max_size_ratio: float = math.inf
+    known_start: bool = False
     caveats: Caveats = field(default_factory=Caveats)
 
     @property
@@ -423,8 +425,13 @@ class Scheme:
         """The same, with what its parts assume and leave open in such a run behind what it says itself."""
         run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None)
         central = Caveats() if self.central is None else self.central.caveats()
-        parts = (self.uplink.caveats(run), self.downlink.caveats(), central)
+        downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
+        parts = (self.uplink.caveats(run), downlink, central)
         return replace(self, caveats=self.caveats.followed_by(*parts))
+
+    @property
+    def _seen_through(self) -> bool:
+        return self.known_start and self.downlink.traced
 
     def layout(self, architecture: Architecture) -> Layout:
         """The layout of one contribution."""
@@ -445,15 +452,16 @@ class Scheme:
         if self.holder == "clients":
             return (*introduced, *uplink)
         unnamed = ("cohort",) if how == "none" else ()
+        covers = self.downlink.covers()
+        if self._seen_through:
+            covers = {name: {**cover, "hiding": "none"} for name, cover in covers.items()}
         return each_once(
             (
                 *releases_of(Train, but=("broadcast", "cohort")),
                 *releases_of(Upload),
                 *introduced,
                 *releases_of(Train, but=("broadcast", *unnamed)),
-                *releases_of(
-                    Broadcast, but=() if self.downlink.head_noise else ("head",), covers=self.downlink.covers()
-                ),
+                *releases_of(Broadcast, but=() if self.downlink.head_noise else ("head",), covers=covers),
                 *uplink,
             )
         )

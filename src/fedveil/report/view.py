@@ -278,14 +278,13 @@ def _trained(group: SourceGroup) -> dict[str, str]:
     holder = {"server": "the server", "clients": "the clients; the server never has it"}
     machines = "clients on machines of their own (Flower)"
     engine = machines if last.get("engine") == "flower" else "all clients simulated on it"
-    hidden = number(last, "coverage")
     pairs = [
         ("Scheme", run.scheme),
         ("Data", _text(settings.get("dataset"))),
         ("How it is divided", _text(settings.get("partition"))),
         ("Model", _text(settings.get("model")) + (f" ({chosen})" if chosen else "")),
         ("Parameters", plain(number(last, "parameters"))),
-        ("Parameters hidden, up to scale", percent(hidden) if hidden is not None else ""),
+        ("Parameters hidden", _hidden(last)),
         ("Who holds the model", holder.get(str(last.get("holder")), "")),
         ("Clients", _text(last.get("clients", settings.get("clients")))),
         ("Rounds", f"{_text(last.get('rounds', last.get('round')))} of {_text(settings.get('rounds'))}"),
@@ -294,6 +293,17 @@ def _trained(group: SourceGroup) -> dict[str, str]:
         ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {engine}"),
     ]
     return {name: value for name, value in pairs if value}
+
+
+def _hidden(last: Mapping[str, Any]) -> str:
+    """How much of the model a veil hides, and how: up to scale, or by the levels of its family."""
+    share, levels = number(last, "coverage"), last.get("levels")
+    if not share:
+        return "" if share is None else percent(share)
+    if not isinstance(levels, dict):
+        return f"{percent(share)}, up to scale"
+    shares = ((name, number(levels, name)) for name in ("moved", "signed", "scaled", "mixed"))
+    return f"{percent(share)}: {', '.join(f'{percent(part)} {name}' for name, part in shares if part)}"
 
 
 def _ledger(group: SourceGroup) -> LedgerView | None:

@@ -21,7 +21,7 @@ from fedveil.data.lazy import LazySamples, whole
 from fedveil.data.preparation import Preparation, numbers_like
 from fedveil.engine import ClientPool
 from fedveil.errors import ConfigError, DataError
-from fedveil.models.custom import Adapted, inputs_of, plain, refuse_shared_memory
+from fedveil.models.custom import Adapted, inputs_of, plain, refuse_hooks, refuse_shared_memory
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.callbacks import working
 from fedveil.runs.job import Job, ModelFacts, agreed, assemble_job, device_of, dtype_of, settled
@@ -57,6 +57,7 @@ def job_of_objects(
         DataError: Samples are missing, or of a kind or shape that cannot be used.
     """
     refuse_shared_memory(model)  # of the model itself: copies of it may have parted what lies together
+    refuse_hooks(model)  # copies have lost some
     clients = clients_of(clients)
     info = schemes.find(scheme) if isinstance(scheme, str) else schemes.info_of(scheme, where="scheme")
     # A scheme that is given as an object is code: no file may stand for it later.

@@ -29,6 +29,7 @@ from fedveil.errors import CheckpointError, ConfigError, DataError, FedVeilError
 from fedveil.ledger.policy import Policy
 from fedveil.ledger.releases import Release
 from fedveil.models.building import parameters_of
+from fedveil.models.custom import named
 from fedveil.own_code import OwnCode
 from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
@@ -397,7 +398,10 @@ def agreed(
     assert seed is not None
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
     setting = Setting(
-        loss, Batches(config.batch_size, seed), schedule, config.vectorise, rounds=config.rounds, family=config.family
+        *(loss, Batches(config.batch_size, seed), schedule, config.vectorise),
+        rounds=config.rounds,
+        family=config.family,
+        known_start=bool(config.public_start),
     )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
@@ -638,3 +642,15 @@ def _check_output(model: nn.Module, example: Tensor, facts: ModelFacts) -> None:
             f"The model gives {shape} per sample, the data need {facts.outputs} "
             f"{'classes' if facts.task == 'classification' else 'outputs'}: build it with that many outputs."
         )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            twin = copy.deepcopy(model)
+            output = (twin if twin.training else twin.train())(example)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as reason:
+        raise ConfigError(
+            f"The model {named(model)} cannot be trained: a pass over two samples of shape {facts.input_shape} "
+            f"and back fails with {type(reason).__name__} ({' '.join(str(reason).split())[:300]}). Mend the model: "
+            "values that gradients need must not be changed in place."
+        ) from reason

@@ -32,6 +32,7 @@ from fedveil.own_code import vouched
 from fedveil.plain import made, named, parsed
 from fedveil.runs.folder import digest_of, write_atomically
 from fedveil.runs.job import Link, ModelFacts
+from fedveil.runs.pretrained import nothing_hidden
 from fedveil.secrets import OsSecrets
 
 _FORMAT = "fedveil-model-1"
@@ -211,7 +212,8 @@ def export_run(
 
     `model` is the caller's own code that builds it, where the run had such a model.
 
-    Returns what is hidden in the file: everything but the last bias, which the outputs determine.
+    Returns what is hidden in the file: everything but the last bias, which the outputs determine; nothing where others
+    know the weights that the run began with.
     """
     loaded = load_model(run, model=model, say=say)
     if loaded.kind == "export":
@@ -227,7 +229,8 @@ def export_run(
     module, shape = export(architecture, weights, stream=OsSecrets().stream("export"), spread=spread)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_model(out, module, facts, kind="export", config=_public(loaded.config), shape=shape)
-    return coverage(architecture.table, head_noise=False)
+    covered = coverage(architecture.table, head_noise=False)
+    return nothing_hidden(covered) if loaded.config.get("public_start") else covered
 
 
 def export_torch(

@@ -46,7 +46,7 @@ def preflight(job: Job, *, begins: bool = True) -> list[str]:
     if begins:
         _check_start(job)
     _check_promises(job)
-    warnings = [_absences(job)]
+    warnings = [_absences(job), "" if job.coverage is None else job.coverage.guessed]
     if job.pool.clients:
         warnings.append(_memory(job, saved=_check_backward(job)))
     return [WARNING + text for text in warnings if text]

@@ -37,7 +37,7 @@ def nothing_hidden(covered: Coverage) -> Coverage:
     parameters = tuple(
         replace(parameter, hidden=0, sides="visible", levels=(0, 0, 0, 0)) for parameter in covered.parameters
     )
-    return replace(covered, parameters=parameters, head_noise=False, secrets=0, bits=0.0, reals=0)
+    return replace(covered, parameters=parameters, head_noise=False, secrets=0, bits=0.0, reals=0, known=True)
 
 
 def fill_from(model: nn.Module, path: Path) -> None:

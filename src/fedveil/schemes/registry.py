@@ -40,6 +40,8 @@ class Setting:
     clients: int = 0
     family: str = "scale"
     """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
+    known_start: bool = False
+    """Whether others know the weights that the model begins with."""
 
     def family_or(self, fitting: str) -> str:
         """The family that was asked for, or the one that fits the scheme."""
@@ -128,6 +130,7 @@ class SchemeInfo:
         for group, default in _groups(self.build).items():
             plain[group] = dataclasses.replace(default, **grouped.get(group, {}))
         scheme = self.build(setting, **plain) if _ours(self.build) else _built(self, setting, plain)
+        scheme = dataclasses.replace(scheme, known_start=setting.known_start)
         return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
 
 
