@@ -6,11 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fedveil import models
-from fedveil.downlink import Architecture, Weights, draw
-from fedveil.downlink.export import verify
+from fedveil.downlink import Architecture, Rescaling, Weights, draw
+from fedveil.downlink.architecture import assemble, load_parameters
+from fedveil.downlink.export import verified, verify
+from fedveil.downlink.slots import SlotSet
+from fedveil.downlink.symmetry import FAMILIES, STEP_BY_STEP
 from fedveil.errors import TraceError
+from fedveil.secrets import SeededSecrets
 
 
 def resnet() -> tuple[Architecture, Weights, torch.Tensor]:
@@ -59,3 +65,98 @@ def test_the_check_leaves_the_weights_as_they_were() -> None:
     verify(architecture, weights, x)
     assert torch.equal(before.parameters, weights.parameters)
     assert torch.equal(before.statistics, weights.statistics)
+
+
+class Shuffled(nn.Module):
+    """Channels are added to themselves in another order: each is tied to others by a cycle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mixed = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
+        self.norm, self.last = nn.BatchNorm2d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.stem(x))
+        x = x + F.channel_shuffle(F.relu(self.norm(self.mixed(x))), 2)
+        x = F.gelu(x) + F.channel_shuffle(x, 2)
+        return self.last((F.channel_shuffle(x, 2) + x).mean((2, 3)))
+
+
+class Folded(nn.Module):
+    """One place of a unit is multiplied by the other place of another: view, transpose, flatten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x.flatten(1)[:, :6]))
+        return self.last(x.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8) * x)
+
+
+class Rolled(nn.Module):
+    """Places of several channels are shifted as if they were one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 3, 3, padding=1), nn.Linear(18, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x.flatten(1)[:, None, :6])).flatten(1)
+        return self.last(x.roll(2, 1))
+
+
+@pytest.mark.parametrize("family", STEP_BY_STEP)
+@pytest.mark.parametrize("network", [Shuffled, Folded, Rolled])
+def test_units_with_several_places_move_only_where_these_lie_alike(network: type[nn.Module], family: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+    module = network().double()
+    architecture, weights = draw(module, x, traced=True, family=family)
+    assert architecture.table is not None
+    assert architecture.table.symmetry is not None
+    downlink = Rescaling(family=family)
+    verify(architecture, weights, x, downlink=downlink)
+    for number in range(10):  # and every other secret
+        veil = downlink.veil(architecture, weights, stream=SeededSecrets(number).stream("round"), head_level=None)
+        veiled = assemble(architecture, weights)
+        load_parameters(veiled, veil.broadcast().parameters)
+        torch.testing.assert_close(veiled(x), module(x), rtol=1e-9, atol=1e-12)
+
+
+def test_the_check_never_takes_the_identity_and_always_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotSet, "moved", lambda *_: None)  # places are forgotten: the orders are wrong
+    x = torch.randn(2, 1, 4, 4, dtype=torch.float64)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        architecture, weights = draw(Rolled().double(), x, traced=True, family="signed")
+        with pytest.raises(TraceError, match="differs from the true one"):
+            verify(architecture, weights, x, downlink=Rescaling(family="signed"))
+        table = verified(architecture, weights, x, downlink=Rescaling(family="signed")).table
+        assert table is not None
+        assert table.symmetry is not None
+        assert not table.symmetry.orders
+        assert "verification" in {pin.operation for pin in table.pins}
+
+
+class TrainOnly(nn.Module):
+    """A sigmoid that only training sees, and dropout by the layer and by the function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(16, 8), nn.Dropout(0.5), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1))
+        x = torch.sigmoid(x) if self.training else torch.relu(x)
+        return self.last(F.dropout(self.dropout(x), 0.3, self.training))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_only_training_runs_is_compared_too(family: str) -> None:
+    x = torch.randn(2, 1, 4, 4)
+    architecture, weights = draw(TrainOnly(), x, traced=True, family=family)
+    verify(architecture, weights, x, downlink=Rescaling(family=family))
+    architecture, weights = draw(TrainOnly().eval(), x, traced=True, family="scale")
+    with pytest.raises(TraceError, match="in training mode"):
+        verify(dataclasses.replace(architecture, skeleton=architecture.skeleton.train()), weights, x)

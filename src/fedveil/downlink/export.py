@@ -11,10 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedveil.downlink.architecture import (
     Architecture,
@@ -29,10 +31,12 @@ from fedveil.downlink.architecture import (
 )
 from fedveil.downlink.decomposed import Decomposed, load_multipliers
 from fedveil.downlink.messages import Mean
-from fedveil.downlink.rescaling import Rescaling
+from fedveil.downlink.rescaling import Rescaling, ScaledVeil, scaled_veil
 from fedveil.downlink.scales import HeadSite, Pin
+from fedveil.downlink.symmetry import chosen_bases
+from fedveil.downlink.trace import own_randomness, seeded
 from fedveil.errors import ConfigError, TraceError, spelled
-from fedveil.secrets import OsSecrets, SecretStream
+from fedveil.secrets import SecretStream, SeededSecrets
 from fedveil.tensors import flatten
 
 
@@ -200,6 +204,9 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
 
 
 _SAMPLES = 3
+_DROPOUTS = frozenset(
+    "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout".split()
+)
 _TOLERANCE = 1e-8
 _DEFAULT = Rescaling(spread=4.0)
 
@@ -234,44 +241,69 @@ def verified(
 
 
 def verify(
-    architecture: Architecture, weights: Weights, example: Tensor, *, downlink: Rescaling | Decomposed = _DEFAULT
+    architecture: Architecture,
+    weights: Weights,
+    example: Tensor,
+    *,
+    downlink: Rescaling | Decomposed = _DEFAULT,
 ) -> None:
     """Refuse an architecture whose veiled outputs or recovered gradients are off by more than 1e-8 relative.
 
-    `downlink` is the one that will be used; its head noise is left out.
+    `downlink` is the one that will be used; its head noise is left out. The secrets are chosen, so that the same
+    network always gets the same answer.
 
-    Runs in float64 on the CPU, with batch norms in evaluation and in training mode.
+    Runs in float64 on the CPU, in evaluation mode and as clients train, without dropout.
     """
     cpu = architecture.to(device=torch.device("cpu"))
     exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
-    veil = dataclasses.replace(downlink, head=None).veil(
-        cpu, exact, stream=OsSecrets().stream("verify"), head_level=None
-    )
-    sent = veil.broadcast()
-    true, veiled = assemble(cpu, exact), assemble(cpu, exact)
-    load_parameters(veiled, sent.parameters)
-    load_epsilon(cpu, veiled, sent.epsilon)
-    load_multipliers(cpu, veiled, sent.multipliers)
-    if exact.statistics.numel():
-        load_statistics(veiled, veil.veiled_statistics())
+    true = assemble(cpu, exact)
+    veils = [(veil, _veiled(cpu, exact, veil)) for veil in _chosen_veils(cpu, exact, downlink)]
     x = _probe(example)
     for training in (False, True):
-        runs = [_run(module, x, batch_statistics=training) for module in (true, veiled)]
-        nothing = torch.empty(0, dtype=torch.float64)
-        recovered = veil.recover(Mean(runs[1][1][None], nothing, nothing)).gradient
-        pairs = (("output", runs[0][0], runs[1][0]), ("recovered gradient", runs[0][1], recovered))
-        what, error = max(((name, _off(a, b)) for name, a, b in pairs), key=lambda pair: _rank(pair[1]))
-        if not error < _TOLERANCE:
-            mode = "training" if training else "evaluation"
-            raise TraceError(
-                f"The veiled network's {what} differs from the true one by {error:.1e} relative (in {mode} "
-                "mode), so some operation is not traced rightly and training under a veil would be wrong. "
-                f"Nothing was trained. Use {spelled('scheme', 'fedavg')}, and please report the model."
-            )
+        expected = _run(true, x, training=training)
+        for veil, veiled in veils:
+            output, gradient = _run(veiled, x, training=training)
+            _compare(expected, (output, _recovered(veil, gradient)), "training" if training else "evaluation")
 
 
-def _probe(example: Tensor) -> Tensor:
-    chosen = torch.arange(_SAMPLES) % len(example)
+def _chosen_veils(architecture: Architecture, weights: Weights, downlink: Rescaling | Decomposed) -> list[ScaledVeil]:
+    table, stream = architecture.table, SeededSecrets(0).stream("verify")
+    if table is None or table.symmetry is None:
+        return [dataclasses.replace(downlink, head=None).veil(architecture, weights, stream=stream, head_level=None)]
+    spread = downlink.spread if isinstance(downlink, Rescaling) else _DEFAULT.spread
+    bases = chosen_bases(table.symmetry, table.classes, spread=spread, stream=stream)
+    return [scaled_veil(architecture, weights, basis, head=None, stream=stream, head_level=None) for basis in bases]
+
+
+def _veiled(architecture: Architecture, weights: Weights, veil: ScaledVeil) -> nn.Module:
+    sent, module = veil.broadcast(), assemble(architecture, weights)
+    load_parameters(module, sent.parameters)
+    load_epsilon(architecture, module, sent.epsilon)
+    load_multipliers(architecture, module, sent.multipliers)
+    if weights.statistics.numel():
+        load_statistics(module, veil.veiled_statistics())
+    return module
+
+
+def _recovered(veil: ScaledVeil, gradient: Tensor) -> Tensor:
+    nothing = torch.empty(0, dtype=torch.float64)
+    return veil.recover(Mean(gradient[None], nothing, nothing)).gradient
+
+
+def _compare(true: tuple[Tensor, Tensor], veiled: tuple[Tensor, Tensor], mode: str) -> None:
+    names = ("output", "recovered gradient")
+    errors = [(name, _off(a, b)) for name, a, b in zip(names, true, veiled, strict=True)]
+    what, error = max(errors, key=lambda pair: _rank(pair[1]))
+    if not error < _TOLERANCE:
+        raise TraceError(
+            f"The veiled network's {what} differs from the true one by {error:.1e} relative (in {mode} "
+            "mode), so some operation is not traced rightly and training under a veil would be wrong. "
+            f"Nothing was trained. Use {spelled('scheme', 'fedavg')}, and please report the model."
+        )
+
+
+def _probe(example: Tensor, samples: int = _SAMPLES) -> Tensor:
+    chosen = torch.arange(samples) % len(example)
     x = example.detach().cpu()[chosen]
     if not x.is_floating_point():
         return x
@@ -280,6 +312,8 @@ def _probe(example: Tensor) -> Tensor:
 
 
 def _off(true: Tensor, found: Tensor) -> float:
+    if true.shape != found.shape:
+        return float("inf")
     return float((true - found).abs().max() / true.abs().max().clamp_min(1e-30)) if true.numel() else 0.0
 
 
@@ -287,13 +321,33 @@ def _rank(error: float) -> float:
     return error if error == error else float("inf")
 
 
-def _run(module: nn.Module, x: Tensor, *, batch_statistics: bool) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of a fixed sum of it."""
-    module.eval()
-    for layer in module.modules():
-        if isinstance(layer, VectorBatchNorm):
-            layer.train(batch_statistics)
-    output = module(x.clone())
+class _WithoutDropout(TorchFunctionMode):
+    """Dropout by place would drop other units of a network whose units stand elsewhere."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        name = str(getattr(func, "__name__", "")).rstrip("_")
+        if name in _DROPOUTS:
+            return args[0] if args else named["input"]
+        if name == "scaled_dot_product_attention":
+            args, named = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ())), {**named}
+            named.update({} if len(args) > 4 else {"dropout_p": 0.0})
+        return func(*args, **named)
+
+
+def _run(module: nn.Module, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+    """The output, and the gradient of a fixed sum of it, as clients train or in evaluation mode."""
+    modes = {part: part.training for part in module.modules()}
+    if not training:
+        module.eval()
+    for part in module.modules():
+        if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)):  # theirs is inside one operation
+            part.dropout = 0.0
+    device = torch.device("cpu")
+    with own_randomness(device), _WithoutDropout():
+        output = seeded(lambda: module(x.clone()), device)
+    for part, mode in modes.items():
+        part.training = mode
     assert isinstance(output, Tensor)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     parameters = list(module.parameters())

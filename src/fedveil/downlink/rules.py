@@ -27,6 +27,7 @@ from fedveil.downlink.scales import (
     level,
     place,
 )
+from fedveil.downlink.slots import SlotSet, broadcast
 from fedveil.downlink.symmetry import ISOMETRY, SPARSE, UNIT
 
 # A rule sees the operation's arguments (tensors as Edge or ParameterRef) and its value, and returns
@@ -443,6 +444,7 @@ def rearrangement(
         dims = _unforeseeable_dims(name, edge, args[1:], kwargs)
         if dims:
             ids = level(tracing, ids, dims).expand(edge.value.shape)
+        args = (edge, *args[1:])
         rest, moved_kwargs = pytree.tree_map(to_value, (args[1:], kwargs), is_leaf=leaf)
         moved_args = (ids, *rest)
     else:
@@ -451,7 +453,33 @@ def rearrangement(
         moved = operation(*moved_args, **moved_kwargs)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise NoRuleError("it cannot be followed channel by channel") from error
-    return pytree.tree_map_only(Tensor, collapse, moved)
+    ids = pytree.tree_map_only(Tensor, collapse, moved)
+    if tracing.slots is not None:
+        _note_places(tracing.slots, operation, args, kwargs, ids, by_value=name in INDEXED_BY_VALUE)
+    return ids
+
+
+def _note_places(
+    slots: SlotSet, operation: Callable[..., object], args: Any, kwargs: Any, ids: object, *, by_value: bool
+) -> None:
+    """Run the operation once more, on the numbers of places: a channel may have several of them."""
+    before: list[Tensor] = []
+
+    def numbered(value: object) -> object:
+        if not isinstance(value, Edge):
+            return value
+        if by_value and before:
+            return value.value
+        start = sum(len(part) for part in before)
+        before.append(value.ids.reshape(-1))
+        return _spread(Edge(value.value, torch.arange(start, start + value.ids.numel()).reshape(value.ids.shape)))
+
+    given, named = pytree.tree_map(numbered, (args, kwargs), is_leaf=lambda value: isinstance(value, Edge))
+    places = operation(*given, **named)
+    for made, numbers in zip(pytree.tree_leaves(ids), pytree.tree_leaves(places), strict=True):
+        if isinstance(made, Tensor):
+            after, source = broadcast(made, collapse(numbers))
+            slots.moved(torch.cat(before), after.reshape(-1), source.reshape(-1))
 
 
 INDEXED_BY_VALUE = frozenset({"getitem", "index_select"})

@@ -9,8 +9,10 @@ an operation does not say "I pin" but which limits it sets on A. Limits only add
 gate, a normalisation's two sides, a depthwise convolution keep the order of channels and not their numbers. Classes
 that are one share their slot as well.
 
-Slots may change places where nothing tells them apart: those that were in the same tensors, equally often. A rule that
-reads channels by number therefore only has to say which channels it reads together (`distinguish`).
+Slots may change places where nothing tells them apart: those that were in the same tensors, equally often, and whose
+places there were rearranged alike (`moved`): the first place of a slot takes the content of the first place of another,
+and so on. A rule that reads channels by number therefore only has to say which channels it reads together
+(`distinguish`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedveil.downlink.symmetry import ISOMETRY, LIMITS, PINNED, SPARSE, UNIT, Blocks, Classes, Symmetry
+from fedveil.downlink.symmetry import ISOMETRY, LIMITS, PINNED, SPARSE, UNIT, Blocks, Classes, Symmetry, occurrences
 
 MIXED_WIDTH = 2
 """Heads of fewer channels have nothing to mix."""
@@ -156,6 +158,7 @@ class SlotSet(ClassSet):
         self._slot: list[int] = [PINNED]
         self._limits: dict[int, int] = {}
         self._arrays: list[tuple[Tensor, Tensor]] = []
+        self._moves: list[tuple[Tensor, Tensor, Tensor]] = []
         self._heads: list[Heads] = []
         self._scores: list[Heads] = []
         self.origin: list[str] = [""]
@@ -277,6 +280,10 @@ class SlotSet(ClassSet):
         if len(unique) > 1 or int(unique[0]) != PINNED:
             self._arrays.append((unique, counts))
 
+    def moved(self, before: Tensor, after: Tensor, source: Tensor) -> None:
+        """A tensor was rearranged: the ids of its places before and after, and where each came from."""
+        self._moves.append((before, after, source))
+
     def distinguish(self, ids: Tensor, dims: Iterable[int]) -> None:
         """Something differs along `dims`: channels do not move along them."""
         varying = [dim for dim in dims if ids.shape[dim] > 1]
@@ -342,7 +349,7 @@ class SlotSet(ClassSet):
         return Symmetry(family, limits, slot_of, len(slots), tuple(frames), tuple(blocks), tuple(origin))
 
     def _colours(self) -> dict[int, int]:
-        """What tells slots apart: the tensors in which they are, and how often."""
+        """What tells slots apart: the tensors in which they are, how often, and how their places there move."""
         colours: dict[int, int] = {}
         for number, (ids, counts) in enumerate(self._arrays):
             total: dict[int, int] = {}
@@ -350,6 +357,16 @@ class SlotSet(ClassSet):
                 total[slot] = total.get(slot, 0) + count
             for slot, count in total.items():
                 colours[slot] = hash((colours.get(slot, 0), number, count))
+        for number, (before, after, source) in enumerate(self._moves):
+            place = occurrences(self.slots(before))[0]
+            _, ordered, positions = occurrences(self.slots(after))
+            if not bool(place.any()):  # every slot is there once
+                continue
+            met, counts = torch.unique_consecutive(ordered, return_counts=True)
+            patterns = torch.split(place[source[positions]], counts.tolist())
+            for slot, pattern in zip(met.tolist(), patterns, strict=True):
+                if slot in colours:
+                    colours[slot] = hash((colours[slot], number, tuple(pattern.tolist())))
         return colours
 
     def _mixed(self, colours: dict[int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -208,14 +208,49 @@ def unmoved(scales: Tensor) -> Basis:
 def draw_basis(symmetry: Symmetry, classes: Classes, *, spread: float, stream: SecretStream) -> Basis:
     """Fresh secrets: orders, signs, scales with log r uniform on ±log spread, and blocks."""
     count = len(symmetry.limits)
-    logs = torch.where(symmetry.scales, (2.0 * stream.uniform(count) - 1.0) * math.log(spread), 0.0)
-    values = torch.where(symmetry.signs, stream.signs(count), 1.0) * logs.exp()
+    uniform, signs = stream.uniform(count), stream.signs(count)
+    orders = [permutation(len(order), stream) for order in symmetry.orders]
+    return _basis(symmetry, classes, spread=spread, uniform=uniform, signs=signs, orders=orders, stream=stream)
+
+
+def chosen_bases(symmetry: Symmetry, classes: Classes, *, spread: float, stream: SecretStream) -> list[Basis]:
+    """Secrets for a check, none of them the identity.
+
+    A swap of two and a cycle of all generate every order, and every sign is -1 once. The last two are drawn, so that
+    orders and signs which only look right together are told from those which are.
+    """
+    count, sizes = len(symmetry.limits), [len(order) for order in symmetry.orders]
+    swaps = [torch.tensor([1, 0, *range(2, size)]) for size in sizes]
+    cycles = [torch.arange(size).roll(1) for size in sizes]
+    chosen = [(-torch.ones(count, dtype=torch.float64), swaps), (stream.signs(count), cycles)]
+    chosen += [(stream.signs(count), [permutation(size, stream) for size in sizes]) for _ in range(2)]
+    return [
+        _basis(
+            symmetry, classes, spread=spread, uniform=stream.uniform(count), signs=signs, orders=orders, stream=stream
+        )
+        for signs, orders in chosen
+    ]
+
+
+def _basis(
+    symmetry: Symmetry,
+    classes: Classes,
+    *,
+    spread: float,
+    uniform: Tensor,
+    signs: Tensor,
+    orders: Sequence[Tensor],
+    stream: SecretStream,
+) -> Basis:
+    """The secrets of given numbers and orders, with blocks from the stream."""
+    logs = torch.where(symmetry.scales, (2.0 * uniform - 1.0) * math.log(spread), 0.0)
+    values = torch.where(symmetry.signs, signs, 1.0) * logs.exp()
     for made, left, right in classes.products:
         values[made] = values[left] * values[right]
     source = torch.arange(symmetry.slots)
-    for order in symmetry.orders:
+    for order, chosen in zip(symmetry.orders, orders, strict=True):
         moved = torch.arange(symmetry.slots)
-        moved[order.reshape(-1)] = order[permutation(len(order), stream)].reshape(-1)
+        moved[order.reshape(-1)] = order[chosen].reshape(-1)
         source = source[moved]
     matrices = []
     for blocks in symmetry.blocks:
@@ -254,7 +289,7 @@ class AxisPlan:
         return self.offset[self.by_slot[first + self.occurrence]].reshape(self.shape)
 
 
-def _occurrences(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def occurrences(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """For every position how many of its slot came before it; the slots in order; and their positions."""
     ordered, positions = torch.sort(slots, stable=True)
     counted = torch.arange(len(slots)) - torch.searchsorted(ordered, ordered)
@@ -282,11 +317,11 @@ def _side(ids: Tensor, view: tuple[int, ...], symmetry: Symmetry, skip: set[int]
         owner[blocks.members] = torch.arange(len(blocks.members))[:, None]
         column[blocks.members] = torch.arange(width)
         inside = torch.nonzero(owner[flat] >= 0).reshape(-1)
-        occurrence = _occurrences(flat[inside])[0]
+        occurrence = occurrences(flat[inside])[0]
         key = (owner[flat[inside]] * (int(occurrence.max()) + 1 if len(occurrence) else 1) + occurrence) * width
         inside = inside[torch.argsort(key + column[flat[inside]])].reshape(-1, width)
         heads.append((owner[flat[inside[:, 0]]], inside))
-    return AxisPlan(shape, slot, *_occurrences(slot), offset.reshape(-1), tuple(heads))
+    return AxisPlan(shape, slot, *occurrences(slot), offset.reshape(-1), tuple(heads))
 
 
 @dataclass(frozen=True, eq=False)
