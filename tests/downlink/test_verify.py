@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fedveil
 from fedveil import models
 from fedveil.downlink import Architecture, Rescaling, Weights, draw
 from fedveil.downlink.architecture import assemble, load_parameters
@@ -160,3 +162,76 @@ def test_what_only_training_runs_is_compared_too(family: str) -> None:
     architecture, weights = draw(TrainOnly().eval(), x, traced=True, family="scale")
     with pytest.raises(TraceError, match="in training mode"):
         verify(dataclasses.replace(architecture, skeleton=architecture.skeleton.train()), weights, x)
+
+
+class BySize(nn.Module):
+    """Normalises or not by how many samples there are; the trace sees one number of them."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self.first, self.norm, self.last, self.bound = nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 3), bound
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.flatten(1))
+        return self.last(torch.relu(self.norm(x) if x.shape[0] > self.bound else x))
+
+
+@pytest.mark.parametrize(("bound", "sizes"), [(1, ()), (4, ()), (20, (32,))])
+def test_a_branch_by_the_number_of_samples_is_refused_or_has_no_secrets(bound: int, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 1, 4, 4)
+    architecture, weights = draw(BySize(bound), x, traced=True, family="full")
+    with pytest.raises(TraceError, match="for a batch of"):
+        verify(architecture, weights, x, downlink=Rescaling(family="full"), sizes=sizes)
+    kept = verified(architecture, weights, x, downlink=Rescaling(family="full"), sizes=sizes)
+    assert kept.table is not None
+    assert kept.table.sized
+    assert "verification" in {pin.operation for pin in kept.table.pins}
+
+
+def test_a_network_that_takes_no_single_sample_passes() -> None:
+    x = torch.randn(2, 16)
+    architecture, weights = draw(nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), x, traced=True)
+    verify(architecture, weights, x)
+
+
+class HardtanhByFunction(nn.Module):
+    def __init__(self, low: float, high: float) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.hardtanh(x, self.low, self.high)
+
+
+@pytest.mark.parametrize("kind", [nn.Hardtanh, HardtanhByFunction])
+@pytest.mark.parametrize(("high", "odd"), [(60.0, True), (120.0, False)])
+def test_hardtanh_lets_signs_pass_only_between_opposite_bounds(
+    kind: Callable[[float, float], nn.Module], high: float, odd: bool
+) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), kind(-60.0, high), nn.Linear(8, 3))  # no example reaches the bounds
+    architecture, _ = draw(net, torch.randn(2, 6), traced=True, family="signed")
+    assert architecture.table is not None
+    assert architecture.table.symmetry is not None
+    assert bool(architecture.table.symmetry.signs.any()) is odd
+
+
+class Counting(nn.Module):
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.counts, self.step, self.seen = counts, 0, [0, "warm"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.step += 1
+        return self.last(torch.relu(self.first(x)) if self.step < 7 else self.first(x))
+
+
+@pytest.mark.parametrize("scheme", ["lossless", "fedavg"])
+def test_a_network_that_counts_its_calls_is_refused(scheme: str) -> None:
+    clients = [(torch.randn(4, 6), torch.arange(4) % 3) for _ in range(2)]
+    given = {"scheme": scheme, "rounds": 1, "seed": 1, "progress": False}
+    with pytest.raises(TraceError, match="'step'"):
+        fedveil.train(Counting(counts=True), clients, **given)
+    assert fedveil.train(Counting(counts=False), clients, **given).model is not None

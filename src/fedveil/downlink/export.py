@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,6 +205,7 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
 
 
 _SAMPLES = 3
+_LARGER, _LARGEST = 7, 512
 _DROPOUTS = frozenset(
     "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout".split()
 )
@@ -212,16 +214,23 @@ _DEFAULT = Rescaling(spread=4.0)
 
 
 def verified(
-    architecture: Architecture, weights: Weights, example: Tensor, *, downlink: Rescaling = _DEFAULT
+    architecture: Architecture,
+    weights: Weights,
+    example: Tensor,
+    *,
+    downlink: Rescaling = _DEFAULT,
+    sizes: Sequence[int] = (),
 ) -> Architecture:
     """The architecture with symmetries that hold: where some do not, those of their edges are left out, and told.
+
+    `sizes`: as for `verify`.
 
     Raises:
         TraceError: The network is not traced rightly, whatever is left out.
     """
     table = architecture.table
     try:
-        verify(architecture, weights, example, downlink=downlink)
+        verify(architecture, weights, example, downlink=downlink, sizes=sizes)
         return architecture
     except TraceError:
         if table is None or table.symmetry is None:
@@ -230,13 +239,13 @@ def verified(
     for classes in table.symmetry.components():
         alone = dataclasses.replace(table, symmetry=table.symmetry.only(classes))
         try:
-            verify(dataclasses.replace(architecture, table=alone), weights, example, downlink=downlink)
+            verify(dataclasses.replace(architecture, table=alone), weights, example, downlink=downlink, sizes=sizes)
         except TraceError:
             left = left.without(classes)
             where = table.symmetry.origin[int(classes[0])]
             pins.append(Pin("verification", where, "outputs or gradients differ under its secrets: it has none"))
     kept = dataclasses.replace(architecture, table=dataclasses.replace(table, symmetry=left, pins=tuple(pins)))
-    verify(kept, weights, example, downlink=downlink)
+    verify(kept, weights, example, downlink=downlink, sizes=sizes)
     return kept
 
 
@@ -246,13 +255,17 @@ def verify(
     example: Tensor,
     *,
     downlink: Rescaling | Decomposed = _DEFAULT,
+    sizes: Sequence[int] = (),
 ) -> None:
     """Refuse an architecture whose veiled outputs or recovered gradients are off by more than 1e-8 relative.
 
     `downlink` is the one that will be used; its head noise is left out. The secrets are chosen, so that the same
     network always gets the same answer.
 
-    Runs in float64 on the CPU, in evaluation mode and as clients train, without dropout.
+    Runs in float64 on the CPU, in evaluation mode and as clients train, without dropout; and on batches of other sizes,
+    because a network may ask how many samples it is given: 1, 7 and, where its code could ask, those of the run
+    (`sizes`, up to 512). Where the true network itself refuses a size, as batch normalisation does a single sample,
+    training would stop there as well, and nothing is compared.
     """
     cpu = architecture.to(device=torch.device("cpu"))
     exact = weights.to(device=torch.device("cpu"), dtype=torch.float64)
@@ -264,6 +277,19 @@ def verify(
         for veil, veiled in veils:
             output, gradient = _run(veiled, x, training=training)
             _compare(expected, (output, _recovered(veil, gradient)), "training" if training else "evaluation")
+    sized = cpu.table is not None and cpu.table.sized
+    asked = [min(size, _LARGEST) for size in sizes] if sized else []
+    others = (veils[1:3] or veils)[: None if sized else 1]
+    for size, training in dict.fromkeys([(1, False), *((size, True) for size in (1, _LARGER, *asked))]):
+        x = _probe(example, size)
+        try:
+            expected = _run(true, x, training=training)
+        except Exception:  # whatever the network's own code raises
+            continue
+        for veil, veiled in others:
+            output, gradient = _run(veiled, x, training=training)
+            mode = "training" if training else "evaluation"
+            _compare(expected, (output, _recovered(veil, gradient)), mode, f" and for a batch of {size}")
 
 
 def _chosen_veils(architecture: Architecture, weights: Weights, downlink: Rescaling | Decomposed) -> list[ScaledVeil]:
@@ -290,14 +316,14 @@ def _recovered(veil: ScaledVeil, gradient: Tensor) -> Tensor:
     return veil.recover(Mean(gradient[None], nothing, nothing)).gradient
 
 
-def _compare(true: tuple[Tensor, Tensor], veiled: tuple[Tensor, Tensor], mode: str) -> None:
+def _compare(true: tuple[Tensor, Tensor], veiled: tuple[Tensor, Tensor], mode: str, size: str = "") -> None:
     names = ("output", "recovered gradient")
     errors = [(name, _off(a, b)) for name, a, b in zip(names, true, veiled, strict=True)]
     what, error = max(errors, key=lambda pair: _rank(pair[1]))
     if not error < _TOLERANCE:
         raise TraceError(
             f"The veiled network's {what} differs from the true one by {error:.1e} relative (in {mode} "
-            "mode), so some operation is not traced rightly and training under a veil would be wrong. "
+            f"mode{size}), so some operation is not traced rightly and training under a veil would be wrong. "
             f"Nothing was trained. Use {spelled('scheme', 'fedavg')}, and please report the model."
         )
 

@@ -68,7 +68,7 @@ def elementwise(
 
 
 _HOMOGENEOUS = "relu leaky_relu abs"
-_ODD = "tanh softsign erf sin sinh asin asinh atan atanh tan hardtanh tanhshrink softshrink hardshrink sign erfinv"
+_ODD = "tanh softsign erf sin sinh asin asinh atan atanh tan tanhshrink softshrink hardshrink sign erfinv"
 _EVEN = "square cos cosh"
 _OTHERS = (
     "sigmoid logsigmoid log_sigmoid gelu silu swish elu selu celu softplus mish hardsigmoid hardswish relu6 exp exp2 "
@@ -96,6 +96,26 @@ def clamp(tracing: Tracing, out: Tensor, input: object, min: object = None, max:
     """clamp(min=0) is ReLU."""
     homogeneous = min == 0 and max in (None, 0.0)
     return elementwise(tracing, out, input, min, max, limits=POSITIVE if homogeneous else UNIT)
+
+
+@rule("hardtanh")
+def hardtanh(
+    tracing: Tracing,
+    out: Tensor,
+    input: object,
+    min_val: object = -1.0,
+    max_val: object = 1.0,
+    *_: object,
+    **__: object,
+) -> Tensor:
+    """Odd only between bounds that are each other's negative."""
+    odd = isinstance(min_val, (int, float)) and isinstance(max_val, (int, float)) and min_val == -max_val
+    return elementwise(tracing, out, input, min_val, max_val, limits=SIGNED if odd else UNIT)
+
+
+def _settings(module: object) -> tuple[float, ...]:
+    """What an activation's rule has to know of its layer."""
+    return (module.min_val, module.max_val) if type(module) is nn.Hardtanh else ()
 
 
 @rule("prelu")
@@ -544,7 +564,7 @@ def layer_ids(
     """The ids of what one of torch's own layers gives; None where it has no rule of its own here."""
     kind = type(module)
     if kind in ACTIVATIONS and not kwargs:
-        return LIMITED[ACTIVATIONS[kind]](tracing, out, *args)
+        return LIMITED[ACTIVATIONS[kind]](tracing, out, *args, *_settings(module))
     if isinstance(module, nn.GLU) and kind is nn.GLU:
         return gated(tracing, out, args[0], module.dim)
     if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and kind in (nn.Softmax, nn.LogSoftmax):
@@ -649,7 +669,7 @@ def _encoder_layer(tracing: Tracing, module: nn.TransformerEncoderLayer, edge: E
         linear1, linear2 = module.linear1, module.linear2
         hidden = project(tracing, along(tracing, x, -1), ref(linear1, "weight"), ref(linear1, "bias"))
         wide = Edge(edge.value.new_empty((*edge.value.shape[:-1], len(hidden))), place(hidden, -1, rank))
-        wide = Edge(wide.value, LIMITED[name](tracing, wide.value, wide))
+        wide = Edge(wide.value, LIMITED[name](tracing, wide.value, wide, *_settings(activation)))
         LIMITED["dropout"](tracing, wide.value, wide)
         made = project(tracing, along(tracing, wide, -1), ref(linear2, "weight"), ref(linear2, "bias"))
         return at(LIMITED["dropout"](tracing, edge.value, at(place(made, -1, rank))))

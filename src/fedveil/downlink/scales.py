@@ -106,6 +106,8 @@ class Tracing:
     line: str = ""
     """The line of the network's own code that is being followed, nets.py:12, where that is known."""
     produced: str | None = None
+    sized: bool = False
+    """Whether code that asks for the number of samples was followed for one number only."""
 
     @property
     def spot(self) -> str:
@@ -272,6 +274,8 @@ class ScaleTable:
     readers: tuple[Reader, ...] = ()
     symmetry: Symmetry | None = None
     """More than scales, where the family has it."""
+    sized: bool = False
+    """Whether the network's code may ask for the number of samples: torch.fx could not follow it."""
 
     def to(self, device: torch.device) -> ScaleTable:
         """The same table with its index arrays on another device."""

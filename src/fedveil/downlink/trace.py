@@ -508,7 +508,8 @@ def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleT
         else [entry for entry in entries if entry.into is not None and bool((entry.into != PINNED).any())]
     )
     readers = tuple(_reader(model, tracing, entry.name) for entry in reading)
-    return ScaleTable(classes, tuple(entries), norms, tuple(tracing.pins), head, refusal, readers, symmetry)
+    pins, sized = tuple(tracing.pins), tracing.sized
+    return ScaleTable(classes, tuple(entries), norms, pins, head, refusal, readers, symmetry, sized)
 
 
 def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
@@ -572,6 +573,7 @@ def walk(model: nn.Module, example: Tensor, *, family: str = "scale") -> Tracing
                     f"({_first_line(reason)}). Remove control flow that depends on values, "
                     f"or train it with {spelled('scheme', 'fedavg')}, which needs no trace."
                 ) from reason
+            tracing.sized = True
             for name in present:  # export looked into them and saw only their forward pass
                 tracing.opaque.append(name)
                 tracing.pin_everything(name, "a custom autograd function in a model that torch.fx cannot trace")

@@ -452,7 +452,7 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
         raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(architecture)
-    _refuse_moving_buffers(architecture, weights, example)
+    _refuse_moving_state(architecture, weights, example)
     return architecture, weights
 
 
@@ -479,8 +479,10 @@ def assemble_job(
     example = _example(pool, facts, dtype)
     augmentation = augmentation_of(config, facts.input_shape, text=facts.vocabulary is not None, own=augment)
     model = model.to(dtype).cpu()
+    counts = [len(data) for data in pool.clients]
+    sizes = [config.batch_size] if config.batch_size else sorted({min(counts), max(counts)} if counts else ())
     try:
-        architecture, weights, covered = _covered(config, scheme, model, example, facts)
+        architecture, weights, covered = _covered(config, scheme, model, example, facts, sizes)
     except TraceError as reason:
         others = _instead(config, model, example, facts, clients=len(pool)) if scheme.downlink.traced else ()
         if not others:
@@ -491,7 +493,7 @@ def assemble_job(
     if secret_epsilon(config, scheme):
         draw_secret_epsilon(weights, source.stream("epsilon"))
     if architecture.table is not None and architecture.table.symmetry is None:  # else it has been verified
-        verify(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
+        verify(architecture, weights, example, downlink=scheme.downlink, sizes=sizes)  # type: ignore[arg-type]
     architecture = architecture.to(device=device)
     weights = weights.to(device=device)
     return Job(
@@ -514,7 +516,7 @@ def assemble_job(
 
 
 def _covered(
-    config: RunConfig, scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts
+    config: RunConfig, scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts, sizes: Sequence[int] = ()
 ) -> tuple[Architecture, Weights, Coverage | None]:
     """What the scheme makes of a model, and how much of it a veil hides; too little is refused."""
     architecture, weights = drawn(scheme, model, example, facts)
@@ -523,7 +525,7 @@ def _covered(
     scheme.downlink.head_tensors(architecture)
     head = scheme.downlink.head_noise
     if architecture.table.symmetry is not None:
-        architecture = verified(architecture, weights, example, downlink=scheme.downlink)  # type: ignore[arg-type]
+        architecture = verified(architecture, weights, example, downlink=scheme.downlink, sizes=sizes)  # type: ignore[arg-type]
     assert architecture.table is not None
     covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
     require_coverage(covered, minimum=config.min_coverage)
@@ -552,9 +554,26 @@ def _instead(
     return tuple(fitting)
 
 
-def _refuse_moving_buffers(architecture: Architecture, weights: Weights, example: Tensor) -> None:
-    """A buffer that training moves would be a hidden state of one machine: neither sent, summed nor saved."""
+def _plain_state(module: nn.Module) -> dict[str, object]:
+    """The numbers, truth values and strings, and lists of them, that layers keep as attributes."""
+
+    def plain(value: object) -> bool:
+        if isinstance(value, dict):
+            return plain([*value.keys(), *value.values()])
+        return all(map(plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
+
+    return {
+        f"{path}.{name}".lstrip("."): copy.deepcopy(value)
+        for path, layer in module.named_modules()
+        for name, value in vars(layer).items()
+        if plain(value)
+    }
+
+
+def _refuse_moving_state(architecture: Architecture, weights: Weights, example: Tensor) -> None:
+    """What training moves beside parameters would be a hidden state of one machine: neither sent, summed nor saved."""
     module = assemble(architecture, weights).train()
+    before = _plain_state(module)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         module(example.to(weights.parameters.dtype) if example.is_floating_point() else example)
     moved = [name for name, value in weights.buffers.items() if not torch.equal(module.get_buffer(name), value)]
@@ -562,6 +581,13 @@ def _refuse_moving_buffers(architecture: Architecture, weights: Weights, example
         raise TraceError(
             f"The model changes its buffer {moved[0]!r} while it trains, and buffers other than BatchNorm's running "
             "statistics are not sent or averaged. Use BatchNorm or GroupNorm, or keep the buffer constant."
+        )
+    after = _plain_state(module)
+    changed = [name for name, value in before.items() if name in after and repr(after[name]) != repr(value)]
+    if changed:
+        raise TraceError(
+            f"The model changes its attribute {changed[0]!r} when it is called, and what it then computes would depend "
+            "on how often each machine has called it. Keep the attribute constant, or make what it says an input."
         )
 
 
