@@ -582,12 +582,14 @@ def _refuse_moving_state(architecture: Architecture, weights: Weights, example: 
             f"The model changes its buffer {moved[0]!r} while it trains, and buffers other than BatchNorm's running "
             "statistics are not sent or averaged. Use BatchNorm or GroupNorm, or keep the buffer constant."
         )
+    if architecture.table is None:  # under noise, what remembers samples is looked for by its effect
+        return
     after = _plain_state(module)
     changed = [name for name, value in before.items() if name in after and repr(after[name]) != repr(value)]
     if changed:
         raise TraceError(
-            f"The model changes its attribute {changed[0]!r} when it is called, and what it then computes would depend "
-            "on how often each machine has called it. Keep the attribute constant, or make what it says an input."
+            f"The model changes its attribute {changed[0]!r} when it is called, and a veil is worked out for one "
+            "state of it. Keep the attribute constant, or make what it says an input."
         )
 
 
