@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedveil
+from benchmarks.peers.workloads import NETWORKS, WORKLOADS, Workload
 from benchmarks.rows import Row
 from benchmarks.timing import Ratio
-from fedveil.models.networks import cifar_resnet, cnn
 from fedveil.protocol.cohort import Cohort
 from fedveil.work import Batches
 
@@ -33,49 +33,28 @@ _SEED = 1
 class Setting:
     """What both sides train, and the most that the engine may take of the loop's time."""
 
-    what: str
-    network: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    clients: int
-    cohort: int
-    samples: int
-    batch: int
-    lr: float
-    most: float | None
+    workload: Workload
+    most: float
     settings: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def local(self) -> bool:
-        """Whether a round is an epoch of local training."""
-        return "local_epochs" in self.settings
+    def network(self) -> nn.Module:
+        """The untrained network."""
+        return NETWORKS[self.workload.network]()
 
     def data(self) -> list[tuple[Tensor, Tensor]]:
         """Every client's samples."""
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(self.clients, self.samples, *self.shape, generator=generator)
-        y = torch.randint(0, 10, (self.clients, self.samples), generator=generator)
+        size = self.workload.clients, self.workload.samples
+        x = torch.randn(*size, *self.workload.shape, generator=generator)
+        y = torch.randint(0, 10, size, generator=generator)
         return list(zip(x, y, strict=True))
 
 
-def _logistic() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-
-
+_WORKLOADS = {workload.name: workload for workload in WORKLOADS}
 SETTINGS = (
-    Setting("LR_MNIST, 10 of 1,000", _logistic, (1, 28, 28), 1000, 10, 60, 10, 0.03, 1.15, {"local_epochs": 1}),
-    Setting("CNN, 100 × 60", lambda: cnn(input_shape=(1, 28, 28), outputs=10), (1, 28, 28), 100, 100, 60, 60, 0.1, 1.0),
-    Setting(
-        "ResNet-20, GroupNorm, 10 × 32",
-        lambda: cifar_resnet(3)(input_shape=(3, 32, 32), outputs=10, norm="group"),
-        (3, 32, 32),
-        10,
-        10,
-        32,
-        32,
-        0.01,
-        1.05,
-        {"bn_eps": "public"},
-    ),
+    Setting(_WORKLOADS["lr-mnist"], 1.15, {"local_epochs": 1}),
+    Setting(_WORKLOADS["cnn"], 1.0),
+    Setting(_WORKLOADS["resnet20"], 1.05, {"bn_eps": "public"}),
 )
 
 
@@ -88,9 +67,10 @@ def simulation(*, repeats: int) -> list[Row]:
 def _trained(setting: Setting, repeats: int, **further: Any) -> fedveil.Trained:
     """Two rounds to warm up, then `repeats`."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"rounds": repeats + 2, "batch_size": setting.batch, "lr": setting.lr, "seed": _SEED}
-    if setting.cohort < setting.clients:
-        given["cohort"] = setting.cohort
+    task = setting.workload
+    given: dict[str, Any] = {"rounds": repeats + 2, "batch_size": task.batch, "lr": task.lr, "seed": _SEED}
+    if task.cohort < task.clients:
+        given["cohort"] = task.cohort
     given |= {"loss": "cross-entropy", "evaluate_every": 0, "progress": False, **further, **setting.settings}
     return fedveil.train(setting.network(), setting.data(), scheme="fedavg", **given)
 
@@ -103,13 +83,14 @@ def _on_two_cores(setting: Setting, repeats: int) -> Row:
     ratios = sorted(a / b for a, b in zip(sorted(one), sorted(two), strict=True))
     measured = Ratio(statistics.median(one) / statistics.median(two), ratios[0], ratios[-1])
     note = f"{1e3 * statistics.median(two):.2f} ms against {1e3 * statistics.median(one):.2f}"
-    return Row(f"a round of {setting.what}: one worker", "two workers", measured, 1.7, at_least=True, note=note)
+    what = f"a round of {setting.workload.what}: one worker"
+    return Row(what, "two workers", measured, 1.7, at_least=True, note=note)
 
 
 def _compared(setting: Setting, repeats: int) -> Row:
     torch.manual_seed(0)
     net = setting.network()
-    loop = _loop(setting, net, setting.data())
+    loop = _loop(setting.workload, net, setting.data())
     ours, plain = [], [0.0]
 
     def in_turn(row: dict[str, Any]) -> None:
@@ -124,14 +105,14 @@ def _compared(setting: Setting, repeats: int) -> Row:
     mine, theirs = (1e3 * statistics.median(seconds) for seconds in zip(*pairs, strict=True))
     note = f"{mine:.2f} ms against {theirs:.2f}"
     measured = Ratio(statistics.median(ratios), ratios[0], ratios[-1])
-    return Row(f"a round of {setting.what}", "plain PyTorch loop", measured, setting.most, note=note)
+    return Row(f"a round of {setting.workload.what}", "plain PyTorch loop", measured, setting.most, note=note)
 
 
-def _loop(setting: Setting, net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Iterator[float]:
+def _loop(task: Workload, net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Iterator[float]:
     """Seconds of each round of plain federated averaging."""
     local = copy.deepcopy(net)
     weights, own = list(net.parameters()), list(local.parameters())
-    batches, cohort = Batches(setting.batch, _SEED), Cohort(setting.clients, setting.cohort, _SEED)
+    batches, cohort = Batches(task.batch, _SEED), Cohort(task.clients, task.cohort, _SEED)
     round_ = 0
     while True:
         start = time.perf_counter()
@@ -141,21 +122,20 @@ def _loop(setting: Setting, net: nn.Module, data: list[tuple[Tensor, Tensor]]) -
             x, y = data[client]
             with torch.no_grad():
                 torch._foreach_copy_(own, weights)
-            steps = setting.samples // setting.batch if setting.local else 1
-            for step in range(steps):
-                rows = batches.indices(client=client, samples=setting.samples, step=round_ * steps + step)
+            for step in range(task.steps):
+                rows = batches.indices(client=client, samples=task.samples, step=round_ * task.steps + step)
                 loss = F.cross_entropy(local(x[rows]), y[rows])
                 grads = torch.autograd.grad(loss, own)
                 with torch.no_grad():
-                    if setting.local:
-                        torch._foreach_add_(own, grads, alpha=-setting.lr)
+                    if task.local:
+                        torch._foreach_add_(own, grads, alpha=-task.lr)
                     else:
                         torch._foreach_add_(total, grads)
-            if setting.local:
+            if task.local:
                 with torch.no_grad():
                     torch._foreach_add_(total, torch._foreach_sub(weights, own))
         with torch.no_grad():
-            torch._foreach_add_(weights, total, alpha=-(1.0 if setting.local else setting.lr) / len(chosen))
+            torch._foreach_add_(weights, total, alpha=-(1.0 if task.local else task.lr) / len(chosen))
         round_ += 1
         yield time.perf_counter() - start
 

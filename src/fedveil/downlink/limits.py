@@ -19,36 +19,28 @@ from torch.utils import _pytree as pytree
 from fedveil.downlink.rules import (
     RULES,
     NoRuleError,
+    Rule,
     aligned,
     as_edge,
     convolution,
     fresh_out,
     normalised,
     over_space,
+    registering,
     weighted,
 )
 from fedveil.downlink.scales import Edge, ParameterRef, Tracing, along, level, place
 from fedveil.downlink.slots import Heads, SlotSet
 from fedveil.downlink.symmetry import ISOMETRY, POSITIVE, SPARSE, UNIT
 
-Rule = Callable[..., Any]
 LIMITED: dict[str, Rule] = {}
+rule = registering(LIMITED)
 SIGNED = SPARSE | ISOMETRY
 
 
 def _slots(tracing: Tracing) -> SlotSet:
     assert tracing.slots is not None
     return tracing.slots
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule under operation names."""
-
-    def register(function: Rule) -> Rule:
-        LIMITED.update(dict.fromkeys(names, function))
-        return function
-
-    return register
 
 
 # -- element by element ------------------------------------------------------------------------------

@@ -40,15 +40,20 @@ class NoRuleError(Exception):
     """The operation cannot carry scales with these arguments; its text is the reason."""
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule under operation names."""
+def registering(table: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """A decorator that takes operation names and enters a rule in the table under them."""
 
-    def register(function: Rule) -> Rule:
-        for name in names:
-            RULES[name] = function
-        return function
+    def rule(*names: str) -> Callable[[Rule], Rule]:
+        def register(function: Rule) -> Rule:
+            table.update(dict.fromkeys(names, function))
+            return function
 
-    return register
+        return register
+
+    return rule
+
+
+rule = registering(RULES)
 
 
 def operation_name(target: object) -> str | None:

@@ -17,7 +17,7 @@ and so on. A rule that reads channels by number therefore only has to say which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product as combinations
 
@@ -35,6 +35,29 @@ def broadcast(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Both arrays expanded to their common shape."""
     shape = np.broadcast_shapes(left.shape, right.shape)  # torch's own loads a second's worth of symbolic algebra
     return left.expand(shape), right.expand(shape)
+
+
+def _representative(parent: list[int], number: int) -> int:
+    """Union-find's root, the path to it halved."""
+    while parent[number] != number:
+        parent[number] = parent[parent[number]]
+        number = parent[number]
+    return number
+
+
+def _each(ids: Tensor, of: Callable[[int], int]) -> Tensor:
+    """A number for every id, asked once for each that differs; same shape."""
+    unique, inverse = torch.unique(ids, return_inverse=True)
+    return torch.tensor([of(number) for number in unique.tolist()], dtype=torch.int64)[inverse].reshape(ids.shape)
+
+
+def _paired(left: Tensor, right: Tensor) -> tuple[list[list[int]], Tensor]:
+    """The different pairs of two arrays that broadcast, and for every element which one it is."""
+    first, second = broadcast(left, right)
+    pairs, inverse = torch.unique(
+        torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
+    )
+    return pairs.tolist(), inverse.reshape(first.shape)
 
 
 class ClassSet:
@@ -57,29 +80,22 @@ class ClassSet:
         return torch.arange(len(self._parent))
 
     def _root(self, scale: int) -> int:
-        parent = self._parent
-        while parent[scale] != scale:
-            parent[scale] = parent[parent[scale]]
-            scale = parent[scale]
+        scale = _representative(self._parent, scale)
         if scale in self._products:
             left, right = (self._root(factor) for factor in self._products[scale])
             if PINNED in (left, right):
                 del self._products[scale]
-                parent[scale] = right if left == PINNED else left
-                return parent[scale]
+                self._parent[scale] = right if left == PINNED else left
+                return self._parent[scale]
         return scale
 
     def find(self, ids: Tensor) -> Tensor:
         """The representative of every id, same shape."""
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        roots = torch.tensor([self._root(int(scale)) for scale in unique], dtype=torch.int64)
-        return roots[inverse].reshape(ids.shape)
+        return _each(ids, self._root)
 
     def unite(self, left: Tensor, right: Tensor) -> None:
         """Force equal scales element by element (arrays broadcast against each other)."""
-        first, second = broadcast(left, right)
-        pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
-        for scale, other in pairs.tolist():
+        for scale, other in _paired(left, right)[0]:
             self._unite(scale, other)
 
     def _unite(self, scale: int, other: int) -> None:
@@ -105,19 +121,16 @@ class ClassSet:
 
     def product(self, left: Tensor, right: Tensor) -> Tensor:
         """Classes whose scale is the product of the two operands' scales."""
-        first, second = broadcast(self.find(left), self.find(right))
-        pairs, inverse = torch.unique(
-            torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0, return_inverse=True
-        )
+        pairs, inverse = _paired(self.find(left), self.find(right))
         made = []
-        for scale, other in pairs.tolist():
+        for scale, other in pairs:
             if PINNED in (scale, other):
                 made.append(max(scale, other))
             else:
                 new = int(self.fresh(1)[0])
                 self._products[new] = (scale, other)
                 made.append(new)
-        return torch.tensor(made, dtype=torch.int64)[inverse].reshape(first.shape)
+        return torch.tensor(made, dtype=torch.int64)[inverse]
 
     def compile(self) -> tuple[Classes, Tensor]:
         """The compact classes, and for every id ever made its compact index."""
@@ -248,23 +261,16 @@ class SlotSet(ClassSet):
 
     def slot(self, number: int) -> int:
         """The representative of an id's slot."""
-        parent = self._slot
-        while parent[number] != number:
-            parent[number] = parent[parent[number]]
-            number = parent[number]
-        return number
+        return _representative(self._slot, number)
 
     def slots(self, ids: Tensor) -> Tensor:
         """The representatives of all ids' slots, same shape."""
-        unique, inverse = torch.unique(ids, return_inverse=True)
-        return torch.tensor([self.slot(int(one)) for one in unique], dtype=torch.int64)[inverse].reshape(ids.shape)
+        return _each(ids, self.slot)
 
     def tie(self, left: Tensor, right: Tensor) -> None:
         """Force equal slots element by element."""
-        first, second = broadcast(left, right)
-        pairs = torch.unique(torch.stack([first.reshape(-1), second.reshape(-1)], dim=1), dim=0)
-        for one, other in pairs.tolist():
-            self._tie(one, other)
+        for number, other in _paired(left, right)[0]:
+            self._tie(number, other)
 
     def _tie(self, number: int, other: int) -> None:
         low, high = sorted((self.slot(number), self.slot(other)))

@@ -296,35 +296,25 @@ class LSTMClassifier(RecurrentClassifier):
         return state + present * (said - state), cell + present * (renewed - cell)
 
 
-def gru(
-    *,
-    input_shape: tuple[int, ...],
-    outputs: int,
-    vocabulary: int,
-    embedding: int = 64,
-    hidden: int = 64,
-) -> nn.Module:
-    """A GRU over ``input_shape[0]`` token ids below ``vocabulary``."""
-    at_least(1, embedding=embedding, hidden=hidden)
-    return GRUClassifier(
-        steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
-    )
+def _recurrent(cell: type[RecurrentClassifier]) -> Callable[..., nn.Module]:
+    """The builder of one of the recurrent networks."""
+
+    def build(
+        *,
+        input_shape: tuple[int, ...],
+        outputs: int,
+        vocabulary: int,
+        embedding: int = 64,
+        hidden: int = 64,
+    ) -> nn.Module:
+        at_least(1, embedding=embedding, hidden=hidden)
+        return cell(steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs)
+
+    return build
 
 
-def lstm(
-    *,
-    input_shape: tuple[int, ...],
-    outputs: int,
-    vocabulary: int,
-    embedding: int = 64,
-    hidden: int = 64,
-) -> nn.Module:
-    """An LSTM over ``input_shape[0]`` token ids below ``vocabulary``."""
-    at_least(1, embedding=embedding, hidden=hidden)
-    return LSTMClassifier(
-        steps=input_shape[0], vocabulary=vocabulary, embedding=embedding, hidden=hidden, outputs=outputs
-    )
-
+gru = _recurrent(GRUClassifier)
+lstm = _recurrent(LSTMClassifier)
 
 SMALL_IMAGE = 64
 
