@@ -33,6 +33,8 @@ class Code(StrEnum):
     """Weights are loaded under a veil, and nobody has said whether others know them."""
     EXTRA = "extra"
     STATE = "state"
+    FULL = "full"
+    """A client keeps as many runs as its owner allows."""
     INTERNAL = "internal"
     LOST = "lost"
     SILENT = "silent"

@@ -37,10 +37,14 @@ class Extras:
     """Seconds that a phase of a round may take before a client that has not answered counts as missing."""
     data: str = ""
     """The module of the app folder that describes the data; empty: the data set that the settings name."""
+    keep_days: float = 365.0
+    """Days after which the checkpoints of finished runs beside this one are deleted."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.deadline) and self.deadline > 0):
             raise ConfigError(f"deadline must be a positive number of seconds (got {self.deadline}).")
+        if not (math.isfinite(self.keep_days) and self.keep_days > 0):
+            raise ConfigError(f"keep_days must be a positive number of days (got {self.keep_days}).")
         if self.resume and not self.out:
             raise ConfigError("resume needs the folder of the run to continue: give out as well.")
         if self.data and not all(part.isidentifier() for part in self.data.split(".")):
@@ -159,6 +163,8 @@ resume = false
 deadline = <<deadline>>
 # Module of this folder that describes your own data; "": the data set named by `dataset`.
 data = <<data>>
+# When a run begins: delete checkpoints of finished runs beside its folder that ended more days ago. All else is kept.
+keep-days = <<keep_days>>
 # JSON object of further settings, which win: how a command line hands over what is not written above.
 <<further>> = ""
 <<options>>"""
@@ -278,6 +284,7 @@ def create_app(folder: str | Path, config: RunConfig, *, own_data: bool = False,
         "settings": "\n".join(f"{key.replace('_', '-')} = {toml_of(value)}" for key, value in shown.items()),
         "deadline": toml_of(extras.deadline),
         "data": toml_of(extras.data),
+        "keep_days": toml_of(extras.keep_days),
         "further": FURTHER,
         "options": _table(config.model_options),
     }

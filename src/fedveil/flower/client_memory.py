@@ -7,6 +7,8 @@ again gets the same reply and is not answered anew.
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,9 +26,11 @@ _KEY_BYTES = 32
 _EPOCH_BYTES = 8
 _RUN, _START, _SPENT = "run on Flower", "model a run begins with", "privacy spent in all runs"
 _PROMISE = "promise of a run"
+_OF_A_RUN = re.compile(r"([0-9a-f]{32})\.(?:run|promise|start)\.sealed")
+_DAY = 86_400.0
 _REMEDIES = {
-    _RUN: "Going on from it would use masks and noise a second time: this client stays out of that run, and "
-    "can in new ones.",
+    _RUN: "Going on from it would use masks and noise a second time: this client stays out of that run, as it does "
+    "where the run's last message is longer ago than keep_days, and can take part in new ones.",
     _SPENT: "What this client has spent is not known without it, and counting from nothing would spend it again. Put "
     "the newest copy back; or, to decide that the account begins anew, delete spent.sealed and epochs/spent.",
 }
@@ -169,6 +173,28 @@ class Memory:
         """Add to what was spent in all runs together."""
         if more > 0:
             self._write("spent", _SPENT, pack({"spent": self.spent() + more}, {}))
+
+    def runs(self) -> dict[str, float]:
+        """When something was last written of each run that is remembered, by the file system's clock."""
+        written: dict[str, float] = {}
+        for file in self._folder.iterdir():
+            if name := _OF_A_RUN.fullmatch(file.name):
+                written[name[1]] = max(written.get(name[1], 0.0), file.stat().st_mtime)
+        return written
+
+    def prune(self, *, days: float, spare: str = "") -> list[str]:
+        """Delete what is remembered of runs, but not of `spare`, that nothing was written of for `days`; returns which.
+
+        Their numbers in epochs/ stay, so that such a run is missed and never taken up again as a new one. What was
+        spent in all runs together belongs to none of them.
+        """
+        latest = time.time() - _DAY * days
+        over = [lineage for lineage, written in self.runs().items() if written < latest and lineage != spare]
+        for lineage in over:
+            self.keep_start(lineage, None)
+            for part in ("promise", "run"):
+                (self._folder / f"{lineage}.{part}.sealed").unlink(missing_ok=True)
+        return over
 
     def _read(self, name: str, purpose: str, *, least: int | None = None) -> _Stored | None:
         """What was written last, if anything was; `least` is how old it may be, where that is older than the last."""

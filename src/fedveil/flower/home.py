@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -40,6 +41,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "policy": str,
     "models": list,
     "idle_hours": (int, float),
+    "keep_days": (int, float),
+    "max_runs": int,
     "socket": str,
     "worker_user": (str, int),
     "courier_user": (str, int),
@@ -62,6 +65,8 @@ class Home:
     models: tuple[str, ...] = ()
     simulation: bool = False
     device: str = "cpu"
+    keep_days: float = 180.0
+    max_runs: int = 256
     require: Mapping[str, Accepted] = field(default_factory=dict)
 
     @property
@@ -86,6 +91,10 @@ class Home:
         for name, file in files.items():
             if not file.is_file():
                 raise ConfigError(f"{where}: {name} names {file}, where no file is.")
+        if not 0 < given.get("keep_days", Home.keep_days) < math.inf:
+            raise ConfigError(f"{where}: keep_days must be a positive number of days (got {given['keep_days']}).")
+        if given.get("max_runs", Home.max_runs) < 1:
+            raise ConfigError(f"{where}: max_runs must be 1 or more (got {given['max_runs']}).")
         require = given.get("require", {})
         known = {setting.name for setting in fields(RunConfig)}
         for name in require:
@@ -101,6 +110,8 @@ class Home:
             models=tuple(given.get("models", ())),
             simulation=given.get("simulation", False),
             device=given.get("device", "cpu"),
+            keep_days=float(given.get("keep_days", Home.keep_days)),
+            max_runs=given.get("max_runs", Home.max_runs),
             require=read_required({name.replace("-", "_"): value for name, value in require.items()}, where=str(where)),
         )
 
@@ -138,6 +149,7 @@ class Home:
             *terms_of(self.require, where=SETTINGS),
             Term("model", f"those of `fedveil models`; own architectures: {own}", SETTINGS),
             Term("simulations", simulated, SETTINGS),
+            Term("runs", f"{self.max_runs} kept, each for {self.keep_days:g} days after its last message", SETTINGS),
         ]
         if self.policy is None:
             what = "what it aims at, in each run anew"
@@ -206,6 +218,8 @@ def create_home(
         models=f"models = {json.dumps(list(models))}" if models else '# models = ["net.py:make"]',
         require=_requirements(require or {}),
         simulation=toml_of(simulation),
+        keep_days=Home.keep_days,
+        max_runs=Home.max_runs,
     )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "state").mkdir(exist_ok=True, mode=0o700)
@@ -257,6 +271,11 @@ device = "cpu"
 
 # The worker ends when nothing came for so many hours; the next message starts it again.
 idle_hours = 24
+
+# What only going on with a run needs is deleted so many days after its last message; this client then stays out of
+# that run. What all runs together have spent is kept. While max_runs of them are kept, new ones are refused.
+keep_days = {keep_days:g}
+max_runs = {max_runs}
 
 # What a run's settings must be for this client to take part: a value, a list of them, or {{ min = …, max = … }}. What
 # proofs rest on has bounds in any case, which this replaces; `fedveil flower client HOME --show` lists all of them.

@@ -20,6 +20,7 @@ from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.client_memory import Memory, Promise, Remembered
 from fedveil.flower.home import Home, own_data
 from fedveil.flower.messages import RollCall, Setup, present
+from fedveil.flower.worker_client import SETTINGS
 from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import decode, encode
@@ -129,6 +130,7 @@ class MessageHandler:
         self._memory = Memory(self._home.state)
         self._side: tuple[tuple[str, str], Side] | None = None
         self._latest: tuple[str, Remembered] | None = None
+        self._prune("")
 
     def handle(self, parcel: bytes) -> bytes:
         """The reply to a parcel: an answer, or the code of a refusal. Details stay in this machine's log."""
@@ -143,6 +145,7 @@ class MessageHandler:
             return self._refused(Code.PROTOCOL)
         try:
             self._look_at_home()
+            self._admit(setup)
             if isinstance(request, RollCall):
                 return self._present(setup, request)
             return self._answered(setup, message, request, private)
@@ -154,6 +157,23 @@ class MessageHandler:
         """What the owner has changed since counts from the next message on."""
         if (now := self._home.stamp()) != self._read_at:
             self._home, self._read_at, self._side = Home.read(self._home.path), now, None
+
+    def _prune(self, lineage: str) -> None:
+        """Let go of runs of which nothing was heard for long."""
+        for name in self._memory.prune(days=self._home.keep_days, spare=lineage):
+            _LOG.info("run %s: nothing came for %g days, its state is deleted", name, self._home.keep_days)
+
+    def _admit(self, setup: Setup) -> None:
+        """Refuse a new run where as many as the owner allows are kept, before anything is built for it."""
+        if (self._latest is not None and self._latest[0] == setup.lineage) or setup.lineage in self._memory.runs():
+            return
+        self._prune(setup.lineage)
+        if len(self._memory.runs()) >= self._home.max_runs:
+            raise ProtocolError(
+                f"{self._home.max_runs} runs are kept here, and no more are allowed: raise max_runs in "
+                f"{self._home.path / SETTINGS}, or lower keep_days there",
+                code=Code.FULL,
+            )
 
     @property
     def _device(self) -> torch.device:

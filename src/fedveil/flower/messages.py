@@ -175,6 +175,7 @@ TEXTS: dict[Code, str] = {
     Code.NUMBERS: "its training gave numbers that are not finite or too large",
     Code.EXTRA: "a package that the scheme needs is not installed on its machine",
     Code.STATE: "what it remembers of the run is damaged or belongs to another run",
+    Code.FULL: "it keeps as many runs as its owner allows, and takes part in no other one until some are old enough",
     Code.INTERNAL: "something failed on its machine; its own log says what",
     Code.LOST: "its worker died twice over one message",
     Code.SILENT: "its worker did not answer in time",

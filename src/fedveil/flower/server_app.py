@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -148,7 +150,8 @@ def _serve(grid: Grid, context: Context) -> None:
     events = Events(folder)
     for text in warnings:
         events.note("note", text)
-    standing = RelayProgress.read(folder.relay_file) if extras.resume and not job.model_here else None
+    prune_beside(folder, days=extras.keep_days)
+    standing = _standing(folder, config) if extras.resume and not job.model_here else None
     train = partial(train_on_flower, grid=grid, folder=folder, extras=extras, events=events, standing=standing)
 
     def say(text: str) -> None:
@@ -171,6 +174,49 @@ def _serve(grid: Grid, context: Context) -> None:
             kept.append(standing.row)
         summary = train_into(job, folder, state, earlier=kept, quiet=True, say=say, train=train)
     tell("done", out=str(folder.path), summary=summary)
+
+
+def prune_beside(folder: RunFolder, *, days: float) -> list[Path]:
+    """Delete what only going on needs of finished runs on Flower that lie beside this one and ended `days` ago.
+
+    Models, ledgers, privacy journals, metrics and events stay. Returns the folders that were pruned.
+    """
+    before = time.time() - 86_400.0 * days
+    pruned = []
+    for path in _beside(folder.path):
+        other = RunFolder(path, engine="flower")
+        try:
+            if other.summary_file.stat().st_mtime > before:
+                continue
+            other.stored_settings()  # refuses the folders of another engine
+            if other.checkpoints.is_dir() or other.relay_file.exists():
+                other.take()
+                shutil.rmtree(other.checkpoints, ignore_errors=True)
+                other.relay_file.unlink(missing_ok=True)
+                other.note("pruned", f"the run ended more than {days:g} days ago: what only going on needs is deleted")
+                pruned.append(path)
+        except (CheckpointError, ConfigError, OSError):
+            continue  # not finished, in use, damaged, or somebody else's: it is left as it is
+        finally:
+            other.release()
+    return pruned
+
+
+def _beside(path: Path) -> list[Path]:
+    try:
+        return sorted(other for other in path.parent.iterdir() if other != path and not other.is_symlink())
+    except OSError:
+        return []
+
+
+def _standing(folder: RunFolder, config: RunConfig) -> RelayProgress | None:
+    standing = RelayProgress.read(folder.relay_file)
+    if standing is None and (reached := folder.reached()) and folder.finished(config) is None:
+        raise CheckpointError(
+            f"{folder.relay_file} is gone, which says how far clients came in {reached} rounds: the run cannot go on. "
+            "Its clients have their models (in their own folders). Begin a new run."
+        )
+    return standing
 
 
 def _given(context: Context) -> dict[str, Any]:
