@@ -44,6 +44,12 @@ def init(
     folder: Path = typer.Argument(..., help="A new or empty folder, named with letters, digits and hyphens."),
     own_data: bool = typer.Option(False, "--own-data", help="Add fedveil_data.py, which describes data of your own."),
     deadline: float = typer.Option(600.0, "--deadline", help="Seconds that a phase of a round may take."),
+    deploy: bool = typer.Option(
+        False, "--deploy", help="Add deploy/: service units and compose files for real machines, under TLS."
+    ),
+    server: str = typer.Option(
+        "server.example.org:8443", "--server", help="With --deploy: where nodes reach the server, name:port."
+    ),
     config: Config = None,
     *,
     flags: dict[str, Any],
@@ -55,14 +61,21 @@ def init(
       fedveil flower init app --scheme veil-secagg --rounds 20
 
       fedveil flower init app --own-data --clients 5 --scheme veil-dp --epsilon 2
+
+      fedveil flower init app --deploy --server flower.example.org:8443
     """
     from fedveil.config import RunConfig
     from fedveil.flower.app_folder import create_app
+    from fedveil.flower.deployment import Deployment
 
     settings = located_here(read_settings(config, flags))
     planned = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **settings})
+    deployment = Deployment(superlink=server)
     project = create_app(folder, planned, own_data=own_data, deadline=deadline)
     plainly(f"wrote {project}: {planned.scheme}, {planned.clients} clients, {planned.rounds} rounds")
+    if deploy:
+        deployment.write(folder / "deploy")
+        plainly(f"wrote services for the server and for clients: see {folder / 'deploy' / 'README.md'}")
     if own_data:
         plainly(f"describe your data in {folder / 'fedveil_data.py'}, and copy it into every client's home")
     data = f" --data {folder / 'fedveil_data.py'}" if own_data else ""

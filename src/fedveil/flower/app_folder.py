@@ -193,7 +193,8 @@ the code is FedVeil's, installed on every machine that takes part.
 1. On the SuperLink's machine, once: `fedveil flower certificates certificates --host NAME`.
 2. On every client's machine, once: `fedveil flower client HOME --number N`, and `fedveil flower node-key node.key`.
    Hand `node.key.pub` to whoever runs the SuperLink, who registers it.
-3. Start Flower as `fedveil flower up --tls` prints it, with your machines' names.
+3. Start Flower as `fedveil flower up --tls` prints it, with your machines' names; `fedveil flower init --deploy` writes
+   service units and compose files for that.
 4. `fedveil flower run <<folder>> --superlink NAME`, where NAME is a connection of your Flower configuration.
 
 A client's home (`HOME/client.toml`) says which data it trains on, whose keys it trusts, and which settings it accepts.

@@ -34,6 +34,8 @@ _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # An app folder of ours lists no dependencies; without this the SuperLink would look for some over the network.
 _OWN_PACKAGES = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
 _PROMPT = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
+FLOWER_VARIABLES = {**_QUIET, **_OWN_PACKAGES, **_PROMPT}
+"""What Flower's processes find in their environment, wherever they run."""
 
 
 COMMANDS = "fedveil.flower.commands"
@@ -72,7 +74,7 @@ def environment(flwr_home: Path | None = None, *, network: int | None = None) ->
         inherited["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in packages.split(os.pathsep) if path)
     own = {"FLWR_HOME": str(flwr_home)} if flwr_home is not None else {}
     within = {} if network is None else {VARIABLE: str(network)}
-    return {**inherited, **_QUIET, **_OWN_PACKAGES, **_PROMPT, **own, **within, "PYTHONUNBUFFERED": "1"}
+    return {**inherited, **FLOWER_VARIABLES, **own, **within, "PYTHONUNBUFFERED": "1"}
 
 
 def superlink_command(
