@@ -312,3 +312,14 @@ def test_the_log_starts_a_new_file_and_the_processes_output_goes_along(tmp_path:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["worker.log", "worker.log.1", "worker.log.2"]
     assert all(one.stat().st_size <= 1_000_100 for one in tmp_path.iterdir())
     assert path.read_bytes().endswith(b"the last words")
+
+
+def test_what_a_parcel_needs_is_loaded_before_one_comes(home: Path) -> None:
+    process = started(home)
+    try:
+        until(lambda: (home / "worker.log").exists() and "the message handler is ready" in logged(home))
+        assert alive(home)["handled"] == 0
+    finally:
+        stop(home)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 0

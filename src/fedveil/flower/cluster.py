@@ -41,7 +41,7 @@ from fedveil.flower.commands import (
 )
 from fedveil.flower.home import create_home
 from fedveil.flower.network import Network, entering
-from fedveil.flower.worker_client import SETTINGS, WORKER
+from fedveil.flower.worker_client import SETTINGS, WORKER, start
 from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
@@ -347,6 +347,9 @@ class Cluster:
             for node in range(self.nodes):
                 self._start(_node(node))
             self._await_nodes(range(self.nodes))
+            # The first message would start them, and wait until each has loaded torch.
+            for node in range(self.nodes):
+                start(self.places.home(node), within=entering(environment(network=self._remembered.network)))
         except BaseException:
             self.stop()
             raise

@@ -91,6 +91,7 @@ class Worker:
 
     def run(self) -> bool:
         """Serve until told to stop or idle for too long; False if a parcel in work had to be given up."""
+        self._line.submit(self._warm_up)
         why = self._accept_all()
         log.info("ending: %s", why)
         self._listener.close()
@@ -215,6 +216,13 @@ class Worker:
             self._handled += 1
         log.info("answered with %d bytes after %.1f s", len(reply), time.monotonic() - began)
         return FrameKind.REPLY, reply
+
+    def _warm_up(self) -> None:
+        """Load what the first parcel would have to wait for; what fails here is said again when that has come."""
+        try:
+            self._built_handler()
+        except Exception as reason:
+            log.warning("the message handler cannot be made yet: %s", reason)
 
     def _built_handler(self) -> Handler:
         if self._handler is None:

@@ -267,12 +267,18 @@ def _connected(home: Path, deadline: float) -> socket.socket | None:
             return sock
 
 
-def _start(home: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
+def start(home: Path, *, within: Sequence[str] = ()) -> None:
+    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command."""
+    if _lock_is_free(home):
+        _start(home.resolve(), (), within)
+
+
+def _start(home: Path, options: Sequence[str], within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     log = os.open(home / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         # -P: a file of HOME that is called like a module of Python's must not take its place.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", WORKER, str(home), *options],
+            [*within, sys.executable, "-P", "-m", WORKER, str(home), *options],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -348,7 +354,10 @@ def _signal_worker(home: Path, number: signal.Signals) -> None:
         return
     try:
         # The handle names one process for good: whatever is found now is true of the one that gets the signal.
-        if not _is_worker(home, int(pid)) and not select.select([process], [], [], 0)[0]:
+        if not _is_worker(home, int(pid)):
+            # One that is just ending has let go of its lock already, and nobody else is signalled in its place.
+            if select.select([process], [], [], 0)[0] or _lock_is_free(home):
+                return
             raise ConfigError(f"Process {pid}, named in {home / LOCK}, is not this folder's worker: end it yourself.")
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, number)
