@@ -56,3 +56,46 @@ def test_a_reply_that_is_never_uploaded_holds_up_neither_the_run_nor_the_others(
     noted = [(one["event"], one["client"], one["round"]) for one in events if "client" in one]
     assert noted[0] == ("missing", 0, 2)
     assert set(noted[1:]) <= {("late", 0, 2)}
+
+
+class Unhurried(InProcessGrid):
+    """Every reply is there five seconds after its message, by a clock that stands still while nobody sleeps."""
+
+    def __init__(self, homes: Iterable[Path]) -> None:
+        super().__init__(homes)
+        self.now = self.pushed = 0.0
+        self.looks: list[list[float]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def push_messages(self, messages: Any) -> list[str]:
+        self.pushed = self.now
+        self.looks.append([])
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        waited = self.now - self.pushed
+        self.looks[-1].append(waited)
+        return super().pull_messages(message_ids) if waited >= 5 else []
+
+
+def test_nobody_looks_for_replies_that_cannot_be_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look costs the SuperLink as much as a message: what is learnt from one phase holds for the next ones."""
+    grid = Unhurried(make_homes(tmp_path / "homes", 3))
+    monkeypatch.setattr(engine, "time", grid)
+    monkeypatch.setattr(engine, "_POLL", (0.05, 0.25))
+    settings = {**SETTINGS, "rounds": 3, "scheme": "fedavg", "deadline": 60.0}
+    serve(grid, context_of(out=str(tmp_path / "run"), **settings))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["clients"] for row in rows] == [3, 3, 3]
+    first, *later = grid.looks
+    assert len(later) == 3
+    assert first[0] == 0.0
+    for looks in later:
+        assert looks[0] >= 0.7 * 5
+        assert looks[-1] < 5 + 0.5
+        assert len(looks) < len(first) / 2

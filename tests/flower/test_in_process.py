@@ -490,7 +490,6 @@ def test_a_full_folder_is_refused_before_anything_is_asked(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        pytest.param({"record": True}, ConfigError, "local engine", id="record"),
         pytest.param({"simulate_dropout": 0.5}, ConfigError, "drop out by themselves", id="simulated dropout"),
         pytest.param({"lr": 1e30, "rounds": 30}, NumericError, "lower the learning rate", id="diverged"),
         pytest.param({"dataset": "nothing"}, ConfigError, "digits", id="unknown data"),

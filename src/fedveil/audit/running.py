@@ -306,6 +306,7 @@ def audit_run(
     workers: int | None = None,
     minutes: float | None = None,
     own: Mapping[str, str] | None = None,
+    seen: Sequence[str | Path] = (),
     say: Callable[[str], None] = lambda text: None,
     tick: Callable[[Tick], None] = lambda now: None,
 ) -> Audit:
@@ -325,6 +326,7 @@ def audit_run(
         minutes: What an attack may take on one view (default: 30, 10 if quick); one that would take longer says so.
         own: The caller's own code by setting (scheme, model, dataset), where the run had such: what a folder names
             is not run.
+        seen: Records that clients of a run on Flower kept themselves; the run's own is held to them.
         say: Gets remarks, a line each.
         tick: Gets the progress.
 
@@ -340,7 +342,7 @@ def audit_run(
     if minutes is not None and not minutes > 0:
         raise ConfigError(f"minutes must be above 0 (got {minutes}).")
     effort = Effort(quick=quick, seed=seed, device=device, minutes=minutes)
-    subject = from_folder(run, device=device, own=own, say=say)
+    subject = from_folder(run, device=device, own=own, seen=seen, say=say)
     facts = subject.record.facts
     about = {"scheme": facts.scheme, "dataset": subject.config.dataset, "model": facts.model}
     folder = Path(run) / "audit" if out is None else Path(out)

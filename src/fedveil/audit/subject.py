@@ -10,7 +10,7 @@ import hashlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,7 @@ from fedveil.audit.attacks.gradients import MOST_SAMPLES, client_gradient
 from fedveil.audit.judge import Judge, train_judge
 from fedveil.audit.measures import Likeness
 from fedveil.audit.metrics import psnr, random_level
-from fedveil.audit.record import Record, server_view
+from fedveil.audit.record import Record, client_view, server_view
 from fedveil.audit.views import ClientView, Message, Opened, ServerHistory, ServerView, View
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
@@ -156,13 +156,15 @@ def from_folder(
     *,
     device: str = "cpu",
     own: Mapping[str, str] | None = None,
+    seen: Sequence[str | Path] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> Subject:
     """A run's folder, if it was recorded; what has to be computed again is computed on `device`.
 
-    `own` is the caller's own code by setting (scheme, model, dataset), where the run had such.
+    `own` is the caller's own code by setting (scheme, model, dataset), where the run had such; `seen` are records that
+    clients kept themselves, which the folder's is held to.
     """
-    folder = RunFolder(path)
+    folder = RunFolder.of_any_engine(path)
     if not folder.config_file.exists():
         raise CheckpointError(f"{path} holds no run (there is no config.toml): give the folder of a recorded run.")
     if not folder.record.exists():
@@ -172,6 +174,11 @@ def from_folder(
             f"(and another {spelled('out')})."
         )
     config = folder.config(own, say=say)
+    if folder.own_data and "dataset" not in (own or {}):
+        raise ConfigError(
+            f"The data of the run in {path} stayed with its clients, and an audit compares with them: whoever may see "
+            f"them gives all of them, by code ({spelled('dataset', 'FILE.py:FUNCTION')})."
+        )
     if not folder.model_file.exists():
         raise CheckpointError(
             f"The run in {path} has no model yet: it was stopped. Finish it with `fedveil run --resume --out {path}`."
@@ -181,7 +188,31 @@ def from_folder(
     named = config.model if own and "model" in own else None
     trained = load_model(folder.model_file, model=named).module
     record = Record(folder.record, model=named)
+    for kept in seen:
+        say(_confirmed(record, Record(Path(kept), model=named)))
     return Subject(record, job_from_config(config.with_changes(device=device)), trained)
+
+
+def _confirmed(record: Record, kept: Record) -> str:
+    """Refuse a server's record that tells of other messages than a client kept itself; says what they agree on."""
+    if len(kept.clients) != 1:
+        raise CheckpointError(f"{kept.folder} is no record that a client kept: it tells of clients {kept.clients}.")
+    client = kept.clients[0]
+    told: dict[tuple[int, int, str, str], set[bytes]] = {}
+    for said in client_view(record, client).messages:
+        told.setdefault((said.round, said.attempt, said.phase, said.kind), set()).add(said.raw)
+    agreed = 0
+    for said in client_view(kept, client).messages:
+        known = told.get((said.round, said.attempt, said.phase, said.kind))
+        if known is not None and said.raw not in known:
+            raise CheckpointError(
+                f"The server's record and the one in {kept.folder} tell of another {said.phase} to client {client} in "
+                f"round {said.round}: one of them was changed, or the client was sent something else."
+            )
+        agreed += known is not None
+    if not agreed:
+        raise CheckpointError(f"The record in {kept.folder} has no message in common with the run's.")
+    return f"Client {client} kept {agreed} messages, as the server's record has them."
 
 
 def enacted(

@@ -38,6 +38,11 @@ def audit(
     minutes: float | None = typer.Option(
         None, help="Most minutes of an attack on one view; one that would take longer says so. (default: 30, quick: 10)"
     ),
+    client_record: list[Path] = typer.Option(
+        [],
+        "--client-record",
+        help="Of a run on Flower: what a client kept itself (HOME/records/…), which the run's record must agree with.",
+    ),
     model: flag.OwnModel = None,
     scheme: flag.OwnScheme = None,
     dataset: flag.OwnDataset = None,
@@ -85,6 +90,7 @@ def audit(
             workers=workers,
             minutes=minutes,
             own=flag.own_code(scheme=scheme, model=model, dataset=dataset),
+            seen=client_record,
             say=aside,
             tick=tick,
         )

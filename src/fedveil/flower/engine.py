@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 import threading
@@ -15,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedveil.crypto.keys import Roster
-from fedveil.engine.local import folded
+from fedveil.engine.local import Listen, folded
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.commands import Events
@@ -23,7 +24,7 @@ from fedveil.flower.messages import Present, RollCall, Setup, check_present, ref
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply
-from fedveil.protocol.phases import Ask, Gathered
+from fedveil.protocol.phases import Ask, Gathered, Heard
 
 _LOOK = 0.05
 _STUCK = 2.0
@@ -82,7 +83,10 @@ class Fetcher:
 
 
 _T = TypeVar("_T")
-_POLL = (0.05, 0.5)
+_POLL = (0.05, 0.25)
+_TOO_EARLY = 0.75
+"""The part of the shortest wait for a first reply so far in which nobody looks for one: every look costs the SuperLink
+as much as a message, on the machine where it may be needed for the reply."""
 _TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
@@ -116,6 +120,7 @@ class FlowerEngine:
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
+    `listen` hears what the server sends and receives.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class FlowerEngine:
         deadline: float,
         events: Events,
         roster: Roster | None = None,
+        listen: Listen | None = None,
     ) -> None:
         self._grid = grid
         self._setup = setup
@@ -134,6 +140,7 @@ class FlowerEngine:
         self._deadline = deadline
         self._events = events
         self._roster = roster
+        self._listen = listen
         self._assembly = min(_ASSEMBLY, deadline)
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
@@ -142,6 +149,7 @@ class FlowerEngine:
         self._rosters: dict[int, bytes] = {}
         self._overdue: dict[str, _Sent] = {}
         self._fetcher = Fetcher(grid)
+        self._soonest = math.inf
 
     @property
     def pinned(self) -> bool:
@@ -178,6 +186,7 @@ class FlowerEngine:
         common = encode(ask.common)
         each = {client: encode(request) for client, request in ask.each.items() if client in reach}
         phase = self._phase(reach, common, each, what=what, number=number, setup=setup)
+        self._hear(ask, phase)
         arrived: list[int] = []
         # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
         for client, reply in ((client, phase.replies[client]) for client in ask.to if client in phase.replies):
@@ -191,6 +200,16 @@ class FlowerEngine:
             self._note("missing", client, f"client {client} is missing ({what})", number)
         down = len(common) * len(reach) + sum(map(len, each.values()))
         return Gathered(tuple(arrived), phase.refused, missing, down, phase.up)
+
+    def _hear(self, ask: Ask, phase: _Phase) -> None:
+        if self._listen is None:
+            return
+        self._listen(Heard("request", ask.common, ask.common, to=ask.to))
+        for client, private in ask.each.items():
+            self._listen(Heard("private", ask.common, private, to=(client,), client=client))
+        for client in ask.to:
+            if client in phase.replies:
+                self._listen(Heard("reply", ask.common, phase.replies[client], client=client))
 
     def _reached(self, wanted: Iterable[int]) -> dict[int, int]:
         """The nodes of those clients that are there; whoever is new is asked who it is first."""
@@ -290,12 +309,17 @@ class FlowerEngine:
             return phase
         identifiers = self._patiently(lambda: self._grid.push_messages(messages))
         sent = {identifier: message for identifier, message in zip(identifiers, order, strict=True) if identifier}
-        until, pause = time.monotonic() + patience + _GRACE, _POLL[0]
+        begun = time.monotonic()
+        until, pause = begun + patience + _GRACE, _POLL[0]
+        if math.isfinite(self._soonest):
+            time.sleep(min(_TOO_EARLY * self._soonest, patience))
         while sent and time.monotonic() < until:
             replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
+            if any(reply.metadata.reply_to_message_id in sent for reply in replies):
+                self._soonest = min(self._soonest, time.monotonic() - begun)
             for reply in replies:
                 self._take(reply, sent, phase)
-            pause = _POLL[0] if replies else min(pause * 1.5, _POLL[1])
+            pause = min(pause * 1.5, _POLL[1])
             if sent:
                 time.sleep(pause)
         self._overdue.update(sent)

@@ -48,6 +48,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "courier_user": (str, int),
     "device": str,
     "simulation": bool,
+    "record": bool,
     "require": dict,
 }
 
@@ -64,6 +65,7 @@ class Home:
     policy: Policy | None = None
     models: tuple[str, ...] = ()
     simulation: bool = False
+    record: bool = False
     device: str = "cpu"
     keep_days: float = 180.0
     max_runs: int = 256
@@ -73,6 +75,11 @@ class Home:
     def state(self) -> Path:
         """Where sealed state is kept."""
         return self.path / "state"
+
+    @property
+    def records(self) -> Path:
+        """Where this client keeps what it saw."""
+        return self.path / "records"
 
     @property
     def kept_models(self) -> Path:
@@ -109,6 +116,7 @@ class Home:
             policy=read_policy(files["policy"]) if "policy" in files else None,
             models=tuple(given.get("models", ())),
             simulation=given.get("simulation", False),
+            record=given.get("record", False),
             device=given.get("device", "cpu"),
             keep_days=float(given.get("keep_days", Home.keep_days)),
             max_runs=given.get("max_runs", Home.max_runs),
@@ -149,6 +157,7 @@ class Home:
             *terms_of(self.require, where=SETTINGS),
             Term("model", f"those of `fedveil models`; own architectures: {own}", SETTINGS),
             Term("simulations", simulated, SETTINGS),
+            Term("own record", "of what it sees, under records/" if self.record else "none", SETTINGS),
             Term("runs", f"{self.max_runs} kept, each for {self.keep_days:g} days after its last message", SETTINGS),
         ]
         if self.policy is None:
@@ -265,6 +274,10 @@ client = {client}  # this client's number in the federation
 # Whether this client takes part in simulations: runs whose secrets follow from a seed that the server knows, so that
 # nothing is protected.
 simulation = {simulation}
+
+# Whether this client keeps, under records/, what passes between it and the server in the first three rounds and the
+# last, for audits. (That a server records is forbidden by `record = false` under [require].)
+record = false
 
 # Where this client computes, whatever a run says: cpu or cuda.
 device = "cpu"

@@ -16,6 +16,7 @@ from fedveil.config import RunConfig
 from fedveil.data.dataset import Task
 from fedveil.downlink import Architecture, assemble
 from fedveil.downlink.architecture import draw_secret_epsilon
+from fedveil.engine.local import Listen
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.client_memory import Memory, Promise, Remembered
 from fedveil.flower.home import Home, own_data
@@ -26,8 +27,9 @@ from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request
+from fedveil.protocol.phases import Heard
 from fedveil.roles.client import ClientRole, ClientTerms
-from fedveil.runs.job import ModelFacts, agreed, device_of, drawn, dtype_of, secret_epsilon
+from fedveil.runs.job import Agreed, ModelFacts, agreed, device_of, drawn, dtype_of, secret_epsilon
 from fedveil.runs.model_file import save_model
 from fedveil.runs.recipe import augmentation_of
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
@@ -47,6 +49,7 @@ class Side:
     architecture: Architecture
     data: ClientData
     start: Held | None
+    common: Agreed
     hidden: bool = False
 
 
@@ -91,7 +94,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
     }
     if common.scheme.holder == "server":
         role = ClientRole(common.scheme, architecture, **own)
-        return Side(config, facts, role, architecture, data, None)
+        return Side(config, facts, role, architecture, data, None, common)
     # The server knows the seed. A run that is no simulation begins with a model that it cannot make from it.
     hidden = start is None and setup.start == 0 and not config.simulated_secrets
     begin = template if start is None else start
@@ -103,7 +106,7 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         first=agreed_upon if hidden else None,
         **own,
     )
-    return Side(config, facts, holder, architecture, data, begin, hidden)
+    return Side(config, facts, holder, architecture, data, begin, common, hidden)
 
 
 def _facts(config: RunConfig, given: Mapping[str, Any]) -> ModelFacts:
@@ -130,6 +133,7 @@ class MessageHandler:
         self._memory = Memory(self._home.state)
         self._side: tuple[tuple[str, str], Side] | None = None
         self._latest: tuple[str, Remembered] | None = None
+        self._listen: Listen | None = None
         self._prune("")
 
     def handle(self, parcel: bytes) -> bytes:
@@ -243,8 +247,10 @@ class MessageHandler:
             reply = self._packed(answer)
         self._memory.spend(state.spent - now.state.spent)
         self._keep(setup, now.replied(state, message, reply))
-        if isinstance(request, Finish) and not isinstance(answer, FedVeilError):
-            self._write_model(setup, side, state)
+        if not isinstance(answer, FedVeilError):
+            self._record(request, private, answer)
+            if isinstance(request, Finish):
+                self._write_model(setup, side, state)
         return reply
 
     def _broken_off(self, setup: Setup, remembered: Remembered) -> bytes:
@@ -273,7 +279,30 @@ class MessageHandler:
             begun = known is not None and known.attempt == setup.attempt
             start = self._memory.start(setup.lineage, device=self._device) if begun else self._carried(setup, known)
             self._side = (which, build_side(self._home, setup, start=start))
+            self._listen = self._recorder(setup, self._side[1])
         return self._side[1]
+
+    def _recorder(self, setup: Setup, side: Side) -> Listen | None:
+        if not self._home.record:
+            return None
+        from fedveil.runs.recorded import own_recorder  # which a client that records nothing does not need
+
+        place, parts = self._home.records / setup.lineage, (side.config, side.common, side.facts, side.architecture)
+        return own_recorder(place, *parts, client=self._home.client, attempt=setup.attempt).hear
+
+    def _record(self, request: Request, private: Request | None, answer: Reply) -> None:
+        """Keep what has passed; a full disk costs the record, and not the round."""
+        if self._listen is None:
+            return
+        me = self._home.client
+        try:
+            self._listen(Heard("request", request, request, to=(me,)))
+            if private is not None:
+                self._listen(Heard("private", request, private, to=(me,), client=me))
+            self._listen(Heard("reply", request, answer, client=me))
+        except OSError as reason:
+            _LOG.warning("the record of this run ends here: %s", reason)
+            self._listen = None
 
     def _carried(self, setup: Setup, known: Remembered | None) -> Held | None:
         """The model that a new attempt begins with: what an earlier one has left, if it is of the right version.

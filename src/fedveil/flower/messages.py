@@ -53,6 +53,8 @@ class Setup:
         """What clients are told of a server's configuration."""
         told = {name: value for name, value in dataclasses.asdict(config).items() if name not in _SERVERS_OWN}
         kept = {name: value for name, value in told.items() if value is not None}
+        if config.record:
+            kept["record"] = True  # an owner may forbid it
         return Setup(lineage, attempt, kept, {name: facts.get(name) for name in _FACTS}, start)
 
     def to_text(self) -> str:

@@ -51,6 +51,7 @@ from fedveil.runs.job import (
 )
 from fedveil.runs.loop import Outcome, conduct, fresh_state, privacy_journal_of, server_role
 from fedveil.runs.preflight import preflight
+from fedveil.runs.recorded import chosen, recorder_for
 from fedveil.runs.session import continue_in, train_into
 
 
@@ -143,8 +144,11 @@ def _serve(grid: Grid, context: Context) -> None:
         raise ConfigError("lr = 'auto' tries rates where all clients are in one process: give a number here.")
     job = server_job(config, extras.data)
     warnings = preflight(job, begins=not extras.resume)
+    if config.record:
+        chosen(job)
     if not extras.resume:
         folder.start(job.config)
+        folder.remember_own_data(extras.data)
     else:
         folder.take()
     events = Events(folder)
@@ -228,8 +232,6 @@ def _given(context: Context) -> dict[str, Any]:
 
 def server_job(config: RunConfig, module: str) -> Job:
     """A job whose clients are elsewhere: the server's model, its scheme, and what it may judge the model by."""
-    if config.record:
-        raise ConfigError("record keeps what clients know, which is not here: record a run of the local engine.")
     if config.simulate_dropout:
         raise ConfigError("simulate_dropout is for the local engine: on Flower clients drop out by themselves.")
     description = described(config, module)
@@ -240,6 +242,11 @@ def server_job(config: RunConfig, module: str) -> Job:
     if config.weights is not None and not held_here:
         raise ConfigError(
             "weights are read by the server, and in this scheme clients begin by themselves: leave them out."
+        )
+    if config.record and not held_here:
+        raise ConfigError(
+            "record keeps what a server knows, and in this scheme it has no model: record a run of the local engine, "
+            "or have clients record what they see (record = true in client.toml)."
         )
     # Clients are told the seed, for their batches: a model that is to be secret must not follow from it.
     own = first_seed(config) if held_here else seed
@@ -268,11 +275,12 @@ def train_on_flower(
     standing: RelayProgress | None,
 ) -> Outcome:
     """Train from `state` to the last round, with clients behind Flower nodes; `standing` is how far they came before,
-    where they hold the model. Nothing is recorded: what clients know is not here."""
+    where they hold the model. What is recorded is what the server sees: what clients know is not here."""
     config = job.config
     start = 0 if standing is None else standing.reached
     facts = dataclasses.asdict(job.facts)
     setup = Setup.of(config, facts, lineage=folder.lineage, attempt=state.attempt, start=start)
+    recorder = None if record is None else recorder_for(job, record, attempt=state.attempt)
     engine = FlowerEngine(
         grid,
         setup,
@@ -280,6 +288,7 @@ def train_on_flower(
         deadline=extras.deadline,
         events=events,
         roster=job.guard.roster,
+        listen=None if recorder is None else recorder.hear,
     )
     tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()
@@ -288,7 +297,12 @@ def train_on_flower(
         behind = bring_up_to_date(engine, standing, clients=config.clients)
     privacy_journal = privacy_journal_of(job, journal, state)
     role = server_role(
-        job, state, privacy_journal.accountant, name=setup.name, behind=behind, announced=privacy_journal.announced
+        job if recorder is None else dataclasses.replace(job, scheme=recorder.scheme),
+        state,
+        privacy_journal.accountant,
+        name=setup.name,
+        behind=behind,
+        announced=privacy_journal.announced,
     )
 
     def boundary(row: Row, now: ServerState) -> None:
@@ -299,7 +313,13 @@ def train_on_flower(
         finally:
             tell("round", **row)
 
-    outcome = conduct(job, engine, role, privacy_journal, state=state, on_round=boundary, on_begin=on_begin, say=say)
+    try:
+        outcome = conduct(
+            job, engine, role, privacy_journal, state=state, on_round=boundary, on_begin=on_begin, say=say
+        )
+    finally:
+        if recorder is not None:
+            recorder.close()
     for client, why in role.left_out.items():
         say(f"Client {client} took no part: it {why}.")
     privacy_journal.pinned = engine.pinned

@@ -213,6 +213,22 @@ class RunFolder:
             self._remember(facts)
         return str(facts["lineage"])
 
+    @staticmethod
+    def of_any_engine(path: str | Path) -> RunFolder:
+        """The folder of a run that is over, whichever engine it ran on."""
+        engine = RunFolder(path)._remembered().get("engine", "local")
+        return RunFolder(path, engine=engine if isinstance(engine, str) else "local")
+
+    @property
+    def own_data(self) -> str:
+        """The module that described data which stayed with the clients; empty where the settings name the data set."""
+        return str(self._remembered().get("data", ""))
+
+    def remember_own_data(self, module: str) -> None:
+        """Remember that the settings do not say which data were trained on."""
+        if module:
+            self._remember({**self._remembered(), "data": module})
+
     @property
     def journal_mark(self) -> object:
         """Up to where the privacy journal had come when the newest attempt began; None in folders from before."""

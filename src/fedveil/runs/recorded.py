@@ -8,8 +8,12 @@ from pathlib import Path
 
 from fedveil.audit.record import Choice, Recorder
 from fedveil.audit.views import Facts
-from fedveil.runs.job import Job
+from fedveil.config import RunConfig
+from fedveil.downlink import Architecture
+from fedveil.protocol.parts import Scheme
+from fedveil.runs.job import Agreed, Job, ModelFacts
 from fedveil.runs.recipe import rate_of
+from fedveil.work.losses import Loss
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,21 @@ def recorder_for(job: Job, place: Path | Recording, *, attempt: int) -> Recorder
     )
 
 
+def own_recorder(
+    folder: Path, config: RunConfig, common: Agreed, facts: ModelFacts, at: Architecture, *, client: int, attempt: int
+) -> Recorder:
+    """A recorder of what one client, on its own machine, is sent and sends, in the rounds recorded by default."""
+    choice = Choice.of(rounds=None, clients=str(client), last=config.rounds, count=config.clients)
+    known = _facts(config, common.scheme, common.loss, facts, at)
+    return Recorder(folder, choice, facts=known, scheme=common.scheme, architecture=at, attempt=attempt)
+
+
 def facts_of(job: Job) -> Facts:
     """What everybody in the job knows."""
-    config, scheme, facts, architecture = job.config, job.scheme, job.facts, job.architecture
+    return _facts(job.config, job.scheme, job.loss, job.facts, job.architecture)
+
+
+def _facts(config: RunConfig, scheme: Scheme, loss: Loss, facts: ModelFacts, architecture: Architecture) -> Facts:
     return Facts(
         scheme=scheme.name,
         uplink=type(scheme.uplink).__name__.lower(),
@@ -57,14 +73,14 @@ def facts_of(job: Job) -> Facts:
         contribution=scheme.layout(architecture).sections,
         traced=scheme.downlink.traced,
         returns=scheme.work.returns,
-        loss=job.loss.name,
+        loss=loss.name,
         target_scale=config.target_scale,
         true_weight=config.true_weight,
         batch_size=config.batch_size,
         local_steps=config.local_steps,
         local_epochs=config.local_epochs,
-        lr=config.client_lr or rate_of(config, job.loss),
+        lr=config.client_lr or rate_of(config, loss),
         dtype=config.dtype,
-        class_weights=getattr(job.loss, "class_weights", ()),
+        class_weights=getattr(loss, "class_weights", ()),
         label_smoothing=config.label_smoothing,
     )
