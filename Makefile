@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup run test test-all check docs bench bench-peers clean
+.PHONY: setup run test test-all check docs bench bench-peers test-flower-versions clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ bench: setup
 bench-peers: setup
 	$(BIN)/python -m benchmarks.peers --make
 	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+# The Flower part against every minor version of Flower that pyproject.toml lets in, each in an environment of its own.
+test-flower-versions: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.flower_versions $(ARGS)
 
 clean:
 	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site

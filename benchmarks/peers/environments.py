@@ -19,18 +19,21 @@ def interpreter(peer: str) -> Path:
     return FOLDER / peer / "bin" / "python"
 
 
-def made(peer: str) -> bool:
-    """Whether its environment was made, to the end and from these requirements."""
+def made(peer: str, pins: str | None = None) -> bool:
+    """Whether its environment was made, to the end and from these requirements (None: those of its file)."""
     stamp = FOLDER / peer / "requirements.txt"
-    return interpreter(peer).exists() and stamp.is_file() and stamp.read_text() == _pins(peer)
+    return interpreter(peer).exists() and stamp.is_file() and stamp.read_text() == (pins or _pins(peer))
 
 
-def make(peer: str) -> str | None:
-    """Make a peer's environment; what went wrong, where something did."""
-    if made(peer):
+def make(peer: str, pins: str | None = None) -> str | None:
+    """Make an environment from these requirements (None: those of its file); what went wrong, where something did."""
+    if made(peer, pins):
         return None
-    pins = str(REQUIREMENTS / f"{peer}.txt")
-    pip = [str(interpreter(peer)), "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-r", pins]
+    pins = pins or _pins(peer)
+    FOLDER.mkdir(exist_ok=True)
+    listed = FOLDER / f"{peer}.txt"
+    listed.write_text(pins)
+    pip = [str(interpreter(peer)), "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-r", str(listed)]
     for command in ([sys.executable, "-m", "venv", "--clear", str(FOLDER / peer)], pip):
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * _MINUTES)
@@ -39,7 +42,7 @@ def make(peer: str) -> str | None:
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
             return f"{peer}: {' '.join(errors[-3:]) or 'pip failed'}"
-    (FOLDER / peer / "requirements.txt").write_text(_pins(peer))
+    (FOLDER / peer / "requirements.txt").write_text(pins)
     return None
 
 
