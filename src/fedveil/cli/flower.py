@@ -70,10 +70,10 @@ def init(
 
     settings = located_here(read_settings(config, flags))
     planned = RunConfig.from_mapping({"clients": _CLIENTS, "checkpoint_every": 1, **settings})
-    deployment = Deployment(superlink=server)
+    deployment = Deployment(superlink=server) if deploy else None
     project = create_app(folder, planned, own_data=own_data, deadline=deadline)
     plainly(f"wrote {project}: {planned.scheme}, {planned.clients} clients, {planned.rounds} rounds")
-    if deploy:
+    if deployment is not None:
         deployment.write(folder / "deploy")
         plainly(f"wrote services for the server and for clients: see {folder / 'deploy' / 'README.md'}")
     if own_data:

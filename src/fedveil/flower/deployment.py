@@ -10,7 +10,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedveil.errors import ConfigError
@@ -45,8 +45,8 @@ class Deployment:
     """What Flower keeps on a client's machine."""
     environment: Path = Path("/etc/fedveil")
     """Where server.env, client.env and a client's copy of ca.pem lie."""
-    scripts: Path | None = None
-    """Where the commands are installed; None: where this interpreter's are."""
+    scripts: Path = field(default_factory=lambda: Path(sysconfig.get_path("scripts")))
+    """Where the commands are installed: with this interpreter's."""
     superlink: str = "server.example.org:8443"
     """Where nodes reach the gate."""
     port: int = 8000
@@ -58,6 +58,9 @@ class Deployment:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+:\d{1,5}|\[[0-9A-Fa-f:.]+\]:\d{1,5}", self.superlink):
             raise ConfigError(f"A server is given as name:port, like server.example.org:8443 (got {self.superlink!r}).")
+        for path in (self.server, self.home, self.key, self.node_state, self.environment, self.scripts):
+            if not re.fullmatch(r"/[\w./+-]+", str(path)):
+                raise ConfigError(f"Services need a full path of letters, digits and . _ + - (got {str(path)!r}).")
 
     @property
     def certificates(self) -> Certificates:
@@ -101,22 +104,21 @@ class Deployment:
     def write(self, folder: Path) -> list[Path]:
         """Write everything into `folder`, which gets a folder for either side; returns the files."""
         require_flower()
-        scripts = self.scripts or Path(sysconfig.get_path("scripts"))
         contained = Deployment(gate_port=self.gate_port, superlink=self.superlink)
         files = {
             "README.md": _README.format(**vars(self)),
             "Containerfile": _CONTAINERFILE.format(**_IDS_BY_NAME),
             "server/fedveil-server.sysusers": _SERVER_USERS.format(**vars(self)),
-            "server/server.env": _variables({"FLWR_HOME": self.server / "flwr"}, scripts),
+            "server/server.env": _variables({"FLWR_HOME": self.server / "flwr"}, self.scripts),
             "server/compose.yaml": _server_compose(contained),
             "client/fedveil-client.sysusers": _CLIENT_USERS.format(**vars(self)),
-            "client/client.env": _variables({"FLWR_HOME": self.node_state}, scripts),
+            "client/client.env": _variables({"FLWR_HOME": self.node_state}, self.scripts),
             "client/compose.yaml": _client_compose(contained),
         }
         for name, command in self.server_commands().items():
-            files[f"server/fedveil-{name}.service"] = self._unit(name, command, scripts)
+            files[f"server/fedveil-{name}.service"] = self._unit(name, command)
         for name, command in self.client_commands().items():
-            files[f"client/fedveil-{name}.service"] = self._unit(name, command, scripts)
+            files[f"client/fedveil-{name}.service"] = self._unit(name, command)
         written = []
         for name, text in files.items():
             path = folder / name
@@ -125,24 +127,23 @@ class Deployment:
             written.append(path)
         return written
 
-    def _unit(self, name: str, command: Sequence[str], scripts: Path) -> str:
+    def _unit(self, name: str, command: Sequence[str]) -> str:
         """A service: hardened, as a user of its own, and started again when it fails."""
         side = "client" if name in self.client_commands() else "server"
         head, service = _SERVICES[name]
         return _UNIT.format(
             head=head,
             environment=self.environment / f"{side}.env",
-            command=" ".join(map(_quoted, [str(scripts / command[0]), *command[1:]])),
+            command=" ".join(map(_quoted, [str(self.scripts / command[0]), *command[1:]])),
             service=service.format(**vars(self), heartbeat=_HEARTBEAT),
         )
 
 
 def _quoted(argument: str) -> str:
-    """An argument as systemd reads it: % and $ mean something to it, and quotes are kept by quoting them."""
-    plain = argument.replace("%", "%%").replace("$", "$$")
-    if re.fullmatch(r"[\w@%+=:,./$-]+", plain):
-        return plain
-    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """An argument as systemd reads it, which keeps quotes that are quoted; none has a % or $, which it replaces."""
+    if re.fullmatch(r"[\w@+=:,./-]+", argument):
+        return argument
+    return '"' + argument.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _variables(own: Mapping[str, Path], scripts: Path) -> str:

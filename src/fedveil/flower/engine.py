@@ -120,7 +120,7 @@ class FlowerEngine:
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
-    `listen` hears what the server sends and receives.
+    `listen` hears what the server sends, and the answers that it takes.
     """
 
     def __init__(
@@ -186,7 +186,9 @@ class FlowerEngine:
         common = encode(ask.common)
         each = {client: encode(request) for client, request in ask.each.items() if client in reach}
         phase = self._phase(reach, common, each, what=what, number=number, setup=setup)
-        self._hear(ask, phase)
+        self._hear(Heard("request", ask.common, ask.common, to=ask.to))
+        for client, private in ask.each.items():
+            self._hear(Heard("private", ask.common, private, to=(client,), client=client))
         arrived: list[int] = []
         # In the order of asking, not of arrival: sums of floating-point numbers depend on it.
         for client, reply in ((client, phase.replies[client]) for client in ask.to if client in phase.replies):
@@ -194,6 +196,7 @@ class FlowerEngine:
                 phase.refused[client] = why
                 self._note("refused", client, f"the answer of client {client} was refused: {why}", number)
             else:
+                self._hear(Heard("reply", ask.common, reply, client=client))
                 arrived.append(client)
         missing = tuple(client for client in ask.to if client not in phase.refused and client not in phase.replies)
         for client in missing:
@@ -201,15 +204,9 @@ class FlowerEngine:
         down = len(common) * len(reach) + sum(map(len, each.values()))
         return Gathered(tuple(arrived), phase.refused, missing, down, phase.up)
 
-    def _hear(self, ask: Ask, phase: _Phase) -> None:
-        if self._listen is None:
-            return
-        self._listen(Heard("request", ask.common, ask.common, to=ask.to))
-        for client, private in ask.each.items():
-            self._listen(Heard("private", ask.common, private, to=(client,), client=client))
-        for client in ask.to:
-            if client in phase.replies:
-                self._listen(Heard("reply", ask.common, phase.replies[client], client=client))
+    def _hear(self, heard: Heard) -> None:
+        if self._listen is not None:
+            self._listen(heard)
 
     def _reached(self, wanted: Iterable[int]) -> dict[int, int]:
         """The nodes of those clients that are there; whoever is new is asked who it is first."""
