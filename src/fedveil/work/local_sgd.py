@@ -18,7 +18,7 @@ from fedveil.work.batches import Batches, Schedule, descend, has_random_layers, 
 from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, SideBySide, Units, Workspace, check_finite, prepare, reported
 
 _FEWEST, _MOST = 5, 32
 """Fewer clients at once gain nothing; more would leave the other cores nothing to do."""
@@ -28,7 +28,7 @@ of the parameters cost more than they save."""
 
 
 @dataclass(frozen=True)
-class LocalSteps(ManyAtOnce):
+class LocalSteps(SideBySide):
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
     A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
@@ -90,68 +90,8 @@ class LocalSteps(ManyAtOnce):
         gathers = bool(workspace.architecture.statistics_sizes)
         return workspace.vectorisable and not (slow or gathers or has_random_layers(module))
 
-    def run_units(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """On a GPU in captured groups, each client with parameters of its own; else unit by unit."""
-        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            positions = [position for unit in units for position in unit]
-            part = [clients[position] for position in positions]
-            for place, contribution in self._in_groups(workspace, broadcast, part, round):
-                yield positions[place], contribution
-            return
-        for unit in units:
-            part = [clients[position] for position in unit]
-            yield from zip(unit, self._some(workspace, broadcast, part, round), strict=True)
-
-    def _some(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
-    ) -> list[Tensor | NumericError]:
-        if len(clients) > 1 and workspace.vectorisable:
-            try:
-                vectors = self._together(workspace, broadcast, clients, round)
-            except RuntimeError:  # vmap knows no rule for some operation, or memory is short
-                workspace.vectorisable = False
-            else:
-                if all_in_range(vectors):
-                    return list(vectors)
-        return [self._one(workspace, broadcast, data, round) for data in clients]
-
-    def _together(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
-    ) -> Tensor:
-        """The contributions of clients with equally many steps of equal size, as rows."""
-        module, architecture, many = workspace.functional, workspace.architecture, len(clients)
-        prepare(architecture, module, broadcast)
-        copies = {
-            name: value.detach().expand(many, *value.shape).clone().requires_grad_(name not in architecture.frozen)
-            for name, value in module.named_parameters()
-        }
-        moving = [value for value in copies.values() if value.requires_grad]
-        velocity = [torch.zeros_like(value) for value in moving] if self.momentum else []
-        count, rate = self.count(len(clients[0])), self.schedule.at(round)
-        batches = [
-            self.batches.steps(client=data.client, samples=len(data), first=round * count, count=count)
-            for data in clients
-        ]
-
-        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self.loss.mean(torch.func.functional_call(module, parameters, (x,)), y)
-
-        losses = []
-        for chosen in zip(*batches, strict=True):
-            pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
-            x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
-            with torch.enable_grad(), without_compiler(), plain_attention():
-                loss = torch.vmap(loss_of)(copies, x, y)
-                grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
-            with torch.no_grad():
-                descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
-            losses.append(loss.detach())
-        value = torch.stack(losses).mean(0)[:, None]
-        rows = torch.cat([copy.detach().reshape(many, -1) for copy in copies.values()], dim=1)
-        samples = value.new_tensor([[len(data)] for data in clients])
-        return torch.cat([broadcast.parameters - rows, value, torch.ones_like(value)], dim=1) * samples
+    def _captured(self, workspace: Workspace) -> bool:
+        return captures(workspace, self.loss)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
@@ -183,6 +123,45 @@ class LocalSteps(ManyAtOnce):
                     yield position, vectors[place]
                 else:
                     yield position, self._checked(workspace, vectors[place], data, round)
+
+    def _together(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        """Clients with equally many steps of equal size, each on parameters of its own."""
+        module, architecture, many = workspace.functional, workspace.architecture, len(clients)
+        prepare(architecture, module, broadcast)
+        copies = {
+            name: value.detach().expand(many, *value.shape).clone().requires_grad_(name not in architecture.frozen)
+            for name, value in module.named_parameters()
+        }
+        moving = [value for value in copies.values() if value.requires_grad]
+        velocity = [torch.zeros_like(value) for value in moving] if self.momentum else []
+        count, rate = self.count(len(clients[0])), self.schedule.at(round)
+        batches = [
+            self.batches.steps(client=data.client, samples=len(data), first=round * count, count=count)
+            for data in clients
+        ]
+
+        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self.loss.mean(torch.func.functional_call(module, parameters, (x,)), y)
+
+        losses = []
+        for chosen in zip(*batches, strict=True):
+            pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
+            x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
+            with torch.enable_grad(), without_compiler(), plain_attention():
+                loss = torch.vmap(loss_of)(copies, x, y)
+                grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
+            with torch.no_grad():
+                descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            losses.append(loss.detach())
+        value = torch.stack(losses).mean(0)[:, None]
+        rows = torch.cat([copy.detach().reshape(many, -1) for copy in copies.values()], dim=1)
+        samples = value.new_tensor([[len(data)] for data in clients])
+        vectors = torch.cat([broadcast.parameters - rows, value, torch.ones_like(value)], dim=1) * samples
+        if all_in_range(vectors):
+            return list(vectors)
+        return [self._one(workspace, broadcast, data, round) for data in clients]
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         module, moving, samples = workspace.module, workspace.moving, len(data)
