@@ -84,7 +84,7 @@ class Unhurried(InProcessGrid):
 
 
 def test_nobody_looks_for_replies_that_cannot_be_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look costs the SuperLink as much as a message: what is learnt from one phase holds for the next ones."""
+    """A look is a request to the SuperLink for each client: what is learnt from one phase holds for the next ones."""
     grid = Unhurried(make_homes(tmp_path / "homes", 3))
     monkeypatch.setattr(engine, "time", grid)
     monkeypatch.setattr(engine, "_POLL", (0.05, 0.25))

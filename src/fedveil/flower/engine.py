@@ -85,8 +85,8 @@ class Fetcher:
 _T = TypeVar("_T")
 _POLL = (0.05, 0.25)
 _TOO_EARLY = 0.75
-"""The part of the shortest wait for a first reply so far in which nobody looks for one: every look costs the SuperLink
-as much as a message, on the machine where it may be needed for the reply."""
+"""The part of the shortest wait for a first reply so far in which nobody looks for one: every look is a request to
+the SuperLink for each client, on the machine that may be needed for the reply."""
 _TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
