@@ -28,7 +28,8 @@ _MOST_DIGITS = 7
 
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
 _HIDDEN, _LIMITS, _MACHINE, _AUDIT = "Hidden share", "Clients' own limits", "Machine", "Audit"
-PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _LIMITS, _MACHINE, _AUDIT)
+_BAD = "Bad uploads"
+PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _MACHINE, _AUDIT)
 """In which order settings stand in the help; within a panel, as they are declared."""
 
 Check = tuple[Callable[[Any], bool], str]
@@ -384,6 +385,25 @@ class RunConfig:
         _HIDDEN,
         "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).",
         shown="ckks",
+    )
+    max_update_norm: float | None = _setting(
+        _BAD,
+        "Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks "
+        "rounds whose mean is longer.",
+        shown="none; clipped ones are held to --clip",
+        check=_POSITIVE,
+        before=None,
+    )
+    on_bad_round: str | None = _setting(
+        _BAD,
+        "A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop.",
+        shown="skip",
+        choices=("skip", "stop"),
+        shapes_run=False,
+        before=None,
+    )
+    max_bad_rounds: int | None = _setting(
+        _BAD, "Stop after so many bad rounds in a row.", shown="3", check=_up_to(10**7), shapes_run=False, before=None
     )
     policy: str | None = _setting(
         _LIMITS,

@@ -20,6 +20,8 @@ class Code(StrEnum):
     """Something the protocol does not allow at this point."""
     UNREADABLE = "unreadable"
     """Sums do not open to numbers that clients could have sent: the server takes them back."""
+    IMPLAUSIBLE = "implausible"
+    """An upload or a sum of them is beyond what honest clients can send."""
     ENDED = "ended"
     """A client's own limits end the run for it."""
     NUMBERS = "numbers"

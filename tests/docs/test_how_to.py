@@ -49,6 +49,11 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert 0.9 < float(printed) < 1.0
 
 
+def test_misbehaving_clients(tmp_path: Path) -> None:
+    said = typed("how-to/misbehaving-clients.md", tmp_path, small={"--rounds 10": "--rounds 2"})
+    assert len(said) == 1
+
+
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
     assert len(said) == 6

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, Downlink
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.ledger.caveats import KNOWN_START, RunFacts
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
@@ -132,11 +132,15 @@ class RoundContext:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What both roles have in common: the architecture, the layout of a contribution, the local work."""
+    """What both roles have in common: the architecture, the layout of a contribution, the local work.
+
+    `longest` is how long a client's gradient or update may be, where the server reads it and somebody has said so.
+    """
 
     architecture: Architecture
     layout: Layout
     work: LocalWork
+    longest: float | None = None
 
 
 class BoundedWork(LocalWork, Protocol):
@@ -326,7 +330,7 @@ class Uplink(Channel, Protocol):
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """Server side: where this round's uploads are folded."""
-        return UploadSum(terms.layout, context, device=device)
+        return UploadSum(terms.layout, context, device=device, longest=terms.longest)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """Server side: the next phase needed to open the sum, or None when it is open."""
@@ -342,7 +346,11 @@ class Uplink(Channel, Protocol):
 
 
 class UploadSum(Inbox[Upload]):
-    """An exact sum of real numbers, none of which is beyond ± its sender's number in `most`, where there is one."""
+    """An exact sum of real numbers.
+
+    No upload is longer than its sender's number in `most`, where there is one, and no gradient or update, over the
+    weight it claims, than `longest`.
+    """
 
     def __init__(
         self,
@@ -351,17 +359,25 @@ class UploadSum(Inbox[Upload]):
         *,
         device: torch.device,
         most: Mapping[int, float] | None = None,
+        longest: float | None = None,
     ) -> None:
         self._sum = ExactSum(layout.length, device=device)
         self._most = {} if most is None else most
+        self._longest = longest
+        self._layout = layout
         sizes = {"contribution": layout.length}
         self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types={"payload": REALS})
 
     def _fold(self, reply: Upload) -> None:
         most = self._most.get(reply.client)
         # The weight, at the end, is not asked.
-        if most is not None and bool((reply.payload[:-1].double().abs() > most).any()):
-            raise ProtocolError(f"an upload holds numbers beyond {most:g}, more than clipping leaves of any")
+        if most is not None and float(reply.payload[:-1].double().norm()) > most * (1 + 1e-9):  # NaN is refused below
+            raise ProtocolError(
+                f"an upload is longer than {most:g}, and clipping leaves none that is", code=Code.IMPLAUSIBLE
+            )
+        if self._longest is not None:
+            sent = self._layout.split(reply.payload)
+            check_length(sent["gradients"].double() / sent["weight"].double(), self._longest, "an upload")
         self._sum.add(reply.payload)
 
     def total(self) -> Tensor:
@@ -369,12 +385,21 @@ class UploadSum(Inbox[Upload]):
         return self._sum.total()
 
 
+def check_length(vector: Tensor, longest: float | None, what: str) -> None:
+    """Refuse a gradient or update that holds what is no number, or is longer than somebody has said any is."""
+    norm = float(vector.norm())
+    if not norm <= (math.inf if longest is None else longest):
+        most = "" if longest is None else f", and max_update_norm is {longest:g}"
+        raise ProtocolError(f"{what} is {norm:.3g} long{most}", code=Code.IMPLAUSIBLE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
 
-    `max_size_ratio` is how many times the median number of samples a client may announce. `caveats` are sentences of
-    the scheme's own: its parts answer for themselves. `known_start`: others know the weights that the model begins
+    `max_size_ratio` is how many times the median number of samples a client may announce, `max_update_norm` how long a
+    gradient or update that nobody clips may be. `caveats` are sentences of the scheme's own: its parts answer for
+    themselves. `known_start`: others know the weights that the model begins
     with, so that a veil hides nothing.
     """
 
@@ -386,6 +411,7 @@ class Scheme:
     central: Central | None = None
     honest_arrivals: bool = False
     max_size_ratio: float = math.inf
+    max_update_norm: float | None = None
     known_start: bool = False
     caveats: Caveats = field(default_factory=Caveats)
 
@@ -439,7 +465,9 @@ class Scheme:
 
     def terms(self, architecture: Architecture) -> Terms:
         """What both roles have in common."""
-        return Terms(architecture, self.layout(architecture), self.work)
+        # Under a veil, how long a gradient is shows once it has been recovered.
+        longest = None if self.downlink.traced else self.max_update_norm
+        return Terms(architecture, self.layout(architecture), self.work, longest)
 
     def noise_layout(self, context: RoundContext, terms: Terms) -> NoiseLayout | None:
         """The noise of a round, wherever it is added, where a guarantee rests on it."""

@@ -26,7 +26,8 @@ A round (`ServerRole._round`)
     RoundDone       the sum is recovered under the veil, averaged, and the model has moved one step
 
     What goes wrong in a round costs the round and never the run: nobody uploads, too few to open the sum, a sum that
-    would cost more privacy than is left. `RoundDone.failed` then says why, and the model stays as it was.
+    would cost more privacy than is left, or one that honest clients cannot have sent. `RoundDone.failed` then says why,
+    and the model stays as it was.
 
 Who keeps what
 
@@ -58,8 +59,9 @@ from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
-from fedveil.protocol.parts import RoundContext, Scheme, Summing
+from fedveil.protocol.parts import RoundContext, Scheme, Summing, check_length
 from fedveil.protocol.phases import Ask, DeclaredOnly, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.plausible import check_sum
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
 
@@ -247,6 +249,8 @@ class ServerState:
     round: int = 0
     attempt: int = 0
     head_level: float | None = None
+    bad_rounds: int = 0
+    """How many rounds in a row have failed because honest clients cannot have sent what came of them."""
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> ServerState:
@@ -310,11 +314,11 @@ class ServerRole(Conductor):
                 phase = uplink.open(total, gathered, context)
             recovered = self._recovered(veil, total, context, arrived=traffic.arrived)
         except ProtocolError as reason:
-            failed = str(reason)
+            failed, code = str(reason), reason.code
         self._owe(uplink.parting(total))
         state.round += 1
         if failed:
-            yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed)
+            yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed, code=code)
             return
         self._mover.move(state.weights, state.velocity, recovered, round=context.round)
         state.head_level = recovered.head_level
@@ -344,6 +348,9 @@ class ServerRole(Conductor):
 
     def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
         summed, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
+        if self._uplink.plan is not None:
+            repaired = self._uplink.repairs
+            check_sum(summed, self._uplink.plan, context, self._terms, arrived=arrived, repaired=repaired)
         if central is not None:
             stream = self._secrets.stream("central noise", context.round, context.attempt)
             summed = central.on_sum(summed, context, self._terms, stream=stream)
@@ -354,6 +361,7 @@ class ServerRole(Conductor):
         if not float(sums["weight"]) > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")
         recovered = veil.recover(_mean(sums))
+        check_length(recovered.gradient, self._scheme.max_update_norm, "the mean of the uploads")
         if central is not None:
             central.on_gradient(recovered.gradient, context, stream=stream)
         return recovered

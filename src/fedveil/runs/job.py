@@ -405,7 +405,13 @@ def agreed(
     )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
-    scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
+    if config.max_update_norm is not None and (scheme.noisy or scheme.holder == "clients"):
+        why = "noise goes into its sums" if scheme.holder == "server" else "its server reads no sum"
+        raise ConfigError(
+            f"{spelled('max_update_norm')} does not go with {spelled('scheme', info.name)}: {why}. Where updates are "
+            f"clipped, sums are held to {spelled('clip')} and to what noise adds, without a setting."
+        )
+    scheme = replace(scheme, max_size_ratio=config.max_size_ratio, max_update_norm=config.max_update_norm)
     if config.family not in ("auto", scheme.downlink.family):
         why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
         raise ConfigError(
