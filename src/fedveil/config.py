@@ -326,6 +326,19 @@ class RunConfig:
     clip: float | None = _option(
         _PRIVACY, "Largest L2 norm of a sample's gradient; of an update, with local training.", shown="1"
     )
+    adaptive_clip: bool | None = _option(
+        _PRIVACY,
+        "dp-fedavg, ldp, cdp, nadp with local training: the clip begins with --clip and follows the updates.",
+        shown="no",
+        before=None,
+    )
+    clip_quantile: float | None = _option(
+        _PRIVACY, "adaptive clip: the share of updates that should be within it.", shown="0.5", before=None
+    )
+    clip_rate: float | None = _option(_PRIVACY, "adaptive clip: how fast it moves, up to 1.", shown="0.2", before=None)
+    clip_share: float | None = _option(
+        _PRIVACY, "adaptive clip: share of every round's μ² that pays for it.", shown="0.1", before=None
+    )
     accounting: str | None = _option(
         _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
     )
@@ -404,6 +417,14 @@ class RunConfig:
     )
     max_bad_rounds: int | None = _setting(
         _BAD, "Stop after so many bad rounds in a row.", shown="3", check=_up_to(10**7), shapes_run=False, before=None
+    )
+    robust_groups: int | None = _setting(
+        _BAD,
+        "fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their "
+        "means are averaged without the extremes, so that a bad upload moves nothing.",
+        shown="one sum",
+        check=_up_to(1 << 20, least=0),
+        before=None,
     )
     policy: str | None = _setting(
         _LIMITS,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
-from fedveil.downlink.messages import Broadcast, Downlink
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, Downlink
 from fedveil.errors import Code, ConfigError, ProtocolError
-from fedveil.ledger.caveats import KNOWN_START, RunFacts
+from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -33,6 +33,7 @@ from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
 from fedveil.tensors import ExactSum, Layout
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.messages import LocalWork
 
 Holder = Literal["server", "clients"]
@@ -171,6 +172,12 @@ def bounded(work: LocalWork) -> BoundedWork:
     return work  # type: ignore[return-value]
 
 
+def adapting(work: LocalWork) -> AdaptiveClip | None:
+    """How the clip follows the updates, where it does."""
+    rule: AdaptiveClip | None = getattr(work, "adaptive", None)
+    return rule
+
+
 def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLayout:
     """The noise a plan gives a round: a function of public facts, the same for everybody."""
     return _planned(plan, context, work)  # type: ignore[arg-type]
@@ -270,6 +277,10 @@ class Channel(Protocol):
         """How many of a round's `clients` may be missing before its sum cannot be opened; None: all but the first."""
         return None
 
+    def summed_with(self, clients: int) -> int:
+        """Of how many of a round's `clients` a sum is that the server sees, at least."""
+        return clients
+
     @property
     def loss_limit(self) -> float | None:
         """Beyond which number a reported loss is cut off, where the uplink cuts it."""
@@ -335,6 +346,10 @@ class Uplink(Channel, Protocol):
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """Server side: the next phase needed to open the sum, or None when it is open."""
         return None
+
+    def group_sums(self, total: Summing) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
+        """Server side: the sums of a round's groups, and whose uploads are in each; none where one sum is all."""
+        return ()
 
     def parting(self, total: Summing) -> Mapping[int, Request | None]:
         """Server side: what each client is owed in private with the next round's model; None where it cannot be had."""
@@ -452,7 +467,9 @@ class Scheme:
         run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None)
         central = Caveats() if self.central is None else self.central.caveats()
         downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
-        parts = (self.uplink.caveats(run), downlink, central)
+        rule = adapting(self.work)
+        work = Caveats() if rule is None else Caveats(notes=(adaptive_clip(rule.share, rule.longer),))
+        parts = (self.uplink.caveats(run), downlink, central, work)
         return replace(self, caveats=self.caveats.followed_by(*parts))
 
     @property
@@ -480,7 +497,7 @@ class Scheme:
         if self.holder == "clients":
             return (*introduced, *uplink)
         unnamed = ("cohort",) if how == "none" else ()
-        covers = self.downlink.covers()
+        covers, sent = self.downlink.covers(), Broadcast if adapting(self.work) is None else ClipBroadcast
         if self._seen_through:
             covers = {name: {**cover, "hiding": "none"} for name, cover in covers.items()}
         return each_once(
@@ -489,7 +506,7 @@ class Scheme:
                 *releases_of(Upload),
                 *introduced,
                 *releases_of(Train, but=("broadcast", *unnamed)),
-                *releases_of(Broadcast, but=() if self.downlink.head_noise else ("head",), covers=covers),
+                *releases_of(sent, but=() if self.downlink.head_noise else ("head",), covers=covers),
                 *uplink,
             )
         )

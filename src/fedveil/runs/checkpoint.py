@@ -36,6 +36,7 @@ class _Facts:
     round: int
     head_level: float | None
     bad_rounds: int = 0
+    clip: float | None = None
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
@@ -60,6 +61,7 @@ def write_state(path: Path, state: ServerState, *, fingerprint: str) -> None:
     known = {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}
     # Only where there are any: what has none is the file that it always was.
     known |= {"bad_rounds": state.bad_rounds} if state.bad_rounds else {}
+    known |= {} if state.clip is None else {"clip": state.clip}
     facts = json.dumps(known, sort_keys=True)
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     write_atomically(path, save_tensors(tensors, metadata))
@@ -85,6 +87,8 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Te
         raise CheckpointError(f"Checkpoint {path.name} belongs to a run with other settings.")
     if facts.round < 0 or facts.bad_rounds < 0 or not math.isfinite(facts.head_level or 0.0):
         raise CheckpointError(f"Checkpoint {path.name} is damaged: it names no round.")
+    if facts.clip is not None and not 0 < facts.clip < math.inf:
+        raise CheckpointError(f"Checkpoint {path.name} is damaged: its clip is no number to clip by.")
     device = like.parameters.device
     expected = _tensors(ServerState.fresh(like, velocity))
     if {name: _form(tensor) for name, tensor in tensors.items()} != {
@@ -103,6 +107,7 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Te
         placed["velocity"],
         round=facts.round,
         head_level=facts.head_level,
+        clip=facts.clip,
         bad_rounds=facts.bad_rounds,
     )
 

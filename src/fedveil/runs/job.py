@@ -402,6 +402,7 @@ def agreed(
         rounds=config.rounds,
         family=config.family,
         known_start=bool(config.public_start),
+        robust_groups=config.robust_groups or 0,
     )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
@@ -410,6 +411,11 @@ def agreed(
         raise ConfigError(
             f"{spelled('max_update_norm')} does not go with {spelled('scheme', info.name)}: {why}. Where updates are "
             f"clipped, sums are held to {spelled('clip')} and to what noise adds, without a setting."
+        )
+    if config.record and config.robust_groups:
+        raise ConfigError(
+            f"{spelled('record', True)} keeps one sum a round for audits, and {spelled('robust_groups')} has several: "
+            "leave one of them out."
         )
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio, max_update_norm=config.max_update_norm)
     if config.family not in ("auto", scheme.downlink.family):

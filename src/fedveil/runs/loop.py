@@ -424,6 +424,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row |= {"code": str(done.code), "suspects": list(gathered.arrived)}
     if gathered.refused:
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
+    if state.clip is not None:
+        row["clip"] = state.clip
     every = job.config.evaluate_every
     if every and (done.round + 1) % every == 0:
         if job.test is not None:

@@ -192,7 +192,7 @@ def _check_promises(job: Job) -> None:
         _check_graphs(job.cohort, neighbours, rounds=job.config.rounds)
     try:
         if policy is not None and uplink.introduction != "none":
-            policy.check_cohort(first[0], len(first))
+            policy.check_cohort(first[0], uplink.summed_with(len(first)))
         if scheme.plan is None or len(first) > DENSE_UP_TO or not job.pool.clients:
             return
         samples = [len(job.pool.clients[client]) for client in first]
