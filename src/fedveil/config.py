@@ -418,6 +418,13 @@ class RunConfig:
     max_bad_rounds: int | None = _setting(
         _BAD, "Stop after so many bad rounds in a row.", shown="3", check=_up_to(10**7), shapes_run=False, before=None
     )
+    max_loss_jump: float | None = _setting(
+        _BAD,
+        "Take a round back that makes the loss on the validation part more than so many times as large: 3.",
+        shown="never",
+        check=(lambda value: value > 1, "must be more than 1"),
+        before=None,
+    )
     robust_groups: int | None = _setting(
         _BAD,
         "fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their "

@@ -22,6 +22,8 @@ class Code(StrEnum):
     """Sums do not open to numbers that clients could have sent: the server takes them back."""
     IMPLAUSIBLE = "implausible"
     """An upload or a sum of them is beyond what honest clients can send."""
+    JUMPED = "jumped"
+    """A round has made the loss on held-out samples jump."""
     ENDED = "ended"
     """A client's own limits end the run for it."""
     NUMBERS = "numbers"

@@ -43,9 +43,9 @@ def not_a_number(vector: Tensor) -> Tensor:
 def hostile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have client BAD spoil its contribution, or the words of its upload, in these rounds (counted from 0)."""
 
-    def spoil(rounds: Any, contribution: Spoil = lambda vector: vector, words: int = 0) -> None:
-        protect = ClientRole._protect
+    protect = ClientRole._protect  # as it is: spoiling again replaces what was spoilt before
 
+    def spoil(rounds: Any, contribution: Spoil = lambda vector: vector, words: int = 0) -> None:
         def spoilt(self: ClientRole, state: ClientState, vector: Tensor, context: RoundContext) -> Any:
             bad = state.client == BAD and context.round in rounds
             after, reply = protect(self, state, contribution(vector) if bad else vector, context)
@@ -205,3 +205,44 @@ def test_a_run_ends_after_bad_rounds_in_a_row(
     assert session.resume(tmp_path / "run", quiet=True)["rounds"] == ended + 1
     assert [row["round"] for row in folder.metrics()] == list(range(1, ended + 2))
     assert json.loads(folder.summary_file.read_text())["bad_rounds"] == list(range(3, ended + 2))
+
+
+GUARDED: dict[str, Any] = {
+    **{name: value for name, value in SMALL.items() if name not in ("head_noise", "max_update_norm")},
+    "scheme": "fedavg",
+    "validation_fraction": 0.2,
+    "max_loss_jump": 3.0,
+}
+
+
+def test_a_round_that_makes_the_held_out_loss_jump_is_taken_back(tmp_path: Path, hostile: Callable[..., None]) -> None:
+    hostile({2, 3}, huge)
+    config = RunConfig.from_mapping(GUARDED)
+    whole = session.run(config, tmp_path / "whole", quiet=True)
+    assert whole["bad_rounds"] == [3, 4]
+    assert whole["validation_loss"] < 2.5
+    rows = RunFolder(tmp_path / "whole").metrics()
+    assert [row.get("code") for row in rows] == [None, None, Code.JUMPED, Code.JUMPED, None, None]
+    assert any("held-out samples" in note and "no ε counts" in note for note in whole["ledger"]["notes"])
+    for at in (3, 4):
+        interrupted_run(config, tmp_path / f"after-{at}", at=at)
+        assert session.resume(tmp_path / f"after-{at}", quiet=True)["bad_rounds"] == [3, 4]
+        assert same_tensors(tmp_path / f"after-{at}" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
+    hostile(set())
+    unspoilt = session.run(config, tmp_path / "unspoilt", quiet=True)
+    assert "bad_rounds" not in unspoilt
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"validation_fraction": 0.0}, "there is none: hold one out"),
+        ({"scheme": "ckks-fedavg", "cipher": "pads"}, "none to take back"),
+        ({"max_loss_jump": 1.0}, "must be more than 1"),
+    ],
+)
+def test_a_bound_on_the_held_out_loss_needs_samples_and_a_model(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        session.run(RunConfig.from_mapping({**GUARDED, **changes}), tmp_path / "run", quiet=True)

@@ -193,9 +193,14 @@ class RoundDone:
     code: Code | None = None
 
     @property
+    def bad(self) -> bool:
+        """Whether it failed because of what clients sent in it."""
+        return self.code in (Code.IMPLAUSIBLE, Code.JUMPED)
+
+    @property
     def published(self) -> bool:
         """Whether clients learn of the sum: the model was moved by it, or was not because of what it is."""
-        return not self.failed or self.code is Code.IMPLAUSIBLE
+        return not self.failed or self.bad
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
 from fedveil.runs.judgement import probabilities
-from fedveil.runs.monitor import best_note
+from fedveil.runs.monitor import best_note, guard_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import PUBLISHED, fill_from, nothing_hidden
@@ -238,7 +238,7 @@ class Job:
                 said = (*said, DROPOUT)
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
-        return (*said, *best_note(self))
+        return (*said, *best_note(self), *guard_note(self.config))
 
     @property
     def own_assumptions(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
-from fedveil.runs.bad_rounds import refused_round, too_many, why_stopped
+from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
@@ -274,6 +274,10 @@ def conduct(
         outcome.lost = max(privacy_journal.accountant.rounds - state.round, 0)
     about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
     _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
+    guard = None
+    if job.config.max_loss_jump is not None:
+        check_guard(job)
+        guard = LossGuard(job.config.max_loss_jump, state, lambda: evaluated(job, state, on=job.validation)[1].loss)
     started = last = time.perf_counter()
     failures = 0
     for step in asked(server.run(), engine):
@@ -301,7 +305,9 @@ def conduct(
             outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
             break
         state.round = done.round + 1
-        state.bad_rounds = state.bad_rounds + 1 if done.code is Code.IMPLAUSIBLE else 0
+        if guard is not None and not done.failed:
+            done = guard.judged(done, state)
+        state.bad_rounds = state.bad_rounds + 1 if done.bad else 0
         if done.failed and (_all_refuse(done) or failures >= _MOST_FAILURES):
             raise _failure(done)
         if done.aggregate is not None and written is not None:
@@ -420,7 +426,7 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     }
     if done.failed:
         row["failed"] = done.failed
-    if done.code is Code.IMPLAUSIBLE:
+    if done.bad:
         row |= {"code": str(done.code), "suspects": list(gathered.arrived)}
     if gathered.refused:
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
