@@ -227,6 +227,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "label_smoothing": 0.1,
         "lr_steps": "0.3,0.6",
         "optimiser": "yogi",
+        "max_loss_jump": 3.0,
         "augment": "crop,flip",
     }
     schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}
