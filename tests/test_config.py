@@ -199,7 +199,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "record": True,
         "early_stopping": 3,
     }
-    free |= {"monitor": "loss", "workers": 2}
+    free |= {"monitor": "loss", "workers": 2, "on_bad_round": "stop", "max_bad_rounds": 2}
     for name, value in free.items():
         assert config.with_changes(**{name: value}).fingerprint() == config.fingerprint()
     recorded = {"record_rounds": "1,2", "record_clients": "3"}
@@ -227,6 +227,7 @@ def test_every_setting_that_decides_the_model_changes_the_fingerprint() -> None:
         "label_smoothing": 0.1,
         "lr_steps": "0.3,0.6",
         "optimiser": "yogi",
+        "max_loss_jump": 3.0,
         "augment": "crop,flip",
     }
     schedules = {"lr_steps": "step", "lr_drop": "step", "lr_power": "polynomial"}

@@ -28,7 +28,8 @@ _MOST_DIGITS = 7
 
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
 _HIDDEN, _LIMITS, _MACHINE, _AUDIT = "Hidden share", "Clients' own limits", "Machine", "Audit"
-PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _LIMITS, _MACHINE, _AUDIT)
+_BAD = "Bad uploads"
+PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _MACHINE, _AUDIT)
 """In which order settings stand in the help; within a panel, as they are declared."""
 
 Check = tuple[Callable[[Any], bool], str]
@@ -325,6 +326,19 @@ class RunConfig:
     clip: float | None = _option(
         _PRIVACY, "Largest L2 norm of a sample's gradient; of an update, with local training.", shown="1"
     )
+    adaptive_clip: bool | None = _option(
+        _PRIVACY,
+        "dp-fedavg, ldp, cdp, nadp with local training: the clip begins with --clip and follows the updates.",
+        shown="no",
+        before=None,
+    )
+    clip_quantile: float | None = _option(
+        _PRIVACY, "adaptive clip: the share of updates that should be within it.", shown="0.5", before=None
+    )
+    clip_rate: float | None = _option(_PRIVACY, "adaptive clip: how fast it moves, up to 1.", shown="0.2", before=None)
+    clip_share: float | None = _option(
+        _PRIVACY, "adaptive clip: share of every round's μ² that pays for it.", shown="0.1", before=None
+    )
     accounting: str | None = _option(
         _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
     )
@@ -384,6 +398,40 @@ class RunConfig:
         _HIDDEN,
         "paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).",
         shown="ckks",
+    )
+    max_update_norm: float | None = _setting(
+        _BAD,
+        "Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks "
+        "rounds whose mean is longer.",
+        shown="none; clipped ones are held to --clip",
+        check=_POSITIVE,
+        before=None,
+    )
+    on_bad_round: str | None = _setting(
+        _BAD,
+        "A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop.",
+        shown="skip",
+        choices=("skip", "stop"),
+        shapes_run=False,
+        before=None,
+    )
+    max_bad_rounds: int | None = _setting(
+        _BAD, "Stop after so many bad rounds in a row.", shown="3", check=_up_to(10**7), shapes_run=False, before=None
+    )
+    max_loss_jump: float | None = _setting(
+        _BAD,
+        "Take a round back that makes the loss on the validation part more than so many times as large: 3.",
+        shown="never",
+        check=(lambda value: value > 1, "must be more than 1"),
+        before=None,
+    )
+    robust_groups: int | None = _setting(
+        _BAD,
+        "fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their "
+        "means are averaged without the extremes, so that a bad upload moves nothing.",
+        shown="one sum",
+        check=_up_to(1 << 20, least=0),
+        before=None,
     )
     policy: str | None = _setting(
         _LIMITS,

@@ -49,6 +49,12 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert 0.9 < float(printed) < 1.0
 
 
+def test_misbehaving_clients(tmp_path: Path) -> None:
+    small = {f"--rounds {count}": "--rounds 2" for count in (10, 8, 6, 5)}
+    said = typed("how-to/misbehaving-clients.md", tmp_path, small=small)
+    assert len(said) == 4
+
+
 def test_own_data(tmp_path: Path) -> None:
     said = typed("how-to/own-data.md", tmp_path)
     assert len(said) == 6

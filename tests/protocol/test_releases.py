@@ -13,7 +13,7 @@ from torch import Tensor
 
 from client_held.relaying import HELD_MESSAGES, HELD_SCHEMES
 from federation import job, server_of, trained
-from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead
 from fedveil.engine.local import Absent
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
@@ -34,7 +34,7 @@ from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
-INSIDE = {Broadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
+INSIDE = {Broadcast: "train", ClipBroadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
 REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
 REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, Revealed, Repaired)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {MaskedUpload: "upload"}
@@ -60,13 +60,15 @@ SPEAKS: dict[str, set[type]] = {
     "veil-dp, masks": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg, on dropout": (COMMON | KEYS | MASKS) - {Upload, Evidence},
     "nadp, tolerant": COMMON | KEYS,
+    "dp-fedavg, adaptive": COMMON | SIZES,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
     "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
     "nadp, tolerant": {"scheme": "nadp", "dropouts": "tolerate"},
+    "dp-fedavg, adaptive": {"scheme": "dp-fedavg", "adaptive_clip": True},
 }
-NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "dp-fedavg"}
+NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "dp-fedavg", "dp-fedavg, adaptive"}
 
 
 def of(name: str, **settings: Any) -> Job:
@@ -156,6 +158,8 @@ def test_every_field_of_every_message_class_that_a_scheme_sends_is_declared(name
         possible = {field for field in possible if not field.startswith("train.head.")}
     if Hello not in kinds:
         possible.discard("train.cohort")
+    if "adaptive" not in name:
+        possible.discard("train.clip")
     assert possible - declared(one) == set()
 
 
@@ -250,7 +254,7 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
-    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant", "dp-fedavg"}
+    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant", "dp-fedavg", "dp-fedavg, adaptive"}
     for name in SPEAKS:
         one = of(name)
         by_field = {release.field: release for release in one.scheme.releases(one.architecture)}

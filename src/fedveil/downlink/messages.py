@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
+import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.ledger.releases import Caveats, Cover, Released
 from fedveil.secrets import SecretStream
-from fedveil.shapes import Number, counts, reals
+from fedveil.shapes import Number, Shape, counts, reals
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,23 @@ class Broadcast:
     head: PublicHead | None
 
     released_as = "train"
+
+
+@dataclass(frozen=True, eq=False)
+class ClipBroadcast(Broadcast):
+    """The same where the clip changes from round to round: `clip` is this round's."""
+
+    clip: Annotated[
+        Tensor,
+        Shape((torch.float64,), (1,)),
+        Released("the round's clip, which follows from noised answers", about="data", protection="noised"),
+    ]
+
+    @staticmethod
+    def of(broadcast: Broadcast, clip: float) -> ClipBroadcast:
+        """A broadcast with a clip."""
+        known = {field.name: getattr(broadcast, field.name) for field in dataclasses.fields(Broadcast)}
+        return ClipBroadcast(**known, clip=torch.tensor([clip], dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)

@@ -168,6 +168,8 @@ def _statement(client: int, nonce: str, lineage: str) -> bytes:
 TEXTS: dict[Code, str] = {
     Code.PROTOCOL: "it was asked for something that the protocol does not allow at this point",
     Code.UNREADABLE: "a sum cannot be read: what it was sent does not open to numbers that clients could have sent",
+    Code.IMPLAUSIBLE: "it was shown more than honest clients can send",
+    Code.JUMPED: "a round has made the loss on its samples jump",
     Code.ENDED: "it takes no further part: its own limits would be exceeded",
     Code.SETTINGS: "it cannot work with the run's settings",
     Code.REQUIRED: "the run's settings are not those that its owner requires",

@@ -135,6 +135,24 @@ def noise_circle(circle: Circle, colluders: int) -> str:
     return f"{said}{who}, and {away}"
 
 
+def groups(count: int, size: int) -> str:
+    """What is seen of a round's clients in groups."""
+    return (
+        f"{count} sums a round, of {size} clients or one more each, where there would be one of all: each hides a "
+        f"client among {size - 1} others only, and who may collude is said for a group; who is in which follows from "
+        "the epoch's beacon, so that nobody picks it"
+    )
+
+
+def adaptive_clip(share: float, longer: float) -> str:
+    """What a clip costs that follows the updates."""
+    return (
+        "the clip follows how many updates, weighed by samples, are within it: each client tells that as one number "
+        f"more of its upload, under the same noise. A share of {share:.3g} of what every round costs (as μ²) pays for "
+        f"those answers, so that noise on updates is {longer:.4g} times as large for the same ε; the clip is public"
+    )
+
+
 def shared_noise(collusion: float, accounting: str, *, whoever: bool = True) -> tuple[str, ...]:
     """On whose noise a line counts where clients share it; not `whoever` where their places were drawn afterwards."""
     few = "one" if collusion == 0 else f"{collusion:.0%}, and at least one,"

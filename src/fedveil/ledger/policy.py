@@ -113,6 +113,15 @@ class Policy:
                 f"client {client} takes part in no round of {size} clients: its policy asks for {self.min_cohort}"
             )
 
+    def check_clip(self, client: int, clip: float) -> None:
+        """Refuse a round whose clip, where it changes from round to round, is out of range."""
+        low, high = self.min_clip or 0.0, self.max_clip or math.inf
+        if not low <= clip <= high:
+            raise ProtocolError(
+                f"client {client} takes part in no round with a clip of {clip:g}: its policy asks for one between "
+                f"{low:g} and {high:g}"
+            )
+
     def size_ratio(self, agreed: float) -> float:
         """How far a size may stand out: as the run has it, or as this policy has it if that is less."""
         return agreed if self.max_size_ratio is None else min(agreed, self.max_size_ratio)

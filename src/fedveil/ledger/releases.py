@@ -93,12 +93,13 @@ def check_declared(fields: Iterable[str], releases: Iterable[Release]) -> None:
 @dataclass(frozen=True)
 class Caveats:
     """`assumptions` are what a proof rests on, `unprotected` what nobody should expect, `paper` the paper's claim,
-    `notes` what else a reader must know."""
+    `notes` what else a reader must know, `over` whose contributions a sum is of, if not all of a round's clients'."""
 
     assumptions: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
     paper: str = ""
     notes: tuple[str, ...] = ()
+    over: str = ""
 
     def followed_by(self, *others: Caveats) -> Caveats:
         """These and then the others', each sentence once; the paper's claim stays."""
@@ -108,4 +109,5 @@ class Caveats:
             tuple(dict.fromkeys(text for one in said for text in one.unprotected)),
             self.paper,
             tuple(dict.fromkeys(text for one in said for text in one.notes)),
+            next((one.over for one in said if one.over), ""),
         )

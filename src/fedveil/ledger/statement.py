@@ -127,8 +127,8 @@ def state(
         lines.append(dataclasses.replace(line, adversary=COLLUSION))
     elif lines[0].verdict == "aggregate only":
         why = (
-            "the sum over the honest clients of a round: masks between honest clients stay closed; who beyond a quorum "
-            "is in it is the server's word"
+            f"the sum over the honest clients of {caveats.over or 'a round'}: masks between honest clients stay "
+            "closed; who beyond a quorum is in it is the server's word"
         )
         lines.append(Line(COLLUSION, "aggregate only", why, assumptions=caveats.assumptions))
     lines.append(_client_line(releases, caveats, accountant, delta, unit))
@@ -187,7 +187,7 @@ def _server_line(
         why = f"{sees} the sums of what is hidden, over a round's honest clients, and every upload's rest under noise"
         return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
     # Whoever has a client's help takes that one's part out of the sum.
-    over = "a round's clients" if sees == "sees" else "a round's honest clients"
+    over = caveats.over or ("a round's clients" if sees == "sees" else "a round's honest clients")
     return Line(
         SERVER, "aggregate only", f"{sees} the sum over {over} and nothing else", assumptions=caveats.assumptions
     )

@@ -57,7 +57,8 @@ def released(kind: type[Any], name: str) -> Released | ContributionSections | ty
         if isinstance(mark, (Released, ContributionSections)):
             return mark
     inside = [nested for nested in field.types if nested is not type(None)]
-    if len(inside) != 1 or not dataclasses.is_dataclass(inside[0]):
+    alike = inside and all(issubclass(kind, inside[0]) for kind in inside)  # those that say more declare the rest
+    if not alike or not dataclasses.is_dataclass(inside[0]):
         raise TypeError(
             f"{kind.__name__}.{name} may not travel: declare what leaves with it, as Annotated[…, Released(what)]"
         )

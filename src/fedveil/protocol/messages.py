@@ -12,13 +12,14 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from fedveil.downlink.messages import Broadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead
 from fedveil.ledger.releases import ContributionSections, Cover, Party, Release, Released, check_declared
 from fedveil.protocol.codec import message, released
 from fedveil.shapes import REALS, Shape, clients, declared, words
 
 message(PublicHead)
 message(Broadcast)
+message(ClipBroadcast)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +173,7 @@ class Train(Request):
 
     round: Round
     attempt: Attempt
-    broadcast: Broadcast
+    broadcast: Broadcast | ClipBroadcast
     cohort: Annotated[Tensor | None, clients("cohort"), Released("who takes part in the round")] = None
 
 
@@ -181,6 +182,7 @@ SECTIONS = ContributionSections(
         "gradients": "the client's gradient(s) on its batch, or its update",
         "values": "the training loss on its batch, or the φ values that combine into it",
         "statistics": "BatchNorm mean and variance of its batch",
+        "within": "whether its update is within the round's clip, as plus or minus its number of samples",
         "weight": "how many samples it has",
         "ballot": "a one for each of the client's largest changes",
     }

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
-from fedveil.downlink.messages import Broadcast, Downlink
-from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.caveats import KNOWN_START, RunFacts
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, Downlink
+from fedveil.errors import Code, ConfigError, ProtocolError
+from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -33,6 +33,7 @@ from fedveil.secrets import SecretSource, SecretStream
 from fedveil.shapes import REALS
 from fedveil.tensors import ExactSum, Layout
 from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.messages import LocalWork
 
 Holder = Literal["server", "clients"]
@@ -132,11 +133,15 @@ class RoundContext:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What both roles have in common: the architecture, the layout of a contribution, the local work."""
+    """What both roles have in common: the architecture, the layout of a contribution, the local work.
+
+    `longest` is how long a client's gradient or update may be, where the server reads it and somebody has said so.
+    """
 
     architecture: Architecture
     layout: Layout
     work: LocalWork
+    longest: float | None = None
 
 
 class BoundedWork(LocalWork, Protocol):
@@ -165,6 +170,12 @@ def bounded(work: LocalWork) -> BoundedWork:
             "(ClippedSamples) or clip the update (ClippedUpdate)."
         )
     return work  # type: ignore[return-value]
+
+
+def adapting(work: LocalWork) -> AdaptiveClip | None:
+    """How the clip follows the updates, where it does."""
+    rule: AdaptiveClip | None = getattr(work, "adaptive", None)
+    return rule
 
 
 def planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLayout:
@@ -266,6 +277,10 @@ class Channel(Protocol):
         """How many of a round's `clients` may be missing before its sum cannot be opened; None: all but the first."""
         return None
 
+    def summed_with(self, clients: int) -> int:
+        """Of how many of a round's `clients` a sum is that the server sees, at least."""
+        return clients
+
     @property
     def loss_limit(self) -> float | None:
         """Beyond which number a reported loss is cut off, where the uplink cuts it."""
@@ -326,11 +341,15 @@ class Uplink(Channel, Protocol):
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """Server side: where this round's uploads are folded."""
-        return UploadSum(terms.layout, context, device=device)
+        return UploadSum(terms.layout, context, device=device, longest=terms.longest)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """Server side: the next phase needed to open the sum, or None when it is open."""
         return None
+
+    def group_sums(self, total: Summing) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
+        """Server side: the sums of a round's groups, and whose uploads are in each; none where one sum is all."""
+        return ()
 
     def parting(self, total: Summing) -> Mapping[int, Request | None]:
         """Server side: what each client is owed in private with the next round's model; None where it cannot be had."""
@@ -342,7 +361,11 @@ class Uplink(Channel, Protocol):
 
 
 class UploadSum(Inbox[Upload]):
-    """An exact sum of real numbers, none of which is beyond ± its sender's number in `most`, where there is one."""
+    """An exact sum of real numbers.
+
+    No upload is longer than its sender's number in `most`, where there is one, and no gradient or update, over the
+    weight it claims, than `longest`.
+    """
 
     def __init__(
         self,
@@ -351,17 +374,25 @@ class UploadSum(Inbox[Upload]):
         *,
         device: torch.device,
         most: Mapping[int, float] | None = None,
+        longest: float | None = None,
     ) -> None:
         self._sum = ExactSum(layout.length, device=device)
         self._most = {} if most is None else most
+        self._longest = longest
+        self._layout = layout
         sizes = {"contribution": layout.length}
         self.expect(Upload, context.cohort, which=context.which, sizes=sizes, types={"payload": REALS})
 
     def _fold(self, reply: Upload) -> None:
         most = self._most.get(reply.client)
         # The weight, at the end, is not asked.
-        if most is not None and bool((reply.payload[:-1].double().abs() > most).any()):
-            raise ProtocolError(f"an upload holds numbers beyond {most:g}, more than clipping leaves of any")
+        if most is not None and float(reply.payload[:-1].double().norm()) > most * (1 + 1e-9):  # NaN is refused below
+            raise ProtocolError(
+                f"an upload is longer than {most:g}, and clipping leaves none that is", code=Code.IMPLAUSIBLE
+            )
+        if self._longest is not None:
+            sent = self._layout.split(reply.payload)
+            check_length(sent["gradients"].double() / sent["weight"].double(), self._longest, "an upload")
         self._sum.add(reply.payload)
 
     def total(self) -> Tensor:
@@ -369,12 +400,21 @@ class UploadSum(Inbox[Upload]):
         return self._sum.total()
 
 
+def check_length(vector: Tensor, longest: float | None, what: str) -> None:
+    """Refuse a gradient or update that holds what is no number, or is longer than somebody has said any is."""
+    norm = float(vector.norm())
+    if not norm <= (math.inf if longest is None else longest):
+        most = "" if longest is None else f", and max_update_norm is {longest:g}"
+        raise ProtocolError(f"{what} is {norm:.3g} long{most}", code=Code.IMPLAUSIBLE)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
     """Downlink × local work × uplink × who holds the model; and noise that a trusted server adds, if any.
 
-    `max_size_ratio` is how many times the median number of samples a client may announce. `caveats` are sentences of
-    the scheme's own: its parts answer for themselves. `known_start`: others know the weights that the model begins
+    `max_size_ratio` is how many times the median number of samples a client may announce, `max_update_norm` how long a
+    gradient or update that nobody clips may be. `caveats` are sentences of the scheme's own: its parts answer for
+    themselves. `known_start`: others know the weights that the model begins
     with, so that a veil hides nothing.
     """
 
@@ -386,6 +426,7 @@ class Scheme:
     central: Central | None = None
     honest_arrivals: bool = False
     max_size_ratio: float = math.inf
+    max_update_norm: float | None = None
     known_start: bool = False
     caveats: Caveats = field(default_factory=Caveats)
 
@@ -426,7 +467,9 @@ class Scheme:
         run = RunFacts(rounds, cohort, clients, bool(self.downlink.covers()), self.central is not None)
         central = Caveats() if self.central is None else self.central.caveats()
         downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
-        parts = (self.uplink.caveats(run), downlink, central)
+        rule = adapting(self.work)
+        work = Caveats() if rule is None else Caveats(notes=(adaptive_clip(rule.share, rule.longer),))
+        parts = (self.uplink.caveats(run), downlink, central, work)
         return replace(self, caveats=self.caveats.followed_by(*parts))
 
     @property
@@ -439,7 +482,9 @@ class Scheme:
 
     def terms(self, architecture: Architecture) -> Terms:
         """What both roles have in common."""
-        return Terms(architecture, self.layout(architecture), self.work)
+        # Under a veil, how long a gradient is shows once it has been recovered.
+        longest = None if self.downlink.traced else self.max_update_norm
+        return Terms(architecture, self.layout(architecture), self.work, longest)
 
     def noise_layout(self, context: RoundContext, terms: Terms) -> NoiseLayout | None:
         """The noise of a round, wherever it is added, where a guarantee rests on it."""
@@ -452,7 +497,7 @@ class Scheme:
         if self.holder == "clients":
             return (*introduced, *uplink)
         unnamed = ("cohort",) if how == "none" else ()
-        covers = self.downlink.covers()
+        covers, sent = self.downlink.covers(), Broadcast if adapting(self.work) is None else ClipBroadcast
         if self._seen_through:
             covers = {name: {**cover, "hiding": "none"} for name, cover in covers.items()}
         return each_once(
@@ -461,7 +506,7 @@ class Scheme:
                 *releases_of(Upload),
                 *introduced,
                 *releases_of(Train, but=("broadcast", *unnamed)),
-                *releases_of(Broadcast, but=() if self.downlink.head_noise else ("head",), covers=covers),
+                *releases_of(sent, but=() if self.downlink.head_noise else ("head",), covers=covers),
                 *uplink,
             )
         )

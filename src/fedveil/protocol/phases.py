@@ -26,7 +26,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from fedveil.errors import ProtocolError, Refusal
+from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import DeclaredReleases, Reply, Request, awaited_fields, released_fields
 from fedveil.shapes import Sizes, Types, check, named
@@ -179,7 +179,8 @@ class RoundBegins:
 class RoundDone:
     """A round boundary: the only place where a run can be stopped and resumed.
 
-    `aggregate` is what clients that hold the model themselves will be sent, to move it by.
+    `aggregate` is what clients that hold the model themselves will be sent, to move it by. `code` says for programs why
+    the round `failed`.
     """
 
     round: int
@@ -189,6 +190,17 @@ class RoundDone:
     failed: str = ""
     revealed: tuple[tuple[int, int], ...] = ()
     aggregate: Aggregate | None = None
+    code: Code | None = None
+
+    @property
+    def bad(self) -> bool:
+        """Whether it failed because of what clients sent in it."""
+        return self.code in (Code.IMPLAUSIBLE, Code.JUMPED)
+
+    @property
+    def published(self) -> bool:
+        """Whether clients learn of the sum: the model was moved by it, or was not because of what it is."""
+        return not self.failed or self.bad
 
 
 @dataclass(frozen=True)

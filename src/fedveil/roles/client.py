@@ -43,6 +43,7 @@ from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.decomposed import transitional
+from fedveil.downlink.messages import ClipBroadcast
 from fedveil.downlink.rescaling import head_site
 from fedveil.errors import ConfigError, FedVeilError, ProtocolError
 from fedveil.ledger.policy import Policy, SampledRounds
@@ -50,7 +51,7 @@ from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.directory import Directory, Hello, Nonces
 from fedveil.protocol.key_agreement import KEY_SIZES, introduce
 from fedveil.protocol.messages import Reply, Request, Train
-from fedveil.protocol.parts import RoundContext, Scheme, answered, planned
+from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
 from fedveil.work.messages import ClientData, RunMany, Workspace
@@ -289,7 +290,8 @@ class ClientRole(Participant):
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
         state = self._uplink.admit(state, context, private)
-        self._policy.check_cohort(state.client, len(context.cohort))
+        self._policy.check_cohort(state.client, self._uplink.summed_with(len(context.cohort)))
+        self._check_clip(state, request)
         if context.directory is not None:
             context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)
         spent = state.spent
@@ -304,6 +306,15 @@ class ClientRole(Participant):
         known = context.directory
         run, epoch = ("", -1) if known is None else (known.run, known.epoch.number)
         return state.answering(request.round, request.attempt, run=run, epoch=epoch, spent=spent), context
+
+    def _check_clip(self, state: ClientState, request: Train) -> None:
+        """Refuse a clip where the scheme has a fixed one, and one that no answers lead to or the policy forbids."""
+        rule, start, sent = adapting(self._scheme.work), self._scheme.work.clip, request.broadcast
+        if (rule is not None) != isinstance(sent, ClipBroadcast):
+            raise ProtocolError("a model comes with a clip where the scheme has a fixed one, or without one")
+        if rule is not None and start is not None and isinstance(sent, ClipBroadcast):
+            rule.check(float(sent.clip), start=start, round=request.round)
+            self._policy.check_clip(state.client, float(sent.clip))
 
     def _context(self, request: Train, directory: Directory | None, beacon: bytes) -> RoundContext:
         """One context per message: simulated clients that were sent the same one share it."""

@@ -26,7 +26,8 @@ A round (`ServerRole._round`)
     RoundDone       the sum is recovered under the veil, averaged, and the model has moved one step
 
     What goes wrong in a round costs the round and never the run: nobody uploads, too few to open the sum, a sum that
-    would cost more privacy than is left. `RoundDone.failed` then says why, and the model stays as it was.
+    would cost more privacy than is left, or one that honest clients cannot have sent. `RoundDone.failed` then says why,
+    and the model stays as it was.
 
 Who keeps what
 
@@ -52,14 +53,16 @@ import torch
 from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture, Weights, batch_norms
-from fedveil.downlink.messages import Mean, Recovered, Veil
+from fedveil.downlink.messages import ClipBroadcast, Mean, Recovered, Veil
 from fedveil.errors import ConfigError, ProtocolError, Refusal
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
-from fedveil.protocol.parts import RoundContext, Scheme, Summing
+from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length
 from fedveil.protocol.phases import Ask, DeclaredOnly, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.plausible import check_sum
+from fedveil.protocol.trimming import outvoted
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
 
@@ -247,6 +250,10 @@ class ServerState:
     round: int = 0
     attempt: int = 0
     head_level: float | None = None
+    clip: float | None = None
+    """The next round's clip, where it follows the updates; None: that of the settings."""
+    bad_rounds: int = 0
+    """How many rounds in a row have failed because honest clients cannot have sent what came of them."""
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> ServerState:
@@ -270,6 +277,7 @@ class ServerRole(Conductor):
         super().__init__(scheme, architecture, state, **run)
         self._architecture = architecture
         self._uplink = scheme.summing
+        self._adaptive = adapting(scheme.work)
         self._mover = Mover(architecture, optimiser)
         self._owed: dict[int, Request] = {}
         self.state: ServerState = state
@@ -285,7 +293,10 @@ class ServerRole(Conductor):
         )
         total = uplink.accumulator(context, self._terms, device=state.weights.parameters.device)
         named = None if self._introductions is None else torch.tensor(context.cohort, dtype=torch.int64)
-        request = Train(context.round, context.attempt, veil.broadcast(), named)
+        broadcast = veil.broadcast()
+        if self._adaptive is not None:
+            broadcast = ClipBroadcast.of(broadcast, self._clip)
+        request = Train(context.round, context.attempt, broadcast, named)
         owed = {client: self._owed[client] for client in able if client in self._owed}
         begins = context.begins()
         yield begins
@@ -308,16 +319,16 @@ class ServerRole(Conductor):
                 assert answer is not None
                 gathered, traffic = answer, traffic.and_then(answer)
                 phase = uplink.open(total, gathered, context)
-            recovered = self._recovered(veil, total, context, arrived=traffic.arrived)
+            recovered, clip = self._recovered(veil, total, context, arrived=traffic.arrived)
         except ProtocolError as reason:
-            failed = str(reason)
+            failed, code = str(reason), reason.code
         self._owe(uplink.parting(total))
         state.round += 1
         if failed:
-            yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed)
+            yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed, code=code)
             return
         self._mover.move(state.weights, state.velocity, recovered, round=context.round)
-        state.head_level = recovered.head_level
+        state.head_level, state.clip = recovered.head_level, clip
         yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed)
 
     def _check_affordable(
@@ -342,21 +353,56 @@ class ServerRole(Conductor):
                 "server is honest about arrivals (honest_arrivals)"
             )
 
-    def _recovered(self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]) -> Recovered:
+    @property
+    def _clip(self) -> float:
+        """The round's clip."""
+        if self.state.clip is not None:
+            return self.state.clip
+        assert self._scheme.work.clip is not None
+        return self._scheme.work.clip
+
+    def _recovered(
+        self, veil: Veil, total: Summing, context: RoundContext, *, arrived: Sequence[int]
+    ) -> tuple[Recovered, float | None]:
+        """What came of a round, and the next one's clip where that follows the updates."""
+        groups = self._uplink.group_sums(total)
+        if groups:
+            recovered = outvoted([self._recovered_group(veil, summed, context, here) for here, summed in groups])
+            check_length(recovered.gradient, self._scheme.max_update_norm, "the mean of the groups")
+            return recovered, None
         summed, central = total.total().to(self.state.weights.parameters.device), self._scheme.central
+        if self._uplink.plan is not None:
+            repaired = self._uplink.repairs
+            check_sum(summed, self._uplink.plan, context, self._terms, arrived=arrived, repaired=repaired)
         if central is not None:
             stream = self._secrets.stream("central noise", context.round, context.attempt)
             summed = central.on_sum(summed, context, self._terms, stream=stream)
+        sums = self._weighed(summed, context, arrived)
+        recovered = veil.recover(_mean(sums))
+        check_length(recovered.gradient, self._scheme.max_update_norm, "the mean of the uploads")
+        if central is not None:
+            central.on_gradient(recovered.gradient, context, stream=stream)
+        if self._adaptive is None:
+            return recovered, None
+        start, now = self._scheme.work.clip, self._clip
+        assert start is not None
+        answers = float(sums["within"] / sums["weight"]) / (start * self._adaptive.mark)
+        in_full = replace(recovered, gradient=recovered.gradient * (now / start))  # it came in units of the clip
+        return in_full, self._adaptive.following(now, answers)
+
+    def _weighed(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> dict[str, Tensor]:
+        """A sum by its sections, with the weight of those that are in it."""
         sums = dict(self._terms.layout.split(summed))
         if context.directory is not None:
             # Whoever has announced its size is held to it: what an upload says is not asked.
             sums["weight"] = torch.full_like(sums["weight"], float(sum(context.directory.samples_of(arrived))))
         if not float(sums["weight"]) > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")
-        recovered = veil.recover(_mean(sums))
-        if central is not None:
-            central.on_gradient(recovered.gradient, context, stream=stream)
-        return recovered
+        return sums
+
+    def _recovered_group(self, veil: Veil, summed: Tensor, context: RoundContext, here: Sequence[int]) -> Recovered:
+        sums = self._weighed(summed.to(self.state.weights.parameters.device), context, here)
+        return veil.recover(_mean(sums))
 
     def _owe(self, told: Mapping[int, Request | None]) -> None:
         """Tell clients with the next round what they are owed; where that cannot be had, they wait for a new epoch."""

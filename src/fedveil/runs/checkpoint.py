@@ -35,6 +35,8 @@ class _Facts:
     fingerprint: str
     round: int
     head_level: float | None
+    bad_rounds: int = 0
+    clip: float | None = None
 
 
 def save_checkpoint(folder: Path, state: ServerState, *, fingerprint: str) -> Path:
@@ -56,9 +58,11 @@ def write_state(path: Path, state: ServerState, *, fingerprint: str) -> None:
     """Write a state atomically, checksummed and bound to its run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(state)
-    facts = json.dumps(
-        {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}, sort_keys=True
-    )
+    known = {"fingerprint": fingerprint, "round": state.round, "head_level": state.head_level}
+    # Only where there are any: what has none is the file that it always was.
+    known |= {"bad_rounds": state.bad_rounds} if state.bad_rounds else {}
+    known |= {} if state.clip is None else {"clip": state.clip}
+    facts = json.dumps(known, sort_keys=True)
     metadata = {"format": _FORMAT, "facts": facts, "digest": digest_of(tensors, facts)}
     write_atomically(path, save_tensors(tensors, metadata))
 
@@ -81,8 +85,10 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Te
         raise CheckpointError(f"Checkpoint {path.name} is damaged: its checksum does not match.")
     if facts.fingerprint != fingerprint:
         raise CheckpointError(f"Checkpoint {path.name} belongs to a run with other settings.")
-    if facts.round < 0 or not math.isfinite(facts.head_level or 0.0):
+    if facts.round < 0 or facts.bad_rounds < 0 or not math.isfinite(facts.head_level or 0.0):
         raise CheckpointError(f"Checkpoint {path.name} is damaged: it names no round.")
+    if facts.clip is not None and not 0 < facts.clip < math.inf:
+        raise CheckpointError(f"Checkpoint {path.name} is damaged: its clip is no number to clip by.")
     device = like.parameters.device
     expected = _tensors(ServerState.fresh(like, velocity))
     if {name: _form(tensor) for name, tensor in tensors.items()} != {
@@ -96,7 +102,14 @@ def load_checkpoint(path: Path, like: Weights, *, fingerprint: str, velocity: Te
         placed["statistics"],
         {name.removeprefix("buffer."): value for name, value in placed.items() if name.startswith("buffer.")},
     )
-    return ServerState(weights, placed["velocity"], round=facts.round, head_level=facts.head_level)
+    return ServerState(
+        weights,
+        placed["velocity"],
+        round=facts.round,
+        head_level=facts.head_level,
+        clip=facts.clip,
+        bad_rounds=facts.bad_rounds,
+    )
 
 
 def newest_good(

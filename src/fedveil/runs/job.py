@@ -36,7 +36,7 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
 from fedveil.runs.judgement import probabilities
-from fedveil.runs.monitor import best_note
+from fedveil.runs.monitor import best_note, guard_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import PUBLISHED, fill_from, nothing_hidden
@@ -238,7 +238,7 @@ class Job:
                 said = (*said, DROPOUT)
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
-        return (*said, *best_note(self))
+        return (*said, *best_note(self), *guard_note(self.config))
 
     @property
     def own_assumptions(self) -> tuple[str, ...]:
@@ -402,10 +402,22 @@ def agreed(
         rounds=config.rounds,
         family=config.family,
         known_start=bool(config.public_start),
+        robust_groups=config.robust_groups or 0,
     )
     options = {**config.scheme_options, **(config.options or {})}
     scheme, cohort = attended(info, setting, options, cohort=cohort, simulation=config.simulated_secrets)
-    scheme = replace(scheme, max_size_ratio=config.max_size_ratio)
+    if config.max_update_norm is not None and (scheme.noisy or scheme.holder == "clients"):
+        why = "noise goes into its sums" if scheme.holder == "server" else "its server reads no sum"
+        raise ConfigError(
+            f"{spelled('max_update_norm')} does not go with {spelled('scheme', info.name)}: {why}. Where updates are "
+            f"clipped, sums are held to {spelled('clip')} and to what noise adds, without a setting."
+        )
+    if config.record and config.robust_groups:
+        raise ConfigError(
+            f"{spelled('record', True)} keeps one sum a round for audits, and {spelled('robust_groups')} has several: "
+            "leave one of them out."
+        )
+    scheme = replace(scheme, max_size_ratio=config.max_size_ratio, max_update_norm=config.max_update_norm)
     if config.family not in ("auto", scheme.downlink.family):
         why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
         raise ConfigError(

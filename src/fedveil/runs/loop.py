@@ -36,6 +36,7 @@ from fedveil.protocol.messages import Request, Train
 from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
+from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
@@ -273,6 +274,10 @@ def conduct(
         outcome.lost = max(privacy_journal.accountant.rounds - state.round, 0)
     about = (job.scheme.name, state.round, job.config.rounds, len(job.pool), job.cohort.size)
     _LOG.info("%s begins after round %d of %d: %d clients, %d in a round", *about)
+    guard = None
+    if job.config.max_loss_jump is not None:
+        check_guard(job)
+        guard = LossGuard(job.config.max_loss_jump, state, lambda: evaluated(job, state, on=job.validation)[1].loss)
     started = last = time.perf_counter()
     failures = 0
     for step in asked(server.run(), engine):
@@ -300,6 +305,9 @@ def conduct(
             outcome.stop(f"round {done.round + 1} failed: {next(iter(done.gathered.refused.values()))}", say)
             break
         state.round = done.round + 1
+        if guard is not None and not done.failed:
+            done = guard.judged(done, state)
+        state.bad_rounds = state.bad_rounds + 1 if done.bad else 0
         if done.failed and (_all_refuse(done) or failures >= _MOST_FAILURES):
             raise _failure(done)
         if done.aggregate is not None and written is not None:
@@ -315,11 +323,16 @@ def conduct(
         if not outcome.diverged and _runs_away(outcome.rows[0], row):
             outcome.diverged = True
             say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
+        if state.bad_rounds:
+            say(f"{WARNING}{refused_round(row)}")
         try:
             if on_round is not None:
                 on_round(row, state)
         except StopTraining as reason:
             outcome.stop(str(reason), say)
+            server.end()
+        if state.bad_rounds and not outcome.stopped and too_many(job.config, state):
+            outcome.stop(why_stopped(job.config, state), say)
             server.end()
     outcome.seconds = time.perf_counter() - started
     _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
@@ -413,8 +426,12 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
     }
     if done.failed:
         row["failed"] = done.failed
+    if done.bad:
+        row |= {"code": str(done.code), "suspects": list(gathered.arrived)}
     if gathered.refused:
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
+    if state.clip is not None:
+        row["clip"] = state.clip
     every = job.config.evaluate_every
     if every and (done.round + 1) % every == 0:
         if job.test is not None:
@@ -564,5 +581,8 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
     failed = sum("failed" in row for row in rows)
     if failed:
         summary["failed_rounds"] = failed
+    bad = [row["round"] for row in rows if "suspects" in row]
+    if bad:
+        summary["bad_rounds"] = bad
     summary["ledger"] = outcome.privacy_journal.ledger(rounds=outcome.state.round).as_data()
     return summary

@@ -101,5 +101,17 @@ def best_note(job: Job) -> tuple[str, ...]:
     return (f"{chosen}, which is computed from what clients send, and tells no more than that",)
 
 
+def guard_note(config: RunConfig) -> tuple[str, ...]:
+    """What a ledger says of rounds that are taken back by held-out samples."""
+    if config.max_loss_jump is None:
+        return ()
+    return (
+        f"a round that makes the loss on held-out samples more than {config.max_loss_jump:g} times as large is taken "
+        "back. For clients' training data that is a choice among models that are counted already, and costs nothing "
+        "more; of the held-out samples every round's choice is a release without noise, which no ε counts, clients' "
+        "own or not",
+    )
+
+
 def _and_end(config: RunConfig) -> str:
     return "" if config.early_stopping is None else ", and with it the run's end,"

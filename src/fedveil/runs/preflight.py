@@ -14,6 +14,7 @@ from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, spell
 from fedveil.ledger.correlated import DENSE_UP_TO
 from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
+from fedveil.runs.bad_rounds import check_guard
 from fedveil.runs.callbacks import WARNING
 from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
@@ -184,6 +185,7 @@ def _check_promises(job: Job) -> None:
     """What clients would refuse to take part in."""
     scheme, policy = job.scheme, job.guard.policy
     monitor_of(job)
+    check_guard(job)
     client_role(job)
     scheme.uplink.prepare()
     uplink, first = scheme.uplink, job.cohort.draw(0)
@@ -192,7 +194,7 @@ def _check_promises(job: Job) -> None:
         _check_graphs(job.cohort, neighbours, rounds=job.config.rounds)
     try:
         if policy is not None and uplink.introduction != "none":
-            policy.check_cohort(first[0], len(first))
+            policy.check_cohort(first[0], uplink.summed_with(len(first)))
         if scheme.plan is None or len(first) > DENSE_UP_TO or not job.pool.clients:
             return
         samples = [len(job.pool.clients[client]) for client in first]

@@ -261,8 +261,8 @@ class PrivacyJournal:
             "arrived": None if len(arrived) == len(done.cohort) else arrived,
             "revealed": [list(pair) for pair in done.revealed],
         }
-        self._write(entry | ({"failed": True} if done.failed else {}))
-        self._charge(self._terms, done.cohort, begins.graph, arrived, done.revealed, published=not done.failed)
+        self._write(entry | ({} if done.published else {"failed": True}))
+        self._charge(self._terms, done.cohort, begins.graph, arrived, done.revealed, published=done.published)
 
     def _charge(
         self,

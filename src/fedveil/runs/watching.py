@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fedveil.errors import StopTraining
 from fedveil.roles.server import ServerState
+from fedveil.runs.bad_rounds import too_many
 from fedveil.runs.best import best_of
 from fedveil.runs.callbacks import Callbacks, Follower, Row
 from fedveil.runs.job import Job
@@ -15,6 +16,7 @@ class Watch:
     """Callbacks and the best round of a job; `keep` writes a checkpoint where one is due, or the `last` one."""
 
     def __init__(self, job: Job, callbacks: Sequence[Follower]) -> None:
+        self._config = job.config
         self.callbacks = Callbacks(callbacks)
         self.best = best_of(job)
         self.keep: Callable[[ServerState, bool], None] = lambda state, last: None
@@ -40,7 +42,7 @@ class Watch:
             self._check()
         except StopTraining as reason:
             stop = reason
-        self.keep(state, stop is not None)
+        self.keep(state, stop is not None or too_many(self._config, state))
         if stop is not None:
             raise stop
         self._check()

@@ -10,7 +10,7 @@ from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.plain import Kept, Plain
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import DpOptions, LocalOptions, MaskOptions
+from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import Noised
@@ -37,12 +37,12 @@ def _plan(setting: Setting, dp: DpOptions) -> NoisePlan:
     summary="local epochs; every client clips its update and adds enough Gaussian noise for itself",
     protects="all of a client's data from everybody, (ε, δ); the model from nobody",
 )
-def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme:
+def dp_fedavg(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: AdaptiveOptions) -> Scheme:
     """A clipped update under local noise."""
     return Scheme(
         name="dp-fedavg",
         downlink=Plain(),
-        work=ClippedUpdate(local.training(setting, epochs=1), dp.clip),
+        work=ClippedUpdate(local.training(setting, epochs=1), dp.clip, adaptive.rule()),
         uplink=Noised(_plan(setting, dp)),
         caveats=Caveats(paper=_PAPER),
     )

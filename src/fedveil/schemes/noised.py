@@ -6,7 +6,7 @@ from fedveil.downlink.plain import Plain
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import DpOptions, LocalOptions, PairOptions
+from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, PairOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.central import PlannedCentral
 from fedveil.uplink.noise_plan import NoisePlan
@@ -20,13 +20,20 @@ from fedveil.uplink.plain import Bare
     summary="every client adds enough Gaussian noise for itself",
     protects="each client's records from everybody, (ε, δ); the model from nobody",
 )
-def ldp(setting: Setting, *, dp: DpOptions, secret_sampling: float | None = None, local: LocalOptions) -> Scheme:
+def ldp(
+    setting: Setting,
+    *,
+    dp: DpOptions,
+    secret_sampling: float | None = None,
+    local: LocalOptions,
+    adaptive: AdaptiveOptions,
+) -> Scheme:
     """Per-sample clipping and local noise; records may be sampled by the client's own secrets."""
     plan = NoisePlan(dp.target(setting), "local", dp.accounting, sampling=secret_sampling)
     return Scheme(
         name="ldp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip, secret_sampling),
+        work=local.clipped(setting, dp.clip, secret_sampling, adaptive.rule()),
         uplink=Noised(plan),
         caveats=Caveats(paper="σ_i = 2C·√(2qT·ln(1/δ))/(ε·|D_i|) (Wei et al. 2020, as NADP-FL quotes it)"),
     )
@@ -38,13 +45,13 @@ def ldp(setting: Setting, *, dp: DpOptions, secret_sampling: float | None = None
     summary="a trusted server adds Gaussian noise once to the sum",
     protects="each client's records from others who see models, (ε, δ); from the server: not at all",
 )
-def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions) -> Scheme:
+def cdp(setting: Setting, *, dp: DpOptions, local: LocalOptions, adaptive: AdaptiveOptions) -> Scheme:
     """Per-sample clipping, bare uploads, noise by the server."""
     plan = NoisePlan(dp.target(setting), "sum", dp.accounting, trusted=True)
     return Scheme(
         name="cdp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip),
+        work=local.clipped(setting, dp.clip, adaptive=adaptive.rule()),
         uplink=Bare(acquainted=True),
         central=PlannedCentral(plan),
         # Stored ledgers have the model first, before what the uplink leaves open.
@@ -65,12 +72,13 @@ def nadp(
     pairs: PairOptions,
     skip_cancelling: bool = False,
     local: LocalOptions,
+    adaptive: AdaptiveOptions,
 ) -> Scheme:
     """Per-sample clipping, residual and pair noise: equal shares, or with paper accounting the paper's, by size."""
     return Scheme(
         name="nadp",
         downlink=Plain(),
-        work=local.clipped(setting, dp.clip),
+        work=local.clipped(setting, dp.clip, adaptive=adaptive.rule()),
         uplink=pairs.noised(setting, dp, cancelling=not skip_cancelling),
         honest_arrivals=pairs.honest_arrivals,
         caveats=Caveats(paper="σ_down = 4C·√(T·ln(1/δ))/(ε·|D|), pair noise by Algorithm 2 (NADP-FL)"),

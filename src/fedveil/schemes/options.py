@@ -18,6 +18,7 @@ from fedveil.uplink.masked import Masked, Unmasking
 from fedveil.uplink.noise_plan import Accounting, NoisePlan, Target
 from fedveil.uplink.noised import Dropouts, Noised
 from fedveil.uplink.unmasking import Quorum
+from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Schedule
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate
 from fedveil.work.local_sgd import LocalSteps
@@ -42,6 +43,27 @@ class DpOptions(Budget):
 
     clip: float = 1.0
     accounting: Accounting = "exact"
+
+
+@dataclass(frozen=True)
+class AdaptiveOptions:
+    """A clip of updates that follows them."""
+
+    adaptive_clip: bool = False
+    clip_quantile: float | None = None
+    clip_rate: float | None = None
+    clip_share: float | None = None
+
+    def rule(self) -> AdaptiveClip | None:
+        """How it does, where it does."""
+        given = {"quantile": self.clip_quantile, "rate": self.clip_rate, "share": self.clip_share}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and not self.adaptive_clip:
+            raise ConfigError(
+                f"clip_{min(given)} says how a clip follows the updates, and this one does not: set "
+                f"{spelled('adaptive_clip', True)} too, or leave it out."
+            )
+        return AdaptiveClip(**given) if self.adaptive_clip else None  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -88,15 +110,25 @@ class LocalOptions:
         )
 
     def clipped(
-        self, setting: Setting, clip: float, secret_sampling: float | None = None
+        self,
+        setting: Setting,
+        clip: float,
+        secret_sampling: float | None = None,
+        adaptive: AdaptiveClip | None = None,
     ) -> ClippedSamples | ClippedUpdate:
         """One step on clipped samples, or, with local training, a clipped update."""
         if self.one_gradient:
             self.refuse_training()
+            if adaptive is not None:
+                raise ConfigError(
+                    f"{spelled('adaptive_clip', True)} follows the updates of clients, and here the gradient of every "
+                    f"sample is clipped by itself: give more than one {spelled('local_steps')}, or "
+                    f"{spelled('local_epochs')}."
+                )
             return ClippedSamples(setting.loss, setting.batches, clip, setting.vectorise, secret_sampling)
         if secret_sampling is not None:
             raise ConfigError("secret_sampling draws the one batch of a round: it does not go with local training.")
-        return ClippedUpdate(self.training(setting), clip)
+        return ClippedUpdate(self.training(setting), clip, adaptive)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from fedveil.errors import ConfigError, FedVeilError, unknown_name, unknown_option
 from fedveil.own_code import OwnCode, load, refuse_code
 from fedveil.protocol.parts import Scheme
+from fedveil.uplink.grouped import in_groups
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import Loss
 
@@ -42,6 +43,8 @@ class Setting:
     """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
     known_start: bool = False
     """Whether others know the weights that the model begins with."""
+    robust_groups: int = 0
+    """In how many groups a round's clients are, whose means are compared; 0: one sum."""
 
     def family_or(self, fitting: str) -> str:
         """The family that was asked for, or the one that fits the scheme."""
@@ -131,6 +134,8 @@ class SchemeInfo:
             plain[group] = dataclasses.replace(default, **grouped.get(group, {}))
         scheme = self.build(setting, **plain) if _ours(self.build) else _built(self, setting, plain)
         scheme = dataclasses.replace(scheme, known_start=setting.known_start)
+        if setting.robust_groups:
+            scheme = in_groups(scheme, setting.robust_groups)
         return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
 
 

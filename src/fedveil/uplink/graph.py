@@ -163,6 +163,15 @@ def _around(ordered: tuple[int, ...], steps: Sequence[int], seed: bytes) -> Grap
     return _joined(ordered, np.tile(order, len(steps)), near)
 
 
+def split(members: Sequence[int], *, groups: int, seed: bytes) -> tuple[tuple[int, ...], ...]:
+    """The members in so many groups of equal size, or one more, by a shuffle that the seed gives."""
+    ordered = _checked(members)
+    count = len(ordered)
+    keys = _words(seed, "groups", 0, 2 * count)
+    order = np.lexsort((keys[:count], keys[count:]))
+    return tuple(tuple(ordered[place] for place in sorted(order[first::groups].tolist())) for first in range(groups))
+
+
 def n_out(members: Sequence[int], *, neighbours: int, seed: bytes) -> Graph:
     """Each member picks `neighbours` others at random; an edge exists if either picked the other.
 

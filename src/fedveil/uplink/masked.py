@@ -154,6 +154,8 @@ class Masked(Uplink):
     too small.
 
     A round fails if a third of some neighbourhood is missing: where dropouts are frequent, raise `degree`.
+
+    Where a round's clients are in `groups` that the beacon draws, what is a cohort here is one of those.
     """
 
     value_range: float = 2.0**24
@@ -162,6 +164,7 @@ class Masked(Uplink):
     degree: int | None = None
     noise: NoisePlan | None = None
     collusion: float = COLLUSION
+    groups: int = 1
 
     def __post_init__(self) -> None:
         if self.unmask not in UNMASKING:
@@ -236,7 +239,7 @@ class Masked(Uplink):
 
     def _surrounded(self, run: RunFacts) -> str:
         """What share of clients may collude so that this holds, and with which chance it does not."""
-        size, draws, needed = run.cohort, draws_of(run.rounds), self.quorum.of
+        size, draws, needed = run.cohort, draws_of(run.rounds) * self.groups, self.quorum.of
         everybody, sampled = max(run.clients, size), run.clients > size
         degree = self.degree_of(size, of=everybody, draws=draws)
         bits = surrounded_bits(size, of=everybody, degree=degree, share=self.collusion, needed=needed, draws=draws)
@@ -274,10 +277,11 @@ class Masked(Uplink):
         return masking_degree(size, of=of, share=share, needed=needed, draws=draws, asked=asked, given=self.degree)
 
     def _graph_of(self, cohort: tuple[int, ...], seed: bytes, epoch: Epoch) -> Graph:
-        self.fits(len(cohort), asked=epoch.size)
+        self.fits(len(cohort), asked=-(-epoch.size // self.groups))
         # As many of all clients are there as of the cohort: that is the seats' order, and nobody's word.
-        there = max(len(cohort), epoch.clients * len(cohort) // epoch.size)
-        return _ring(cohort, self.degree_of(len(cohort), of=there, draws=epoch.draws, asked=epoch.clients), seed)
+        there = max(len(cohort), min(epoch.clients, epoch.clients * len(cohort) * self.groups // epoch.size))
+        draws = epoch.draws * self.groups
+        return _ring(cohort, self.degree_of(len(cohort), of=there, draws=draws, asked=epoch.clients), seed)
 
     def _answered_graph(self, state: ClientState) -> Graph:
         # By what the client remembers: the epoch may have changed since it uploaded, the run's schedule has not.

@@ -27,6 +27,7 @@ from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Attempt, Reply, Request, Round, Upload, releases_of, releases_of_all
 from fedveil.protocol.parts import RoundContext, Summing, Terms, Uplink, planned
 from fedveil.protocol.phases import Ask, Gathered, Inbox
+from fedveil.protocol.plausible import upload_reach
 from fedveil.secrets import SecretSource
 from fedveil.shapes import clients, octets
 from fedveil.tensors import Layout
@@ -192,7 +193,7 @@ class Noised(Uplink):
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """A sum modulo 2⁶⁴ from which left-over pair noise can be taken."""
         codec = gridded(self.plan, context, terms)
-        return NoisedSum(planned(self.plan, context, terms.work), codec, terms.layout, context)
+        return NoisedSum(planned(self.plan, context, terms.work), codec, terms, context)
 
     def open(self, total: Summing, gathered: Gathered, context: RoundContext) -> Ask | None:
         """With `repair`, ask the survivors for the noise they shared with whoever is missing, once."""
@@ -253,11 +254,12 @@ class Noised(Uplink):
 class NoisedSum(Inbox[Any]):
     """A sum of whole numbers modulo 2⁶⁴; noise that vanished clients have left behind is taken off by their seeds."""
 
-    def __init__(self, noise_layout: NoiseLayout, codec: FixedPoint, layout: Layout, context: RoundContext) -> None:
+    def __init__(self, noise_layout: NoiseLayout, codec: FixedPoint, terms: Terms, context: RoundContext) -> None:
         self._context = context
+        self._terms = terms
         self._noise_layout = noise_layout
         self._codec = codec
-        self._words = np.zeros(layout.length, dtype=np.uint64)
+        self._words = np.zeros(terms.layout.length, dtype=np.uint64)
         self._arrived: frozenset[int] = frozenset()
         self._gone: frozenset[int] = frozenset()
         self._repairers: set[int] = set()
@@ -265,7 +267,7 @@ class NoisedSum(Inbox[Any]):
             Upload,
             context.cohort,
             which=context.which,
-            sizes={"contribution": layout.length},
+            sizes={"contribution": terms.layout.length},
             types={"payload": (torch.int64,)},
         )
 
@@ -308,6 +310,8 @@ class NoisedSum(Inbox[Any]):
 
     def _fold(self, reply: Upload | Repaired) -> None:
         if isinstance(reply, Upload):
+            reach = upload_reach(self._noise_layout, self._context, self._terms, reply.client)
+            reach.check(reply.payload[:-1].double() * self._codec.step, "an upload")
             self._words += reply.payload.cpu().numpy().view(np.uint64)
             return
         vanished = reply.vanished.tolist()

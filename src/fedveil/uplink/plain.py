@@ -47,7 +47,7 @@ class Bare(Uplink):
         if context.directory is not None and terms.work.clip is not None:
             reach = bounded(terms.work).largest
             most = {client: count * reach for client, count in zip(context.cohort, context.samples(), strict=True)}
-        return UploadSum(terms.layout, context, device=device, most=most)
+        return UploadSum(terms.layout, context, device=device, most=most, longest=terms.longest)
 
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """Everything, to the server and whoever listens, uncovered."""

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError
 from fedveil.ledger.releases import Party, Released
 from fedveil.protocol.codec import message
 from fedveil.protocol.directory import from_bytes, to_bytes
@@ -472,7 +472,8 @@ class MaskedSum(Inbox[Any]):
         if not codec.plausible(opened, addends=len(self.survivors)):
             raise ProtocolError(
                 "the opened sum is beyond what clients may send: a client masked its upload with other seeds than it "
-                "dealt shares of, or a holder revealed wrong shares"
+                "dealt shares of, or a holder revealed wrong shares",
+                code=Code.IMPLAUSIBLE,
             )
 
     def _read_revelations(self) -> None:

@@ -12,15 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, VectorBatchNorm, batch_norms
-from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.messages import Broadcast, ClipBroadcast
 from fedveil.errors import Code, ConfigError, NumericError, spelled
 from fedveil.tensors import LARGEST, Layout
+from fedveil.work.adaptive import AdaptiveClip
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.gradients import weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, prepare
-from fedveil.work.per_sample import PerSample, Sums, clipped, joined, looped, safe_bound, trained_names, working
+from fedveil.work.per_sample import (
+    PerSample,
+    Sums,
+    clipped,
+    joined,
+    looped,
+    safe_bound,
+    scaled_norms,
+    trained_names,
+    working,
+)
 from fedveil.work.stateless import is_own, nothing_kept, refuse_changed
 
 _RESULT_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -353,22 +364,44 @@ class BoundedUpdate(ClippedWork):
 
 @dataclass(frozen=True)
 class ClippedUpdate(BoundedUpdate):
-    """The whole update is clipped: n_k · u·min(1, θ/‖u‖)."""
+    """The whole update is clipped: n_k · u·min(1, θ/‖u‖). An `adaptive` clip follows the updates, in units of θ."""
+
+    adaptive: AdaptiveClip | None = None
 
     reports = False
 
+    @property
+    def largest(self) -> float:
+        """θ, and what tells whether an update was within the clip."""
+        return super().largest * (1.0 if self.adaptive is None else self.adaptive.longer)
+
+    def sensitivity(self, samples: int) -> float:
+        """2·θ·n_k, and twice what tells whether an update was within the clip."""
+        return super().sensitivity(samples) * (1.0 if self.adaptive is None else self.adaptive.longer)
+
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
-        """gradients (here w − w_k) and weight; nothing else leaves."""
-        return bounded_layout(architecture, tensors=tensors)
+        """gradients (here w − w_k) and weight, and with an adaptive clip whether it was enough; nothing else leaves."""
+        layout = bounded_layout(architecture, tensors=tensors)
+        if self.adaptive is None:
+            return layout
+        return Layout((*layout.sections[:-1], ("within", (1,)), layout.sections[-1]))
 
     def _bounded(
         self, workspace: Workspace, broadcast: Broadcast, data: ClientData, moved: Tensor | NumericError
     ) -> Tensor:
+        samples, away = len(data), isinstance(moved, NumericError)
         if isinstance(moved, NumericError):
             update = torch.zeros_like(broadcast.parameters)
         else:
             update = moved[: workspace.architecture.size]
-        return weighted(clipped(update, self.clip * len(data)), len(data), share=1.0 / len(data))
+        if self.adaptive is None:
+            return weighted(clipped(update, self.clip * samples), samples, share=1.0 / samples)
+        assert isinstance(broadcast, ClipBroadcast)
+        clip = float(broadcast.clip)
+        within = not away and float(scaled_norms(update[None])) <= clip * samples
+        sent = clipped(update * (self.clip / clip), self.clip * samples)
+        mark = sent.new_tensor([self.adaptive.mark * self.clip * samples])
+        return weighted(torch.cat([sent, mark if within else -mark]), samples, share=1.0 / samples)
 
 
 RAN_AWAY = 1e6

@@ -1,0 +1,97 @@
+"""What honest clients can reach with a contribution or a sum of them, and the refusal of what is beyond.
+
+A clipped contribution of a client with n samples is at most n·C long. To a sum of them noise of variance V a number is
+added, which is an integer Gaussian on a grid, and so its exponential moments are at most those of a Gaussian. For d
+such numbers and any t (Hsu, Kakade and Zhang 2012, and a union bound)
+
+    ‖noise‖² > V·(d + 2√(d·t) + 2t)      with a chance of at most e⁻ᵗ
+    some |noise| > √(2V·(t + ln 2d))     with a chance of at most e⁻ᵗ
+
+With e⁻ᵗ = 2⁻⁴¹ honest clients are taken for others with a chance of at most 2⁻⁴⁰ a sum. Under masks nobody can tell
+which upload it was: there, the sum is refused as a whole, and with it its round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedveil.errors import Code, ProtocolError
+from fedveil.ledger.correlated import NoiseLayout
+from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
+from fedveil.uplink.grid import ROUNDING
+from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.work.messages import LocalWork
+
+FALSE_ALARM_BITS = 40
+"""An honest sum, or an honest upload, is refused with a chance of at most 2 to the power of minus this."""
+
+_TAIL = (FALSE_ALARM_BITS + 1) * math.log(2)
+# Integers are drawn with a variance of four steps² more than is planned, and the planned one has 2²⁰ or more.
+_WIDER = 1 + 2.0**-18
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How long a vector can be, and how large each of its numbers."""
+
+    norm: float
+    number: float
+
+    @staticmethod
+    def of(samples: Sequence[int], work: LocalWork, *, variance: float, length: int) -> Reach:
+        """That of a sum of clipped contributions, of clients with so many `samples`, under noise of this variance."""
+        clipped = sum(samples) * bounded(work).largest * (1 + ROUNDING)
+        sigma, root = math.sqrt(variance * _WIDER), math.sqrt(length * _TAIL)
+        return Reach(
+            clipped + sigma * math.sqrt(length + 2 * root + 2 * _TAIL),
+            clipped + sigma * math.sqrt(2 * (_TAIL + math.log(2 * max(length, 1)))),
+        )
+
+    def check(self, vector: Tensor, what: str) -> None:
+        """Refuse a vector that is longer, or holds a larger number, or one that is no number."""
+        norm, largest = float(vector.norm()), float(vector.abs().max()) if len(vector) else 0.0
+        measured = ((norm, self.norm, "is {:.3g} long"), (largest, self.number, "holds a number of {:.3g}"))
+        for figure, most, said in measured:
+            if not figure <= most:
+                raise ProtocolError(
+                    f"{what} {said.format(figure)}, and clients that clip and add the noise they should reach "
+                    f"{most:.3g} at most",
+                    code=Code.IMPLAUSIBLE,
+                )
+
+
+def check_sum(
+    summed: Tensor,
+    plan: NoisePlan,
+    context: RoundContext,
+    terms: Terms,
+    *,
+    arrived: Collection[int],
+    repaired: bool,
+) -> None:
+    """Refuse the sum of a round's clipped contributions under noise if honest clients cannot have sent it.
+
+    `repaired` says that noise shared with missing clients has been taken off.
+    """
+    layout = planned(plan, context, terms.work)
+    here = np.isin(layout.members, list(arrived))
+    samples = [count for count, there in zip(context.samples(), here, strict=True) if there]
+    variance = float(layout.residual[here].sum())
+    if not repaired:
+        variance += float(layout.pairs[here[layout.first] != here[layout.second]].sum())
+    numbers = summed[:-1].to(torch.float64)  # the weight is public
+    Reach.of(samples, terms.work, variance=variance, length=len(numbers)).check(numbers, "the sum of the uploads")
+
+
+def upload_reach(layout: NoiseLayout, context: RoundContext, terms: Terms, client: int) -> Reach:
+    """That of one client's upload under its own noise and all that it shares."""
+    place = layout.place(client)
+    variance = float(layout.residual[place]) + sum(each for _, each in layout.partners(client))
+    samples = [context.samples()[place]]
+    return Reach.of(samples, terms.work, variance=variance, length=terms.layout.length - 1)

@@ -1,0 +1,84 @@
+"""Rounds that one bad upload has spoilt: what is said of them, and when a run ends because of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fedveil.config import RunConfig
+from fedveil.errors import Code, ConfigError, spelled
+from fedveil.protocol.phases import RoundDone
+from fedveil.roles.server import ServerState
+from fedveil.runs.callbacks import Row
+from fedveil.runs.job import Job
+
+_CLIENTS_NAMED = 20
+_MOST_BAD = 3
+
+
+def refused_round(row: Row) -> str:
+    """What to say of a round that was taken back; of many clients its row in metrics.jsonl has all."""
+    suspects = row["suspects"]
+    named = ", ".join(map(str, suspects[:_CLIENTS_NAMED])) + (", …" if len(suspects) > _CLIENTS_NAMED else "")
+    return (
+        f"round {row['round']} is refused ({row['code']}): {row['failed']}. The model stays as it was before. In the "
+        f"sum were clients {named}."
+    )
+
+
+def too_many(config: RunConfig, state: ServerState) -> bool:
+    """Whether a run ends here because of bad rounds."""
+    return state.bad_rounds >= (1 if config.on_bad_round == "stop" else config.max_bad_rounds or _MOST_BAD)
+
+
+def why_stopped(config: RunConfig, state: ServerState) -> str:
+    """Why it does."""
+    rule = spelled("on_bad_round", "stop") if config.on_bad_round == "stop" else spelled("max_bad_rounds")
+    count = f"{state.bad_rounds} rounds in a row were" if state.bad_rounds > 1 else f"round {state.round} was"
+    return f"{count} refused for what clients sent in them ({rule})"
+
+
+def check_guard(job: Job) -> None:
+    """Refuse a bound on the held-out loss where nothing is held out, or no model is here to take back."""
+    if job.config.max_loss_jump is None:
+        return
+    if job.validation is None:
+        raise ConfigError(
+            f"{spelled('max_loss_jump')} goes by a validation part, and there is none: hold one out "
+            f"({spelled('validation_fraction', 0.1, argument='validation=(inputs, targets)')})."
+        )
+    if job.scheme.holder == "clients":
+        raise ConfigError(
+            f"{spelled('max_loss_jump')} does not go with {spelled('scheme', job.scheme.name)}: its model lives with "
+            "the clients, and its server has none to take back."
+        )
+
+
+class LossGuard:
+    """Takes a round back that makes the loss on held-out samples more than `most` times as large, or no number.
+
+    What it compares with is the loss of the model that the round began with, so that a run that is resumed decides the
+    same.
+    """
+
+    def __init__(self, most: float, state: ServerState, loss: Callable[[], float]) -> None:
+        self._most = most
+        self._loss = loss
+        self._keep(state, loss())
+
+    def _keep(self, state: ServerState, loss: float) -> None:
+        self._before, self._good = replace(state, weights=state.weights.clone(), velocity=state.velocity.clone()), loss
+
+    def judged(self, done: RoundDone, state: ServerState) -> RoundDone:
+        """The round as it counts; where it is taken back, `state` is what it was before, but for its number."""
+        loss = self._loss()
+        if loss <= self._most * self._good:
+            self._keep(state, loss)
+            return done
+        before = self._before
+        state.weights.parameters.copy_(before.weights.parameters)
+        state.weights.statistics.copy_(before.weights.statistics)
+        state.velocity.copy_(before.velocity)
+        state.head_level, state.clip = before.head_level, before.clip
+        why = f"the loss on held-out samples went from {self._good:.4g} to {loss:.4g} ({spelled('max_loss_jump')})"
+        return replace(done, loss=None, failed=why, code=Code.JUMPED)
