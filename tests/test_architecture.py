@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": LEAVES | PARTS | {"record", "schemes", "engine"},
     "flower": LEAVES | PARTS | {"runs", "schemes", "engine"},
     "settings": set(),
-    "api": LEAVES | PARTS | {"runs", "schemes", "engine", "settings"},
+    "api": LEAVES | PARTS | {"runs", "schemes", "engine", "settings", "tracking"},
     "audit": LEAVES | PARTS | {"record", "runs", "schemes", "engine"},
     "tracking": LEAVES | {"runs"},
     "compare": LEAVES | {"runs", "schemes", "tracking"},

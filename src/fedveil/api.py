@@ -17,7 +17,7 @@ from fedveil.downlink import Weights, assemble
 from fedveil.errors import ConfigError, settings_as_arguments
 from fedveil.protocol.parts import Scheme
 from fedveil.roles.server import ServerState
-from fedveil.runs.callbacks import WARNING, Follower, Progress, Row
+from fedveil.runs.callbacks import WARNING, Callback, Follower, Progress, Row
 from fedveil.runs.from_python import job_of_objects
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judgement_from
@@ -72,6 +72,9 @@ def train(
     progress: bool = True,
     preparation: Preparation | None = None,
     callbacks: Sequence[Follower] = (),
+    tensorboard: str | Path | None = None,
+    mlflow: str | None = None,
+    wandb: str | Path | None = None,
     **settings: Unpack[Settings],
 ) -> Trained: ...
 
@@ -100,6 +103,9 @@ def train(
     progress: bool = True,
     preparation: Preparation | None = None,
     callbacks: Sequence[Follower] = (),
+    tensorboard: str | Path | None = None,
+    mlflow: str | None = None,
+    wandb: str | Path | None = None,
     **settings: Any,
 ) -> Trained:
     """Train `model` federatedly on each client's samples.
@@ -123,6 +129,10 @@ def train(
             model's file then holds it, and `fedveil.load` takes raw samples. (None: numbers as they are.)
         callbacks: Who is told of rounds, evaluations and checkpoints, and may stop the run (`fedveil.StopTraining`):
             objects of `fedveil.Callback`, or functions that take a round's row.
+        tensorboard: Also write TensorBoard's event files into this folder ("": OUT/tensorboard).
+        mlflow: Also log to MLflow at this address ("": MLFLOW_TRACKING_URI, or ./mlflow.db).
+        wandb: Also log to Weights & Biases, offline unless WANDB_MODE says otherwise, in this folder ("": WANDB_DIR, or
+            the present one), never the run's own. These three take a run that has a folder (`out`).
         settings: Those of the command line (`rounds`, `lr`, `seed`, …), and the options of your own scheme.
 
     Returns:
@@ -144,6 +154,7 @@ def train(
         raise ConfigError(f"The model is {type(model).__name__}: give a torch.nn.Module.")
     if out is not None and resume and settings.get("seed") is None:
         settings |= _stored_seed(out)
+    callbacks = (*_tracked(tensorboard, mlflow, wandb, out), *callbacks)
     job, info = job_of_objects(
         model,
         clients,
@@ -182,6 +193,20 @@ def train(
         kept = None if best is None else _module(job, best)
         return Trained(_module(job, state.weights), folder.metrics(), summary, kept)
     return _in_memory(job, callbacks, progress=progress)
+
+
+def _tracked(
+    tensorboard: str | Path | None, mlflow: str | None, wandb: str | Path | None, out: str | Path | None
+) -> list[Callback]:
+    given = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+    named = {name: str(place) for name, place in given.items() if place is not None}
+    if not named:
+        return []
+    if out is None:
+        raise ConfigError(f"{next(iter(named))} tracks a run by its folder: give one (out).")
+    from fedveil.tracking import Tracked, trackers  # whose runs have folders, as in-memory training has not
+
+    return list(trackers(Tracked(**named), out, say=_warn))
 
 
 def _module(job: Job, weights: Weights) -> nn.Module:

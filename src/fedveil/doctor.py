@@ -47,6 +47,7 @@ PURPOSES = {
     "report": "fedveil report and fedveil compare as pages",
     "tensorboard": "fedveil run --tensorboard",
     "mlflow": "fedveil run --mlflow",
+    "wandb": "fedveil run --wandb",
     "parquet": "tables and predictions as .parquet",
     "onnx": "fedveil export --format onnx",
     "docs": "building the documentation",

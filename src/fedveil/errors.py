@@ -135,6 +135,12 @@ class AttackError(FedVeilError):
     exit_code = 9
 
 
+class ContradictionError(FedVeilError):
+    """An audit has measured more than is proven."""
+
+    exit_code = 10
+
+
 class StopTraining(Exception):  # noqa: N818 (nothing is wrong)
     """Raised by a callback: the run ends after this round, with what it has. Its text says why."""
 

@@ -1,10 +1,12 @@
-"""Runs in TensorBoard and MLflow: every round's figures, the settings, the ledger in words, and a run's files."""
+"""Runs in TensorBoard, MLflow and Weights & Biases: rounds' figures, settings, the ledger in words, a run's files."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedveil.config import RunConfig
-from fedveil.errors import CheckpointError, FedVeilError, missing_extra
-from fedveil.plain import figure
+from fedveil.errors import CheckpointError, ConfigError, FedVeilError, missing_extra
+from fedveil.plain import figure, read_named
 from fedveil.runs.callbacks import Callback, Say
-from fedveil.runs.folder import RunFolder, ledger_from
+from fedveil.runs.folder import RunFolder, ledger_from, write_atomically
 from fedveil.version import __version__
 
 if TYPE_CHECKING:
@@ -295,22 +297,102 @@ class MlflowRun(Callback):
         return (Metric(name, value, now, step) for name, value in figures.items())
 
 
-_Tracker = EventFiles | MlflowRun
+class WandbRun(Callback):
+    """Writes one run of Weights & Biases, offline unless WANDB_MODE says otherwise; `wandb sync` uploads it later.
+
+    As MLflow it is told of rounds that stand. An offline run cannot be asked what it holds: a file beside it says up to
+    which round it was told. A resumed run is another folder of the same run, and syncing joins them.
+    """
+
+    name = "Weights & Biases"
+
+    def __init__(self, folder: Path, *, run: Path, title: str) -> None:
+        try:
+            import wandb  # noqa: F401
+        except ImportError as reason:
+            raise missing_extra("wandb", "wandb", "Logging to Weights & Biases") from reason
+        if folder.resolve().is_relative_to(run.resolve()):
+            raise ConfigError(
+                f"{folder} lies within the run's own folder, which may hold no links, and Weights & Biases makes some: "
+                "give another folder after --wandb."
+            )
+        self.folder, self._title = folder, title
+        self._run: Any = None
+        self._waiting: list[dict[str, Any]] = []
+
+    def begin(self, folder: RunFolder | None, config: RunConfig, rows: Sequence[dict[str, Any]]) -> None:
+        """Open the run, or go on with it; it then holds all of `rows`."""
+        import wandb
+
+        assert folder is not None
+        self._folder = folder
+        self._notes = self.folder / "wandb" / f"fedveil-{folder.lineage}.json"
+        self._notes.parent.mkdir(parents=True, exist_ok=True)
+        self._told = int(read_named(self._notes).get("round", 0)) if self._notes.exists() else 0
+        quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _EXPERIMENT),
+            id=folder.lineage,
+            name=self._title,
+            dir=str(self.folder),
+            mode=mode,
+            resume=None if mode == "offline" else "allow",
+            config=settings_of(config),
+            settings=quiet,
+        )
+        self._waiting = list(rows)
+        self.kept()
+
+    def round(self, row: dict[str, Any]) -> None:
+        """Keep a round's figures until they stand."""
+        self._waiting.append(row)
+
+    def kept(self) -> None:
+        """Write the rounds that now stand."""
+        for row in self._waiting:
+            if row["round"] > self._told:
+                self._run.log(figures_of(row), step=row["round"])
+                self._told = row["round"]
+        self._waiting = []
+        write_atomically(self._notes, json.dumps({"round": self._told}))
+
+    def end(self, summary: dict[str, Any]) -> None:
+        """Write what is left, ε, the final scores, the ledger and the files; the run is then finished."""
+        self.kept()
+        self._run.summary.update(closing_figures(summary))
+        self._run.summary["ledger"] = ledger_in_words(summary)
+        files = self._folder
+        for file in (files.config_file, files.metrics_file, files.model_file, files.ledger_file, files.summary_file):
+            if file.exists():
+                shutil.copy(file, self._run.dir)  # what lies there is part of the run
+        self._run.finish(exit_code=0)
+
+    def stopped(self, reason: BaseException) -> None:
+        """Say that the run was stopped, or has failed."""
+        if self._run is not None:
+            self._run.finish(exit_code=1)
+
+
+_Tracker = EventFiles | MlflowRun | WandbRun
 
 
 @dataclass(frozen=True)
 class Tracked:
     """Where runs are tracked: None is nowhere, an empty text the usual place.
 
-    That is the folder tensorboard in the run's own, and for MLflow what MLFLOW_TRACKING_URI names or ./mlflow.db.
+    That is the folder tensorboard in the run's own, for MLflow what MLFLOW_TRACKING_URI names or ./mlflow.db, and for
+    Weights & Biases the folder wandb in the one that WANDB_DIR names or in this one.
     """
 
     tensorboard: str | None = None
     mlflow: str | None = None
+    wandb: str | None = None
 
     def within(self, part: str) -> Tracked:
         """The same for one of several runs: each has a TensorBoard folder of its own."""
-        return Tracked(str(Path(self.tensorboard) / part) if self.tensorboard else self.tensorboard, self.mlflow)
+        events = str(Path(self.tensorboard) / part) if self.tensorboard else self.tensorboard
+        return dataclasses.replace(self, tensorboard=events)
 
 
 def trackers(
@@ -322,10 +404,13 @@ def trackers(
     """
     folder = Path(run)
     chosen: list[_Tracker] = []
+    name = title or folder.resolve().name
     if tracked.tensorboard is not None:
         chosen.append(EventFiles(Path(tracked.tensorboard or folder / "tensorboard"), run=folder))
     if tracked.mlflow is not None:
-        chosen.append(MlflowRun(tracked.mlflow or None, title=title or folder.resolve().name))
+        chosen.append(MlflowRun(tracked.mlflow or None, title=name))
+    if tracked.wandb is not None:
+        chosen.append(WandbRun(Path(tracked.wandb or os.environ.get("WANDB_DIR", ".")), run=folder, title=name))
     return [_Guarded(tracker, say) for tracker in chosen]
 
 

@@ -18,7 +18,7 @@ from docs.pages import DOCS
 from downlink.exactness import scramble, trial
 from fedveil.crypto.streams import add_mask
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges
-from fedveil.ledger.gaussian import delta_of, epsilon_of, paper_sigma, sigma_of
+from fedveil.ledger.gaussian import delta_of, epsilon_of, mu_of, paper_sigma, sigma_of
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise
 from fedveil.uplink.noise_plan import allocate
@@ -307,3 +307,21 @@ def test_7_tags_are_a_permutation_that_only_the_key_undoes() -> None:
     one, other = ({bytes(row.tolist()) for row in tags(vote, key=key, label=label)} for vote in (mine, yours))
     assert len(one & other) == 2
     assert indices_of(tags(mine, key=key, label=label), key=key, label=label, size=10, winners=3).tolist() == [2, 5, 7]
+
+
+@pytest.mark.parametrize("mu", [0.4, 1.1])
+def test_8_right_guesses_keep_the_inequality_of_gaussian_noise(mu: float) -> None:
+    canaries, guessed = 12, 8
+    rng = np.random.default_rng(3)
+    coins = rng.choice((-1.0, 1.0), size=(20_000, canaries))
+    scores = rng.standard_normal(coins.shape) + coins * mu / 2
+    chosen = np.argsort(-np.abs(scores), axis=1)[:, :guessed]
+    right = (np.take_along_axis(scores * coins, chosen, axis=1) > 0).sum(axis=1)
+    for v in range(1, guessed + 1):
+        left = np.mean(right * (right >= v)) / canaries
+        most = norm.cdf(norm.ppf(np.mean((guessed - right) * (right >= v - 1)) / canaries) + mu)
+        assert left <= most + 0.01  # five deviations of a mean of 20,000
+
+
+def test_8_the_same_noise_under_both_relations() -> None:
+    assert f"ε = {epsilon_of(mu_of(3.0, 1e-5) / 2, 1e-5):.2f} there" in PAGE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def audit(
-    run: Path | None = typer.Argument(None, help="The folder of a run made with --record."),
+    run: Path | None = typer.Argument(None, help="The folder of a run made with --record (any run for --one-run)."),
     attacks: str | None = typer.Option(
         None, help="Only these attacks, by commas (see --list). (default: all that fit)"
     ),
@@ -30,9 +30,15 @@ def audit(
         help="Your own attack besides, repeatable; its code is run. (docs/how-to/own-attack.md)",
     ),
     quick: bool = typer.Option(False, "--quick", help="Fewer victims and shorter searches: minutes on two cores."),
+    one_run: bool = typer.Option(
+        False, "--one-run", help="Instead: measure ε beside the one proven, by guessing at canaries."
+    ),
+    canaries: int | None = typer.Option(
+        None, help="--one-run: how many canaries. (default: 20000 records, or 1000 clients)"
+    ),
     list_attacks: bool = typer.Option(False, "--list", help="List the attacks and stop."),
     out: Path | None = typer.Option(None, help="Folder for audit.json and pictures. (default: RUN/audit)"),
-    seed: int = typer.Option(0, help="Seed of the attacks' own randomness."),
+    seed: int = typer.Option(0, help="Seed of the attacks' own randomness, and of canaries."),
     device: str = typer.Option("cpu", help="Where attacks compute: cpu or cuda."),
     workers: int | None = typer.Option(None, help="Attacks that run at a time. (default: one per core, at most 8)"),
     minutes: float | None = typer.Option(
@@ -55,6 +61,10 @@ def audit(
     holds audit.json and pictures; those named ….records.png show clients' samples above what was rebuilt of them: keep
     them as you keep the data. The same command goes on where it was stopped.
 
+    With --one-run the scheme plays a guessing game instead: canaries take one of two sides by a coin, an observer who
+    sees what the ledger's claim allows guesses at the coins, and the right guesses bound ε from below. The run's ledger
+    and report then show both figures; one above the other contradicts the proof, and ends with exit code 10.
+
     [bold]Examples[/bold]
 
       fedveil run --scheme lossless --dataset digits --seed 1 --record --out runs/a
@@ -66,6 +76,8 @@ def audit(
       fedveil audit runs/a --device cuda --workers 4
 
       fedveil audit runs/a --attack my_attack.py:loss_threshold --attacks loss-threshold
+
+      fedveil audit runs/nadp --one-run
     """
     from fedveil.audit.running import audit_run
     from fedveil.errors import ConfigError
@@ -77,6 +89,12 @@ def audit(
         raise ConfigError(
             "Name the folder of a recorded run: fedveil audit RUN. `fedveil audit --list` says with what."
         )
+    if canaries is not None and not one_run:
+        raise ConfigError("canaries are guessed at in a game of their own: add --one-run, or leave --canaries out.")
+    if one_run:
+        named = flag.own_code(scheme=scheme, model=model, dataset=dataset)
+        _play(run, canaries=canaries, seed=seed, out=out, own=named, json=json)
+        return
     names = [name.strip() for name in (attacks or "").split(",") if name.strip()]
     with _bar() as tick:
         audited = audit_run(
@@ -99,6 +117,24 @@ def audit(
     else:
         _show(audited)
     _refuse_nothing_but_failures(audited)
+
+
+def _play(run: Path, *, canaries: int | None, seed: int, out: Path | None, own: Mapping[str, str], json: bool) -> None:
+    from fedveil.audit.canaries import audit_one_run
+    from fedveil.errors import ContradictionError
+    from fedveil.runs.folder import MEASURED
+
+    with _bar() as tick:
+        measured = audit_one_run(run, canaries=canaries, seed=seed, out=out, own=own, say=aside, tick=tick)
+    file = run.joinpath(*MEASURED) if out is None else out / MEASURED[-1]
+    if json:
+        typer.echo(file.read_text(encoding="utf-8").rstrip())
+    else:
+        plainly(measured.result)
+        listed("Measured beside proven", measured.told)
+        plainly(f"in full: {file}")
+    if measured.contradicts:
+        raise ContradictionError(f"More was measured than is proven: {measured.result}.")
 
 
 def _refuse_nothing_but_failures(audited: Audit) -> None:

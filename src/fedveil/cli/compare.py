@@ -234,6 +234,7 @@ def compare(
     flags: dict[str, Any],
     tensorboard: flag.TensorBoard = None,
     mlflow: flag.Mlflow = None,
+    wandb: flag.Wandb = None,
 ) -> None:
     """Train several schemes with the same data, settings and seeds, and set them side by side.
 
@@ -262,7 +263,7 @@ def compare(
     from fedveil.tracking import Tracked
 
     metrics = named_metrics(metric)
-    seed, tracked = flags.pop("seed"), Tracked(tensorboard, mlflow)
+    seed, tracked = flags.pop("seed"), Tracked(tensorboard, mlflow, wandb)
     with shown_live(quiet=quiet) as watch:
         done = compare_schemes(
             None if schemes is None else _words(schemes),

@@ -34,12 +34,20 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     )
     listed("Assumed", _assumptions(ledger.lines))
     listed("What may change", list(dict.fromkeys(line.relation for line in ledger.lines if line.relation)))
+    listed("Beside figures of others", relations(ledger.lines))
     if ledger.paper is not None:
         listed("The paper's own figure", _paper(ledger.paper, summed(ledger)))
+    if ledger.measured is not None:
+        listed("Measured beside proven", ledger.measured.told)
     listed("Not protected", ledger.unprotected)
     listed("Note", ledger.notes)
     if ledger.simulation:
         plainly("SIMULATION: secrets and noise follow from the seed; leave --seed out for real ones.")
+
+
+def relations(lines: Sequence[Line]) -> list[str]:
+    """What ε would be under the relation that others count with, each figure once."""
+    return list(dict.fromkeys(line.add_remove for line in lines if line.add_remove))
 
 
 def _why(line: Line) -> str:

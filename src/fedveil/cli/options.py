@@ -36,8 +36,18 @@ Mlflow = Annotated[
         rich_help_panel="Tracking",
     ),
 ]
+Wandb = Annotated[
+    str | None,
+    typer.Option(
+        "--wandb",
+        metavar="[DIR]",
+        help="Also log to Weights & Biases, offline unless WANDB_MODE says otherwise; rounds arrive with the "
+        "checkpoint that holds them. (alone: WANDB_DIR, or this folder; extra wandb)",
+        rich_help_panel="Tracking",
+    ),
+]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with these settings; flags win.")]
-_ALONE = ("--tensorboard", "--mlflow")
+_ALONE = ("--tensorboard", "--mlflow", "--wandb")
 
 
 class Command(TyperCommand):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fedveil.cli.ledger import show_ledger
-from fedveil.cli.options import Config, Mlflow, TensorBoard, read_settings, takes_flags
+from fedveil.cli.options import Config, Mlflow, TensorBoard, Wandb, read_settings, takes_flags
 from fedveil.cli.tables import aside, percent, plainly, size, table
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def run(
     flags: dict[str, Any],
     tensorboard: TensorBoard = None,
     mlflow: Mlflow = None,
+    wandb: Wandb = None,
 ) -> None:
     """Train a model federatedly into a folder, and say what that proves about the clients' data.
 
@@ -57,7 +58,7 @@ def run(
     from fedveil.tracking import Tracked, trackers
 
     settings = read_settings(config, flags)
-    follow = trackers(Tracked(tensorboard, mlflow), out, say=aside)
+    follow = trackers(Tracked(tensorboard, mlflow, wandb), out, say=aside)
     if resume:
         summary = session.resume(out, changes=settings, quiet=quiet, say=aside, follow=follow)
     else:

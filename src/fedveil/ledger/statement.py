@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
+from fedveil.ledger.caveats import SECRET_BATCH
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.releases import Caveats, Release
 
@@ -42,6 +43,23 @@ class Line:
     relation: str = ""
     assumptions: tuple[str, ...] = ()
     outright: float | None = None
+
+    @property
+    def add_remove(self) -> str:
+        """The same noise under the neighbouring relation that most others count with, in a sentence.
+
+        Adding or removing a unit moves a sum half as far as replacing it. Of secretly drawn batches μ only stands for
+        the ε it gives, and half of it for nothing.
+        """
+        if self.epsilon is None or self.delta is None or self.mu is None or not math.isfinite(self.mu):
+            return ""
+        if any(text == SECRET_BATCH for text in self.assumptions):
+            return ""
+        other = _figure(epsilon_of(self.mu / 2, self.delta))
+        return (
+            f"replace-one ε = {_figure(self.epsilon)}; the same noise under add/remove, as Opacus and most tables "
+            f"count, is ε = {other}"
+        )
 
     @property
     def result(self) -> str:
@@ -76,6 +94,61 @@ class PaperFigure:
 
 
 @dataclass(frozen=True)
+class MeasuredEpsilon:
+    """What a game with canaries has measured beside what is proven: ε is at least so large, at this confidence.
+
+    `epsilon` takes the noise for Gaussian, where that is claimed; `any_noise` holds whatever it is. `proven` is the
+    claim of the game's own ledger (None: there is none), and `expected` what a mechanism that spends all of it shows.
+    """
+
+    adversary: str
+    unit: Literal["record", "client"]
+    epsilon: float
+    any_noise: float
+    delta: float
+    confidence: float
+    canaries: int
+    guessed: int
+    correct: int
+    proven: float | None
+    expected: float | None
+    rounds: int
+    seed: int
+
+    @property
+    def contradicts(self) -> bool:
+        """Whether what was measured cannot be, if what is proven holds: but for chance, something is broken."""
+        return self.proven is not None and self.epsilon > self.proven
+
+    @property
+    def result(self) -> str:
+        """Both figures side by side."""
+        proven = "nothing proven" if self.proven is None else f"ε ≤ {_figure(self.proven)} (proven)"
+        return f"ε ≥ {self.epsilon:.3g} ({self.confidence:.0%}) beside {proven}"
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """In sentences."""
+        of = {"record": "records", "client": "clients"}[self.unit]
+        lines = [
+            f"against {self.adversary}, at δ = {self.delta:g}: {self.result}",
+            f"{self.correct:,} of {self.guessed:,} guesses were right, at the coins of {self.canaries:,} {of} over "
+            f"{self.rounds:,} rounds; whatever the noise is: ε ≥ {self.any_noise:.3g}",
+        ]
+        if self.contradicts:
+            lines.append(
+                "this CONTRADICTS what is proven: noise, clipping or accounting is broken, or a chance of "
+                f"{1 - self.confidence:.0%} has come true (repeat with another seed)"
+            )
+        elif self.expected is not None:
+            lines.append(
+                f"noise that spends all of its claim shows about ε ≥ {self.expected:.3g} in such a game: what lies "
+                "between is the game's, and more canaries narrow it"
+            )
+        return tuple(lines)
+
+
+@dataclass(frozen=True)
 class Ledger:
     """Everything a run can say about privacy."""
 
@@ -87,6 +160,7 @@ class Ledger:
     simulation: bool
     releases: tuple[Release, ...]
     notes: tuple[str, ...] = ()
+    measured: MeasuredEpsilon | None = None
 
     def line(self, adversary: str) -> Line:
         """One adversary's line."""
@@ -95,6 +169,8 @@ class Ledger:
     def as_data(self) -> dict[str, Any]:
         """As plain data; an infinite ε is written as null with the verdict "none"."""
         data = dataclasses.asdict(self)
+        if self.measured is None:
+            del data["measured"]
         if self.paper is not None:
             data["paper"]["saving"] = self.paper.saving
         return data

@@ -73,6 +73,7 @@ class LedgerEntry:
     figure: str
     meaning: str
     relation: str
+    others: str
     assumptions: tuple[str, ...]
     sees: str
     left: str
@@ -110,6 +111,7 @@ def entry(line: Line) -> LedgerEntry:
         figure=" ".join(line.result.split()) if line.epsilon is not None else "no (ε, δ)",
         meaning=_meaning(line),
         relation=sentence(line.relation),
+        others=f"{sentence(line.add_remove)}." if line.add_remove else "",
         assumptions=tuple(map(sentence, line.assumptions)),
         sees=f"{sentence(_seen(line.why))}.{worst}",
         left=_LEFT.get(line.verdict, ""),

@@ -21,13 +21,16 @@ from torch import Tensor
 from fedveil.config import BEFORE, RunConfig
 from fedveil.data.description import Description
 from fedveil.errors import CheckpointError, ConfigError, naming, spelled
-from fedveil.ledger.statement import Ledger
+from fedveil.ledger.statement import Ledger, MeasuredEpsilon
 from fedveil.own_code import vouched_settings
 from fedveil.plain import figure, made, parsed, read_named, read_text, whole
 from fedveil.runs.job import job_from_config
 from fedveil.runs.judgement import judgement_from
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.tensors import raw
+
+MEASURED = ("audit", "one-run.json")
+"""Where in a run's folder lies what a game with canaries has measured."""
 
 
 def refuse_links(folder: Path) -> None:
@@ -397,7 +400,13 @@ def read_ledger(
         if (path / "config.toml").exists():
             return _so_far(RunFolder(path), own or {}, say)
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
-    return ledger_from(read_named(file), where=str(file))
+    ledger = ledger_from(read_named(file), where=str(file))
+    measured = file.parent.joinpath(*MEASURED)
+    if not measured.exists():
+        return ledger
+    return replace(
+        ledger, measured=made(MeasuredEpsilon, read_named(measured), where=f"{measured} is no measurement, or")
+    )
 
 
 def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:

@@ -19,7 +19,7 @@ from fedveil.client_held.messages import Begin, Divide
 from fedveil.client_held.server import RelayRole, RelayState
 from fedveil.data import Dataset
 from fedveil.downlink import assemble
-from fedveil.engine.local import LocalEngine, OnAnswer, SharedWork
+from fedveil.engine.local import Listen, LocalEngine, OnAnswer, SharedWork
 from fedveil.errors import (
     CheckpointError,
     Code,
@@ -176,6 +176,7 @@ def train_job(
     on_answer: OnAnswer | None = None,
     journal: Path | None = None,
     record: Path | Recording | None = None,
+    listen: Listen | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train from `state` to the last round, with every client in this process.
@@ -188,6 +189,7 @@ def train_job(
         on_answer: Told how many of how many clients have answered a phase of a round, as they do.
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
+        listen: Hears every message as it passes, where nothing is recorded.
         say: Told what a person should know.
     """
     if job.config.record and record is None:
@@ -202,7 +204,7 @@ def train_job(
         job.pool,
         absent=_simulated_dropout(job),
         spent=privacy_journal.remembered(),
-        listen=None if recorder is None else recorder.hear,
+        listen=listen if recorder is None else recorder.hear,
         on_answer=on_answer,
     )
     server = server_role(
