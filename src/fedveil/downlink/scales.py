@@ -454,8 +454,8 @@ class Coverage:
         if self.known:
             return f"of {size:,} numbers none is hidden: others know beforehand those that the model begins with"
         return (
-            f"of {size:,} numbers, by the strongest of what is done to each: {strengths}; unknown to a client "
-            f"are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
+            f"family {self.family}: of {size:,} numbers, by the strongest of what is done to each: {strengths}; "
+            f"unknown to a client are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
         )
 
     @property

@@ -15,7 +15,7 @@ from fedveil.errors import ConfigError, FedVeilError, unknown_name, unknown_opti
 from fedveil.own_code import OwnCode, load, refuse_code
 from fedveil.protocol.parts import Scheme
 from fedveil.work.batches import Batches, Schedule
-from fedveil.work.losses import Loss
+from fedveil.work.losses import Loss, make_loss
 
 Option = int | float | str | bool | None
 _PLAIN = (int, float, str, bool)
@@ -38,7 +38,7 @@ class Setting:
     rate: float = 1.0
     cohort: int = 0
     clients: int = 0
-    family: str = "scale"
+    family: str = "auto"
     """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
     known_start: bool = False
     """Whether others know the weights that the model begins with."""
@@ -132,6 +132,12 @@ class SchemeInfo:
         scheme = self.build(setting, **plain) if _ours(self.build) else _built(self, setting, plain)
         scheme = dataclasses.replace(scheme, known_start=setting.known_start)
         return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
+
+    def veil(self, options: Mapping[str, Option], *, family: str = "auto") -> str | None:
+        """The family that hides the model under these options; none where it travels as it is."""
+        setting = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), family=family)
+        downlink = self.assemble(setting, options).downlink
+        return downlink.family if downlink.traced else None
 
 
 def _ours(build: Callable[..., Scheme]) -> bool:
