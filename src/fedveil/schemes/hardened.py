@@ -86,9 +86,10 @@ def veil_dp(
         uplink = masking.masks(noise=plan, collusion=max(pairs.collusion, COLLUSION))
     else:
         uplink = pairs.noised(setting, dp)
+    family = setting.family_or("isometry" if spread is None else "scale")
     return Scheme(
         name="veil-dp",
-        downlink=Rescaling(spread or 1.5, family=setting.family_or("isometry" if spread is None else "scale")),
+        downlink=Rescaling(1.5 if spread is None else spread, family=family),
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,
