@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.clipping import clipped_rounds, clipping
 from benchmarks.encryption import encryption
+from benchmarks.families import families
 from benchmarks.gpu_clipping import gpu_clipping
 from benchmarks.gpu_rounds import gpu_rounds
 from benchmarks.hiding import hiding
@@ -36,6 +37,7 @@ def main() -> int:
     rows = [
         *client_steps(device, repeats=options.repeats),
         *server_work(device, repeats=options.repeats),
+        *families(device, repeats=options.repeats),
         *(many_clients(device, repeats=options.repeats) if device.type == "cpu" else []),
         *(simulation(repeats=options.repeats) if device.type == "cpu" else []),
         *(clipping(device, repeats=options.repeats) if device.type == "cpu" else []),

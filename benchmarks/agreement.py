@@ -71,6 +71,7 @@ def trained(options: argparse.Namespace, scheme: str, dtype: str, *, turned: boo
         loss="square",
         seed=1,
         dtype=dtype,
+        bn_eps="secret",
         evaluate_every=0,
     )
     job = job_from_config(config)

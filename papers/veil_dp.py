@@ -12,6 +12,7 @@ from papers.report import Check, Report, short, shown
 from papers.stage import composed
 
 _TABLE = read_paper("veil_dp").table("accuracy")
+_FASHION = read_paper("veil_dp").table("fashion")
 
 
 def cell(scheme: str, epsilon: float) -> str:
@@ -47,6 +48,26 @@ def _report(results: Results, quick: bool) -> Report:
     return _TABLE.report(rows, checks, quick=quick, notes=_TABLE.notes(rounds=rounds))
 
 
+def _fashion_cells(quick: bool) -> tuple[Cell, ...]:
+    base = {**_FASHION["settings"], "rounds": _FASHION.form(quick)["rounds"]}
+    return tuple(
+        Cell(f"fashion/eps{epsilon:g}/{label}", {**base, **own, "epsilon": epsilon}, samples=_FASHION["samples"])
+        for epsilon, (label, own) in itertools.product(_FASHION["epsilons"], _FASHION["schemes"].items())
+    )
+
+
+def _fashion_report(results: Results, quick: bool) -> Report:
+    rows, checks = [], []
+    for epsilon in _FASHION["epsilons"]:
+        nadp, scaled, turned = (numbers(results, f"fashion/eps{epsilon:g}/{one}") for one in _FASHION["schemes"])
+        cost, price = difference(scaled, nadp), difference(turned, nadp)
+        figures = (shown(nadp), shown(scaled), shown(cost, signed=True), shown(turned), shown(price, signed=True))
+        rows.append((f"{epsilon:g}", *figures))
+        checks.append(_free(epsilon, price))
+    notes = _FASHION.notes(rounds=_FASHION.form(quick)["rounds"], samples=f"{_FASHION['samples']:,}")
+    return _FASHION.report(rows, checks, quick=quick, notes=notes)
+
+
 def _free(epsilon: float, price: Mapping[int, float]) -> Check:
     """Whether isometries leave nadp's accuracy as it is; open where one seed cannot tell."""
     claim = (
@@ -58,4 +79,4 @@ def _free(epsilon: float, price: Mapping[int, float]) -> Check:
     return Check(claim, abs(middle) <= _TABLE["errors"] * error, f"{middle:+.1f} points, standard error {error:.1f}")
 
 
-ENTRIES = (_TABLE.entry(_cells, _report),)
+ENTRIES = (_TABLE.entry(_cells, _report), _FASHION.entry(_fashion_cells, _fashion_report))

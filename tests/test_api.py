@@ -70,7 +70,7 @@ def test_the_given_model_stays_as_it_was() -> None:
 
 def test_the_veil_gives_the_model_of_plain_averaging() -> None:
     net = Own()
-    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square", "lr": 0.1}
+    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square", "lr": 0.1, "bn_eps": "secret"}
     plain, veiled = (
         dict(fedveil.train(net, separable(), scheme=scheme, **settings).model.named_parameters())
         for scheme in ("fedavg", "pbpfl")
@@ -365,7 +365,7 @@ def test_batch_norms_in_evaluation_mode_stay_frozen(scheme: str, frozen: tuple[i
 def test_frozen_batch_norms_train_to_the_model_of_plain_averaging() -> None:
     net = deep()
     net[1].eval()
-    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square"}
+    settings = {**QUICK, "rounds": 20, "dtype": "float64", "loss": "square", "bn_eps": "secret"}
     plain, veiled = (fedveil.train(net, separable(), scheme=s, **settings).model for s in ("fedavg", "pbpfl"))
     for (name, ours), theirs in zip(veiled.state_dict().items(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=name)

@@ -318,7 +318,9 @@ class RunConfig:
         _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
     )
     head_strength: float | None = _option(_VEIL, "Head noise relative to the outputs.", shown="1")
-    spread: float | None = _option(_VEIL, "Scales lie in 1/spread … spread.", shown="4; veil-dp: 1.5")
+    spread: float | None = _option(
+        _VEIL, "Scales lie in 1/spread … spread; set for veil-dp, it takes them.", shown="4; veil-dp: 1.5"
+    )
     epsilon: float | None = _option(
         _PRIVACY, "ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round.", shown="3"
     )
@@ -453,14 +455,18 @@ class RunConfig:
         check=_BELOW_ONE,
     )
     bn_eps: str = _setting(
-        _VEIL, "ε of normalisation layers: secret or public.", "secret", choices=("secret", "public")
+        _VEIL,
+        "ε of normalisation layers: public, the layers' own; secret, drawn under a veil of scales, which would be read "
+        "off a known one, and in runs without a veil, to compare with such; auto, secret under a veil of scales alone.",
+        "auto",
+        choices=("auto", "secret", "public"),
     )
     family: str = _setting(
         _VEIL,
         "What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full, "
-        "scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, "
-        "else full.",
-        "scale",
+        "scales and invertible blocks too; auto, what fits the scheme: scale under head noise and MP-DP, isometry "
+        "under veil-dp and with local training, else full.",
+        "auto",
         choices=("auto", "scale", "signed", "isometry", "full"),
         before="scale",
     )

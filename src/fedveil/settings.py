@@ -99,7 +99,7 @@ class Settings(TypedDict, total=False):
     head_strength: float | None
     """Head noise relative to the outputs. (default: 1)"""
     spread: float | None
-    """Scales lie in 1/spread … spread. (default: 4; veil-dp: 1.5)"""
+    """Scales lie in 1/spread … spread; set for veil-dp, it takes them. (default: 4; veil-dp: 1.5)"""
     epsilon: float | None
     """ε of the whole run; for mpdp, mpdp-naive and mp-cdp of one round. (default: 3)"""
     delta: float | None
@@ -157,12 +157,14 @@ class Settings(TypedDict, total=False):
     """Folder of the clients' private signing keys. (default: the roster's)"""
     simulate_dropout: float
     """Chance that a client vanishes before it uploads; with a vote, also before that. (default: 0)"""
-    bn_eps: Literal["secret", "public"]
-    """ε of normalisation layers: secret or public. (default: secret)"""
+    bn_eps: Literal["auto", "secret", "public"]
+    """ε of normalisation layers: public, the layers' own; secret, drawn under a veil of scales, which would be read off
+    a known one, and in runs without a veil, to compare with such; auto, secret under a veil of scales alone. (default:
+    auto)"""
     family: Literal["auto", "scale", "signed", "isometry", "full"]
     """What hides a veiled model: scale; signed, orders and signs; isometry, rotations of attention heads too; full,
-    scales and invertible blocks too; auto, what fits the scheme: scale under head noise, isometry under veil-dp, else
-    full. (default: scale)"""
+    scales and invertible blocks too; auto, what fits the scheme: scale under head noise and MP-DP, isometry under
+    veil-dp and with local training, else full. (default: auto)"""
     public_start: bool | None
     """The model begins with weights that others know, as everybody knows published ones: a veil then hides nothing of
     it. To be said, yes or no, wherever weights are loaded. (default: not said)"""

@@ -59,7 +59,7 @@ def test_a_veil_hides_every_number_and_leaves_hidden_layers_known_up_to_scales(
 
 
 def test_without_head_noise_scales_are_all_that_is_hidden() -> None:
-    one = run("lossless", head_noise=False)
+    one = run("lossless", head_noise=False, family="scale")
     found = parameter_knowledge(sent(one), one.weights.parameters, one.job.architecture)
     assert found.exact < 0.05
     assert (found.signs, found.determined) == (1.0, 1.0)

@@ -171,6 +171,32 @@ def test_inspect_says_what_a_family_does_and_what_it_does_not_hide() -> None:
     assert "real numbers a round" in words
 
 
+@pytest.mark.parametrize(
+    ("given", "family", "epsilon"),
+    [
+        ((), "scale", True),
+        (("--bn-eps", "public"), "scale", False),
+        (("--no-head-noise",), "full", False),
+        (("--scheme", "veil-dp"), "isometry", False),
+    ],
+)
+def test_inspect_takes_the_family_that_a_run_would(given: tuple[str, ...], family: str, epsilon: bool) -> None:
+    words = fedveil("inspect", "--model", "mlp", "-o", "norm=batch", *given).output
+    assert f"family {family}: coverage" in words
+    assert ("secret ε of its own" in " ".join(words.split())) is epsilon
+
+
+def test_inspect_refuses_a_scheme_without_a_veil_and_a_family_that_it_does_not_take() -> None:
+    assert "has no veil" in fedveil("inspect", "--model", "mlp", "--scheme", "fedavg").error
+    assert "only scale" in fedveil("inspect", "--model", "mlp", "--scheme", "mpdp", "--family", "full").error
+
+
+def test_schemes_name_the_family_of_their_veil() -> None:
+    listed = {one["name"]: one["family"] for one in json.loads(fedveil("schemes", "--json").output)}
+    assert (listed["fedavg"], listed["lossless"], listed["veil-dp"]) == (None, "scale", "isometry")
+    assert "family of its veil: scale, without head noise full" in fedveil("schemes", "lossless").output
+
+
 def test_inspect_in_words() -> None:
     output = fedveil("inspect", "--model", "mlp", "-o", "depth=2").output
     assert "hidden on one side" in output

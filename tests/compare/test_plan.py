@@ -36,6 +36,33 @@ def test_what_a_scheme_does_not_have_is_left_out_for_it_and_said() -> None:
     assert "nadp: left out spread, which it does not have" in made.said()
 
 
+def test_a_family_is_for_the_schemes_that_have_it() -> None:
+    made = plan("fedavg", "lossless", "mpdp", "veil-dp", family="full", only={"veil-dp": {"family": "signed"}})
+    assert {one.scheme: one.config.family for one in made.cells} == {
+        "fedavg": "auto",
+        "lossless": "full",
+        "mpdp": "auto",
+        "veil-dp": "signed",
+    }
+    assert made.left_out == {"fedavg": ("family",), "mpdp": ("family",)}
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "bn_eps"),
+    [
+        (("fedavg", "lossless"), {}, "secret"),
+        (("fedavg", "lossless"), {"bn_eps": "public"}, "public"),
+        (("fedavg", "lossless"), {"head_noise": False}, "auto"),
+        (("nadp", "veil-dp"), {}, "auto"),
+        (("nadp", "veil-dp"), {"only": {"veil-dp": {"family": "scale"}}}, "secret"),
+    ],
+)
+def test_what_is_compared_with_a_veil_of_scales_has_its_epsilon(
+    names: tuple[str, ...], settings: dict[str, Any], bn_eps: str
+) -> None:
+    assert {one.config.bn_eps for one in plan(*names, **settings).cells} == {bn_eps}
+
+
 def test_schemes_that_lack_the_same_are_said_in_one_line() -> None:
     assert plan("fedavg", "lossless", epsilon=2.0, loss="square").said() == [
         "fedavg, lossless: left out epsilon, which they do not have"

@@ -75,6 +75,21 @@ def test_head_noise_stands_beside_a_family(loss: str) -> None:
     assert_within(found, EXACT)
 
 
+def test_an_index_that_is_too_long_to_keep_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way back is the way there, whether its index was kept or not: T*(T(θ)) = θ under orders and signs."""
+    architecture, weights = draw(*made(lambda: mlp(nn.Tanh), VECTOR), traced=True, family="signed")
+    table = architecture.table
+    assert table is not None
+    assert table.symmetry is not None
+    for kept in (1 << 22, 0):
+        monkeypatch.setattr("fedveil.downlink.symmetry._KEPT", kept)
+        basis = draw_basis(table.symmetry, table.classes, spread=4.0, stream=SeededSecrets(1).stream("veil"))
+        hidden = table.hide(weights.parameters, basis)
+        assert (basis.index is not None) is bool(kept)
+        assert not torch.equal(hidden, weights.parameters)
+        assert torch.equal(table.pull(hidden, basis), weights.parameters.double())
+
+
 # -- one limit fewer must fail -----------------------------------------------------------------------------------
 
 

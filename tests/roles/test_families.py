@@ -45,14 +45,20 @@ def test_rounds_end_in_the_model_of_plain_averaging(case: dict[str, Any], family
         ({"scheme": "lossless"}, "scale"),
         ({"scheme": "lossless", **OPEN}, "full"),
         ({"scheme": "lossless", **OPEN, "local_steps": 2}, "isometry"),
+        ({"scheme": "pbpfl", **OPEN}, "full"),
+        ({"scheme": "veil-secagg"}, "scale"),
         ({"scheme": "veil-secagg", **OPEN}, "full"),
+        ({"scheme": "veil-secagg", **OPEN, "local_epochs": 1}, "isometry"),
         ({"scheme": "veil-dp"}, "isometry"),
+        ({"scheme": "veil-dp", "spread": 1.2}, "scale"),
         ({"scheme": "mpdp"}, "scale"),
         ({"scheme": "fedavg"}, "scale"),
     ],
 )
-def test_auto_takes_the_family_that_fits_the_scheme(settings: dict[str, Any], family: str) -> None:
-    assert job(family="auto", **settings).scheme.downlink.family == family
+def test_the_default_is_the_family_that_fits_the_scheme(settings: dict[str, Any], family: str) -> None:
+    made = job(**settings)
+    assert made.config.family == "auto"
+    assert made.scheme.downlink.family == family
 
 
 def test_a_run_says_what_its_veil_does() -> None:

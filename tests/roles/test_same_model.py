@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rounds_under_a_veil_end_in_the_model_of_plain_averaging(case: dict[str, Any], rounds: int) -> None:
     settings = {"lr": 0.1, "rounds": rounds, **case}
-    plain_job = job(scheme="fedavg", **settings)
+    plain_job = job(scheme="fedavg", bn_eps="secret", **settings)
     plain, plain_rounds = trained(plain_job)
     for scheme in VEILED:
         # All ten secrets where it is about them; fewer elsewhere, for a quick test.
@@ -95,7 +95,7 @@ def test_clients_count_by_their_number_of_samples() -> None:
 def test_one_client_of_plain_averaging_is_ordinary_training() -> None:
     """An oracle of its own: torch's SGD and torch's BatchNorm, running statistics included."""
     options = {"depth": 2, "width": 16, "norm": "batch"}
-    settings = {"momentum": 0.9, "weight_decay": 1e-3, "lr": 0.05, "rounds": 20, "bn_eps": "public"}
+    settings = {"momentum": 0.9, "weight_decay": 1e-3, "lr": 0.05, "rounds": 20}
     one = job(scheme="fedavg", clients=1, options=options, **settings)
     state, boundaries = trained(one)
     net = models.build("mlp", input_shape=(1, 8, 8), outputs=10, seed=1, **options).double().train()

@@ -103,7 +103,7 @@ def test_what_a_run_says_of_its_data_is_what_inspect_data_shows(visits: Path, tm
 
 
 def test_a_folder_from_before_there_was_a_split_goes_on_as_it_began(visits: Path, tmp_path: Path) -> None:
-    config = of_visits(visits, site=None, split="rows", rounds=4)
+    config = of_visits(visits, site=None, split="rows", family="scale", rounds=4)
     straight = run(config, tmp_path / "straight", quiet=True)
     run(config.with_changes(rounds=2), tmp_path / "old", quiet=True)
     file = tmp_path / "old" / "config.toml"
@@ -141,7 +141,7 @@ def test_parts_of_their_own_that_share_patients_are_refused_unless_asked_for(tmp
 
 def test_settings_that_came_later_leave_no_mark_where_they_do_nothing() -> None:
     """The digest that a folder of the version before has in its checkpoints."""
-    config = RunConfig(seed=1, lr=0.1, split="rows")
+    config = RunConfig(seed=1, lr=0.1, split="rows", family="scale", bn_eps="secret")
     assert config.fingerprint() == "0cfe10adb749b26c3e5515a3eab58c46189111cca68c22cc3ce811c8511aca48"
     assert config.fingerprint() != RunConfig(seed=1, lr=0.1).fingerprint()
 

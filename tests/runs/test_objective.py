@@ -107,7 +107,7 @@ def test_weights_of_another_number_are_refused() -> None:
 
 def test_checkpoints_from_before_these_settings_stay_valid() -> None:
     """At their defaults they are no part of what identifies a run; at other values they are."""
-    base = RunConfig(seed=1, lr=0.1).with_changes(**BEFORE)
+    base = RunConfig(seed=1, lr=0.1, bn_eps="secret").with_changes(**BEFORE)
     assert base.fingerprint() == "0cfe10adb749b26c3e5515a3eab58c46189111cca68c22cc3ce811c8511aca48"
     for changes in ({"class_weights": "1,2"}, {"label_smoothing": 0.1}, {"weights": "a.safetensors"}):
         assert base.with_changes(**changes).fingerprint() != base.fingerprint()

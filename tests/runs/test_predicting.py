@@ -345,7 +345,7 @@ def test_a_state_dict_has_the_keys_of_the_users_class_and_gives_the_models_outpu
 
 def test_a_layer_that_cannot_take_a_secret_epsilon_is_named(tmp_path: Path) -> None:
     net = Normed("layer")
-    own_run(tmp_path / "secret", net)
+    own_run(tmp_path / "secret", net, bn_eps="secret")
     with pytest.raises(ConfigError, match=r"The ε of norm was drawn in secret.*--bn-eps public"):
         export_torch(tmp_path / "secret", tmp_path / "weights.pt", model=net)
     assert not (tmp_path / "weights.pt").exists()

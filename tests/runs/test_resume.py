@@ -231,3 +231,14 @@ def test_a_failed_round_leaves_the_checkpoints(tmp_path: Path, small: Small) -> 
         session.run(small(lr=1e20, checkpoint_every=1), tmp_path / "run", quiet=True)
     assert checkpoints(tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_a_folder_from_before_there_were_families_goes_on_with_scales(tmp_path: Path, small: Small) -> None:
+    """Its model has a secret ε, and its fingerprint no family: both stay what they were."""
+    began = small(head_noise=False, family="scale", bn_eps="secret", rounds=4, checkpoint_every=2)
+    session.run(began, tmp_path / "straight", quiet=True)
+    session.run(began.with_changes(rounds=2), tmp_path / "run", quiet=True)
+    file = tmp_path / "run" / "config.toml"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("family")))
+    resume(tmp_path / "run", rounds=4)
+    check_equal(tmp_path / "run", tmp_path / "straight", rounds=4)

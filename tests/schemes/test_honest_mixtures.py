@@ -47,17 +47,17 @@ def veil_masked(setting: Setting) -> Scheme:
 
 
 def veil_bare(setting: Setting) -> Scheme:
-    return own(downlink=Rescaling(), work=Gradients(setting.loss, setting.batches), uplink=Bare())
+    return own(downlink=Rescaling(family="full"), work=Gradients(setting.loss, setting.batches), uplink=Bare())
 
 
 def veil_paired(setting: Setting) -> Scheme:
     plan = NoisePlan(DP.target(setting), "pairs", asked=setting.cohort)
-    return own(downlink=Rescaling(1.5), work=clipped(setting), uplink=Noised(plan))
+    return own(downlink=Rescaling(family="isometry"), work=clipped(setting), uplink=Noised(plan))
 
 
 def veil_masked_noise(setting: Setting) -> Scheme:
     plan = NoisePlan(DP.target(setting), "sum", quorum=2 / 3, asked=setting.cohort)
-    return own(downlink=Rescaling(1.5), work=clipped(setting), uplink=Masked(noise=plan))
+    return own(downlink=Rescaling(family="isometry"), work=clipped(setting), uplink=Masked(noise=plan))
 
 
 def plain_local(setting: Setting) -> Scheme:

@@ -164,9 +164,10 @@ def test_a_strength_that_is_not_positive_is_refused(strength: float) -> None:
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.5, 0.0, -4.0, float("inf"), float("nan")])
-def test_a_spread_that_hides_nothing_is_refused(spread: float) -> None:
+@pytest.mark.parametrize("scheme", ["lossless", "veil-dp"])
+def test_a_spread_that_hides_nothing_is_refused(scheme: str, spread: float) -> None:
     with pytest.raises(ConfigError, match="spread must be a number above 1"):
-        assemble("lossless", SQUARE, {"spread": spread})
+        assemble(scheme, SQUARE, {"spread": spread})
 
 
 def test_plain_averaging_takes_one_gradient_or_local_steps() -> None:

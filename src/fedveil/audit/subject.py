@@ -38,7 +38,7 @@ from fedveil.protocol.codec import encode
 from fedveil.protocol.messages import Train
 from fedveil.runs.callbacks import Row
 from fedveil.runs.folder import RunFolder
-from fedveil.runs.job import Job, job_from_config
+from fedveil.runs.job import Job, job_from_config, secret_epsilon
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.runs.recorded import Recording
 from fedveil.work import Batches
@@ -280,6 +280,8 @@ def plainly_trained(subject: Subject, folder: Path, *, round: int) -> Subject:
         **{**dict.fromkeys(config.scheme_options), **trained, "local_steps": steps, "local_epochs": epochs},
         options=None,
         scheme="fedavg",
+        family="auto",
+        bn_eps="secret" if secret_epsilon(config, subject.job.scheme) else "public",
         loss=subject.job.loss.name,
         policy=None,
         roster=None,

@@ -197,6 +197,9 @@ def _notes(results: dict[str, Any]) -> list[str]:
             notes.append(f"note: {who} ended after {summary['rounds']} rounds: {summary['stopped']}")
         if "warning" in summary:
             notes.append(f"warning: {who}: {summary['warning']}")
+    veils = [f"{name} {figures['family']}" for name, figures in schemes.items() if "family" in figures]
+    if veils:
+        notes.append(f"note: the families of the veils are {', '.join(veils)}")
     if len(losses) > 1:
         by = "; ".join(
             f"{loss}: {', '.join(k for k, v in schemes.items() if v.get('loss') == loss)}" for loss in sorted(losses)

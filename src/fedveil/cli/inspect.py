@@ -27,9 +27,18 @@ def inspect(
         None, help="Number of outputs; your own model needs it. (default: 10 for a model of the catalogue)"
     ),
     vocabulary: int = typer.Option(1000, help="Text models: number of token ids."),
-    head_noise: bool = typer.Option(True, "--head-noise/--no-head-noise", help="Count the noise on the last layer."),
-    bn_eps: str = typer.Option("secret", help="ε of normalisation layers: secret or public."),
-    family: str = typer.Option("scale", help="What hides it: scale, signed, isometry or full."),
+    scheme: str = typer.Option("lossless", help="Scheme with a veil, or your own as file.py:function."),
+    head_noise: bool | None = typer.Option(
+        None,
+        "--head-noise/--no-head-noise",
+        help="Count the noise on the last layer. (default: where the scheme has it)",
+    ),
+    bn_eps: str = typer.Option(
+        "auto", help="ε of normalisation layers: secret, public, or auto: secret under the family scale."
+    ),
+    family: str = typer.Option(
+        "auto", help="What hides it: scale, signed, isometry, full, or auto: what fits the scheme."
+    ),
     public_start: bool = typer.Option(
         False, "--public-start", help="The model begins with weights that others know. (default: where it says so)"
     ),
@@ -41,21 +50,35 @@ def inspect(
 
       fedveil inspect --model resnet20
 
+      fedveil inspect --model transformer --scheme veil-dp
+
       fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --outputs 10 --json
     """
+    from fedveil import schemes
     from fedveil.config import parse_model_options
     from fedveil.downlink import Rescaling, draw
     from fedveil.downlink.export import verified
     from fedveil.downlink.scales import coverage, pinned
     from fedveil.downlink.symmetry import FAMILIES
-    from fedveil.errors import ConfigError, unknown_name
+    from fedveil.errors import ConfigError, spelled, unknown_name
+    from fedveil.own_code import typed
     from fedveil.runs.callbacks import WARNING, working
+    from fedveil.runs.job import EPSILON
     from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
 
-    if bn_eps not in ("secret", "public"):
-        raise unknown_name("bn_eps", bn_eps, ("secret", "public"))
-    if family not in FAMILIES:
-        raise unknown_name("family", family, FAMILIES)
+    if bn_eps not in ("auto", "secret", "public"):
+        raise unknown_name("bn_eps", bn_eps, ("auto", "secret", "public"))
+    if family not in ("auto", *FAMILIES):
+        raise unknown_name("family", family, ("auto", *FAMILIES))
+    info = schemes.find(typed(scheme))
+    noised = "head_noise" in info.options
+    head_noise = noised if head_noise is None else head_noise
+    used = info.veil({"head_noise": head_noise} if noised else {}, family=family)
+    if used is None:
+        raise ConfigError(f"{spelled('scheme', scheme)} has no veil: whoever receives the model sees all of it.")
+    if family not in ("auto", used):
+        raise ConfigError(f"{spelled('family', family)} does not go with {spelled('scheme', scheme)}, only {used}.")
+    family = used
     options = parse_model_options(model_option)
     if outputs is None and ":" in model:
         raise ConfigError(
@@ -72,7 +95,7 @@ def inspect(
     covered = coverage(
         architecture.table,
         head_noise=head_noise and architecture.table.head is not None,
-        secret_epsilon=bn_eps == "secret",
+        secret_epsilon=bn_eps != "public",
     )
     public_start = public_start or bool(loaded_from(net))
     if public_start:
@@ -86,9 +109,11 @@ def inspect(
     last = "hidden" if family == "scale" else "of its numbers"
     table(f"{model} on inputs of shape {shape}", ("parameter", "shape", "under a veil", last), rows, right=(3,))
     console.print(
-        f"coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one side; "
-        f"{covered.secrets} secret scales per round"
+        f"family {family}: coverage {percent(covered.fraction)} of {architecture.size:,} parameters on at least one "
+        f"side; {covered.secrets} secret scales per round"
     )
+    if family == "scale" and bn_eps != "public" and len(weights.epsilon):
+        plainly(EPSILON)
     if family != "scale":
         plainly(covered.told)
     if family != "scale" and not public_start:

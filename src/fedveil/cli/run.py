@@ -121,6 +121,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
     if "coverage" in summary:
         levels = [f"{percent(share)} {name}" for name, share in summary.get("levels", {}).items() if share]
         how = ", ".join(levels) or f"{percent(summary['coverage'])} on at least one side"
+        if "family" in summary:
+            how += f" (family {summary['family']})"
         rows.append(("parameters hidden", how))
     table(f"Run in {out}", ("", ""), rows)
     if "warning" in summary:

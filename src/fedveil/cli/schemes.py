@@ -50,7 +50,8 @@ def schemes(
 
 
 def _described(info: SchemeInfo) -> dict[str, Any]:
-    return {field.name: getattr(info, field.name) for field in dataclasses.fields(info) if field.name != "build"}
+    said = {field.name: getattr(info, field.name) for field in dataclasses.fields(info) if field.name != "build"}
+    return {**said, "family": info.veil({})}
 
 
 def _show_scheme(info: SchemeInfo, *, json: bool) -> None:
@@ -70,9 +71,12 @@ def _show_scheme(info: SchemeInfo, *, json: bool) -> None:
         options = [dict(zip(("name", "type", "default", "words"), row, strict=False)) for row in rows]
         typer.echo(json_module.dumps({**_described(info), "options": options}, indent=2, ensure_ascii=False))
         return
-    said = inspect.getdoc(info.build) or ""
-    for line in (info.paper, info.summary, info.protects and f"protects: {info.protects}", said.partition("Args:")[0]):
-        if line.strip():
+    said, family = inspect.getdoc(info.build) or "", info.veil({})
+    bare = info.veil({"head_noise": False}) if "head_noise" in info.options else family
+    veil = f"family of its veil: {family}" + (f", without head noise {bare}" if bare != family else "")
+    told = (info.paper, info.summary, info.protects and f"protects: {info.protects}", family and veil)
+    for line in (*told, said.partition("Args:")[0]):
+        if line and line.strip():
             plainly(line.strip())
     shown = [
         (f"--{name.replace('_', '-')}" if ours else f"--set {name}=…", kind, _word(default), words)

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedveil import schemes
 from fedveil.config import BEFORE, RunConfig, unknown_setting
-from fedveil.errors import ConfigError, unknown_name
+from fedveil.errors import ConfigError, FedVeilError, unknown_name
 from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.runs.job import located
 
@@ -98,6 +98,8 @@ def planned(
                 raise ConfigError(f"The {what} {item} is named twice.")
     if not seeds:
         raise ConfigError("A comparison needs at least one seed.")
+    for name in names:
+        refuse_code(name, where=where, what="scheme", flag="schemes")
     own = {label_of(scheme): dict(settings) for scheme, settings in only.items() if settings}
     for label in own:
         if label not in labels:
@@ -106,17 +108,22 @@ def planned(
     needs = [] if resumed or common.loss is not None else _need_square(labels, own)
     if needs:
         common = common.with_changes(loss="square")
+    veils = {label: _veil(scheme, common, own.get(label, {})) for label, scheme in labels.items()}
+    if common.bn_eps == "auto" and not resumed and "scale" in veils.values():
+        common = common.with_changes(bn_eps="secret")  # one ε for veils of scales and what they are compared with
     cells: list[Cell] = []
     left_out: dict[str, tuple[str, ...]] = {}
     given = {name: value for name, value in common.scheme_options.items() if value is not None}
     for label, scheme in labels.items():
-        refuse_code(scheme, where=where, what="scheme", flag="schemes")
         options = schemes.find(scheme).options
         foreign = tuple(name for name in (*given, *(common.options or {})) if name not in options)
+        if common.family != "auto" and "family" not in own.get(label, {}) and veils[label] not in (common.family, ""):
+            foreign = (*foreign, "family")
         if foreign:
             left_out[label] = foreign
         declared = {name: value for name, value in (common.options or {}).items() if name in options}
         unset = dict.fromkeys(name for name in given if name not in options)
+        unset |= {"family": "auto"} if "family" in foreign else {}
         config = located(common.with_changes(scheme=scheme, options=declared or None, **unset))
         config = _with_own(config, own.get(label, {}), label=label, options=options)
         folder = label.replace(":", "-")
@@ -136,6 +143,17 @@ def _need_square(labels: Mapping[str, str], own: Mapping[str, Mapping[str, Any]]
     """The schemes that train on the square loss whatever the data are, and have no loss set for themselves."""
     open_ = {label: scheme for label, scheme in labels.items() if own.get(label, {}).get("loss") is None}
     return [label for label, scheme in open_.items() if schemes.find(scheme).default_loss == "square"]
+
+
+def _veil(scheme: str, common: RunConfig, own: Mapping[str, Any]) -> str | None:
+    """The family that hides the model under a scheme; "" where settings do not fit it, of which its run tells."""
+    info = schemes.find(scheme)
+    given = {**common.scheme_options, **(common.options or {}), **own}
+    try:
+        options = {name: value for name, value in given.items() if name in info.options}
+        return info.veil(options, family=own.get("family", common.family))
+    except FedVeilError:
+        return ""
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:

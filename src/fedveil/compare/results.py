@@ -155,6 +155,8 @@ def _scheme(standings: Sequence[CellProgress]) -> dict[str, Any]:
             result[name] = {"mean": statistics.fmean(values), "deviation": _deviation(values)}
     if summaries:
         result["loss"] = summaries[0]["loss"]
+        if "family" in summaries[0]:
+            result["family"] = summaries[0]["family"]
         result |= _judged(summaries)
         result["privacy"] = _weakest([verdicts_of(summary) for summary in summaries])
     return result

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink.scales import ScaleTable
+from fedveil.downlink.symmetry import Sources, following
 from fedveil.downlink.trace import NORM_KINDS, norm_paths, trace
 from fedveil.errors import DataError, TraceError
 from fedveil.secrets import SecretStream
@@ -370,10 +371,14 @@ class Architecture:
         return flatten(both, like=nothing), flatten(marks, like=nothing).bool()
 
     @functools.cached_property
-    def followed(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The same layer by layer: of every ε, and of every running mean and variance."""
+    def followed(self) -> tuple[Sources, Sources]:
+        """Where every ε, and every running mean and variance, comes from under a secret order."""
+        assert self.table is not None
+        assert self.table.symmetry is not None
         epsilon = [self._read(path, len(norm.epsilon)) for path, norm in self._epsilon_norms(self.skeleton)]
-        return epsilon, [self._read(path, size) for path, size in self.statistics_sizes for _ in range(2)]
+        statistics = [self._read(path, size) for path, size in self.statistics_sizes for _ in range(2)]
+        symmetry, device = self.table.symmetry, self.trainable.device
+        return following(epsilon, symmetry, device), following(statistics, symmetry, device)
 
     def _read(self, path: str, size: int) -> Tensor:
         assert self.table is not None

@@ -195,11 +195,10 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
                 lost.append(path)
     if lost:
         raise ConfigError(
-            f"The ε of {', '.join(lost[:4])} was drawn in secret for each group ({spelled('bn_eps', 'secret')}, the "
-            "default), and "
-            "torch's own GroupNorm, LayerNorm and InstanceNorm have a single one: no state_dict of the network's own "
-            f"class gives the same outputs. Train with {spelled('bn_eps', 'public')}, or write ONNX (`fedveil export "
-            "--format onnx`)."
+            f"The ε of {', '.join(lost[:4])} was drawn in secret for each group, which a veil of scales needs, "
+            "and torch's own GroupNorm, LayerNorm and InstanceNorm have a single one: no state_dict of the network's "
+            f"own class gives the same outputs. Train with {spelled('family', 'full')} or "
+            f"{spelled('bn_eps', 'public')}, or write ONNX (`fedveil export --format onnx`)."
         )
     return module, tuple(folded)
 

@@ -28,7 +28,7 @@ from fedveil.downlink.architecture import (
 )
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
-from fedveil.downlink.symmetry import FAMILIES, Basis, draw_basis, follow, unmoved
+from fedveil.downlink.symmetry import FAMILIES, Basis, draw_basis, unmoved
 from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats, Cover
@@ -243,7 +243,7 @@ class ScaledVeil(Guarded):
             public = self._head.public
         epsilon = self._weights.epsilon.to(torch.float64)
         if self._table.symmetry is not None:
-            epsilon = epsilon[follow(self._architecture.followed[0], self._table.symmetry, self._basis)]
+            epsilon = epsilon[self._architecture.followed[0].of(self._basis)]
         epsilon = epsilon * self._norm_factor()
         statistics = torch.empty(0, dtype=torch.float64, device=veiled.device)
         if self._architecture.frozen_statistics:
@@ -254,7 +254,7 @@ class ScaledVeil(Guarded):
         """Running mean·k and variance·k², in float64."""
         statistics = self._weights.statistics.to(torch.float64)
         if self._table.symmetry is not None and statistics.numel():
-            statistics = statistics[follow(self._architecture.followed[1], self._table.symmetry, self._basis)]
+            statistics = statistics[self._architecture.followed[1].of(self._basis)]
         return statistics * self._statistics_factor()
 
     def recover(self, mean: Mean) -> Recovered:
@@ -273,8 +273,8 @@ class ScaledVeil(Guarded):
         if statistics.numel():
             statistics = statistics / self._statistics_factor()
             if self._table.symmetry is not None:
-                place = follow(self._architecture.followed[1], self._table.symmetry, self._basis)
-                statistics = torch.empty_like(statistics).index_copy(0, place, statistics)
+                place = self._architecture.followed[1].of(self._basis)
+                statistics = torch.empty_like(statistics).scatter_(0, place, statistics)
         return Recovered(self._table.pull(combined, self._basis), loss, statistics, level)
 
     def _level(self, values: Tensor) -> float:

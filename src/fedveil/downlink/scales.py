@@ -294,20 +294,23 @@ class ScaleTable:
 
         The same R takes parameters down (Ŵ = R ∘ W) and gradients up (∇_W L = R ∘ ∇_Ŵ L).
         """
+        return self._rescaled(flat.to(torch.float64, copy=True), scales)
+
+    def _rescaled(self, flat: Tensor, scales: Tensor) -> Tensor:
+        """The same of numbers in float64, in their place."""
         if flat.is_cuda:  # where launches are the cost: two look-ups and two products for all parameters
             out, into = self._classes_of_each
-            return flat.to(torch.float64) * scales[out] * scales.reciprocal()[into]
-        result = flat.to(torch.float64, copy=True)
-        views = torch.split(result, [math.prod(entry.shape) for entry in self.parameters])
+            return flat.mul_(scales[out]).mul_(scales.reciprocal()[into])
+        views = torch.split(flat, [math.prod(entry.shape) for entry in self.parameters])
         for side, factors in ((self._out, scales), (self._into, scales.reciprocal())):
             _multiply(views, side, factors)
-        return result
+        return flat
 
     def hide(self, flat: Tensor, basis: Basis) -> Tensor:
         """T(θ) in float64: what clients get of all parameters in one flat vector."""
         if self.symmetry is None:
             return self.rescale(flat, basis.scales)
-        moved = self.rescale(flat.to(torch.float64)[self._transport.index(basis)], basis.scales)
+        moved = self.rescale(flat.index_select(0, self._transport.index(basis)), basis.scales)
         self._transport.turn(moved, basis, back=False)
         return moved
 
@@ -317,10 +320,8 @@ class ScaleTable:
             return self.rescale(flat, basis.scales)
         turned = flat.to(torch.float64, copy=True)
         self._transport.turn(turned, basis, back=True)
-        turned = self.rescale(turned, basis.scales)
-        result = torch.empty_like(turned)
-        result[self._transport.index(basis)] = turned
-        return result
+        turned = self._rescaled(turned, basis.scales)
+        return torch.empty_like(turned).scatter_(0, self._transport.index(basis), turned)
 
     @cached_property
     def _transport(self) -> Transport:
@@ -344,11 +345,20 @@ class ScaleTable:
 
     @cached_property
     def _out(self) -> _Side:
-        return _side([(entry.view, entry.out) for entry in self.parameters])
+        return _side([(entry.view, self._numbered(entry.out)) for entry in self.parameters])
 
     @cached_property
     def _into(self) -> _Side:
-        return _side([(entry.view, entry.into) for entry in self.parameters])
+        return _side([(entry.view, self._numbered(entry.into)) for entry in self.parameters])
+
+    def _numbered(self, ids: Tensor | None) -> Tensor | None:
+        """A side that signs or scales change; one that only an order or matrices change needs no product."""
+        if self.symmetry is None or ids is None:
+            return ids
+        changed = self.symmetry.signs | self.symmetry.scales
+        for made, left, right in self.classes.products:
+            changed[made] = changed[left] | changed[right]
+        return ids if bool(changed[ids.cpu()].any()) else None
 
     def free(self) -> int:
         """How many secret numbers one draw takes."""
@@ -454,8 +464,8 @@ class Coverage:
         if self.known:
             return f"of {size:,} numbers none is hidden: others know beforehand those that the model begins with"
         return (
-            f"of {size:,} numbers, by the strongest of what is done to each: {strengths}; unknown to a client "
-            f"are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
+            f"family {self.family}: of {size:,} numbers, by the strongest of what is done to each: {strengths}; "
+            f"unknown to a client are {self.bits:,.0f} bits and {self.reals:,} real numbers a round"
         )
 
     @property

@@ -12,8 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,8 +166,7 @@ def permutation(count: int, stream: SecretStream) -> Tensor:
         while True:
             word = next(words, None)
             if word is None:
-                content = stream.bytes(8 * (last + 8))
-                words = iter([int.from_bytes(content[at : at + 8], "big") for at in range(0, len(content), 8)])
+                words = iter(np.frombuffer(stream.bytes(8 * (last + 8)), ">u8").tolist())
                 continue
             if word < reach:
                 break
@@ -185,7 +186,7 @@ def rotations(count: int, size: int, stream: SecretStream) -> Tensor:
 class Basis(Guarded):
     """One round's secrets: numbers by class, the order, and the heads' matrices; fresh every round."""
 
-    __slots__ = ("matrices", "scales", "source")
+    __slots__ = ("index", "matrices", "scales", "source")
 
     def __init__(self, scales: Tensor, source: Tensor, matrices: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.scales = scales
@@ -193,6 +194,8 @@ class Basis(Guarded):
         """For every slot the one whose content it gets."""
         self.matrices = tuple(matrices)
         """For every stack of blocks A and A⁻ᵀ of each member."""
+        self.index: Tensor | None = None
+        """Where every number of all parameters comes from, once that was worked out (`Transport.index`)."""
 
     def to(self, device: torch.device) -> Basis:
         """The same secrets on another device."""
@@ -283,10 +286,32 @@ class AxisPlan:
     offset: Tensor
     heads: tuple[tuple[Tensor, Tensor], ...]
 
-    def source(self, source: Tensor) -> Tensor:
-        """Where the content of every position comes from, as an offset in the parameter."""
-        first = torch.searchsorted(self.sorted_slot, source[self.slot])
-        return self.offset[self.by_slot[first + self.occurrence]].reshape(self.shape)
+
+class Sources:
+    """Many sides in a row: where the content of every position of each comes from, found for all of them at once.
+
+    That is an offset in the side's parameter, or beyond the side's own number in `starts`.
+    """
+
+    def __init__(
+        self, sides: Sequence[AxisPlan], symmetry: Symmetry, device: torch.device, starts: Sequence[int] = ()
+    ) -> None:
+        def row(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+
+        beyond = starts or [0] * len(sides)
+        self.sizes = [len(side.slot) for side in sides]
+        self._slot = row([side.slot for side in sides])
+        self._occurrence = row([side.occurrence for side in sides])
+        # A side's slots are looked for among its own: every side has numbers of its own for them.
+        self._shift = row([torch.full((size,), number * symmetry.slots) for number, size in enumerate(self.sizes)])
+        self._sorted = row([side.sorted_slot for side in sides]) + self._shift
+        self._place = row([side.offset[side.by_slot] + start for side, start in zip(sides, beyond, strict=True)])
+
+    def of(self, basis: Basis) -> Tensor:
+        """The offsets of all positions under a round's order."""
+        first = torch.searchsorted(self._sorted, basis.source[self._slot] + self._shift)
+        return self._place[first + self._occurrence]
 
 
 def occurrences(slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,13 +358,10 @@ class Moved:
     into: AxisPlan | None
     rest: Tensor
 
-    def index(self, source: Tensor) -> Tensor:
-        """The flat position inside the parameter that every number comes from."""
-        total = self.rest
-        for side in (self.out, self.into):
-            if side is not None:
-                total = total + side.source(source)
-        return total.expand(self.view).reshape(-1)
+    @property
+    def sides(self) -> list[AxisPlan]:
+        """Those that there are."""
+        return [side for side in (self.out, self.into) if side is not None]
 
 
 def moved(entry: Scaled, symmetry: Symmetry) -> Moved:
@@ -369,53 +391,65 @@ def turn(value: Tensor, side: AxisPlan, matrices: Sequence[tuple[Tensor, Tensor]
     rows = front.reshape(len(side.slot), -1)
     for (member, places), both in zip(side.heads, matrices, strict=True):
         if len(member):
-            matrix = both[1 if dual else 0][member]
-            rows[places] = (matrix.transpose(1, 2) if back else matrix) @ rows[places]
-    front.copy_(rows.reshape(front.shape))
+            matrix, flat = both[1 if dual else 0][member], places.reshape(-1)
+            heads = rows.index_select(0, flat).view(*places.shape, -1)
+            rows.index_copy_(0, flat, ((matrix.transpose(1, 2) if back else matrix) @ heads).flatten(0, 1))
+    if rows.data_ptr() != value.data_ptr():  # a copy, where the side is not the first
+        front.copy_(rows.reshape(front.shape))
+
+
+_KEPT = 1 << 22
+"""An index is kept for the way back up to this many numbers; beyond them memory is dearer than finding it again."""
 
 
 class Transport:
     """The maps T and T* of all parameters in one flat vector, for one table."""
 
     def __init__(self, entries: Sequence[Scaled], symmetry: Symmetry, device: torch.device) -> None:
-        self._plans = [_on(moved(entry, symmetry), device) for entry in entries]
-        self._sizes = [math.prod(plan.view) for plan in self._plans]
-        self._mixed = bool(symmetry.blocks)
+        plans = [moved(entry, symmetry) for entry in entries]
+        self._sizes = [math.prod(plan.view) for plan in plans]
+        starts = [0, *accumulate(self._sizes)]
+        self._sources = Sources([side for plan in plans for side in plan.sides], symmetry, device)
+        self._parts = [
+            (plan.view, [side.shape for side in plan.sides], (plan.rest + start).to(device))
+            for plan, start in zip(plans, starts, strict=False)
+        ]
+        self._turned = [
+            (number, _heads_on(side, device), dual)
+            for number, plan in enumerate(plans)
+            for side, dual in ((plan.out, False), (plan.into, True))
+            if side is not None and any(len(member) for member, _ in side.heads)
+        ]
 
     def index(self, basis: Basis) -> Tensor:
         """Where every number of the flat vector comes from."""
-        parts, start = [], 0
-        for plan, size in zip(self._plans, self._sizes, strict=True):
-            parts.append(plan.index(basis.source) + start)
-            start += size
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        if basis.index is not None:
+            return basis.index
+        index = torch.empty(sum(self._sizes), dtype=torch.int64, device=basis.source.device)
+        pieces = iter(torch.split(self._sources.of(basis), self._sources.sizes))
+        for (view, shapes, rest), part in zip(self._parts, torch.split(index, self._sizes), strict=True):
+            total, sides = rest, [next(pieces).view(shape) for shape in shapes]
+            for side in sides[1:]:
+                total = total + side
+            torch.add(total, sides[0] if sides else 0, out=part.view(view))
+        if len(index) <= _KEPT:
+            basis.index = index
+        return index
 
     def turn(self, flat: Tensor, basis: Basis, *, back: bool) -> None:
         """Multiply all heads, in place."""
-        if not self._mixed:
+        if not self._turned:
             return
-        for plan, part in zip(self._plans, torch.split(flat, self._sizes), strict=True):
-            for side, dual in ((plan.out, False), (plan.into, True)):
-                if side is not None:
-                    turn(part.view(plan.view), side, basis.matrices, dual=dual, back=back)
+        parts = torch.split(flat, self._sizes)
+        for number, side, dual in self._turned:
+            turn(parts[number].view(self._parts[number][0]), side, basis.matrices, dual=dual, back=back)
 
 
-def follow(reads: Sequence[Tensor], symmetry: Symmetry, basis: Basis) -> Tensor:
+def following(reads: Sequence[Tensor], symmetry: Symmetry, device: torch.device) -> Sources:
     """Where every number of rows of per-channel values comes from: statistics, ε; class 0 stays."""
-    parts, start = [torch.empty(0, dtype=torch.int64, device=basis.source.device)], 0
-    for read in reads:
-        side = _side_on(_side(read.cpu(), (len(read),), symmetry, set()), basis.source.device)
-        parts.append(side.source(basis.source) + start)
-        start += len(read)
-    return torch.cat(parts)
+    sides = [_side(read.cpu(), (len(read),), symmetry, set()) for read in reads]
+    return Sources(sides, symmetry, device, [0, *accumulate(len(read) for read in reads)][: len(reads)])
 
 
-def _side_on(side: AxisPlan, device: torch.device) -> AxisPlan:
-    heads = tuple((member.to(device), places.to(device)) for member, places in side.heads)
-    names = ("slot", "occurrence", "sorted_slot", "by_slot", "offset")
-    return replace(side, heads=heads, **{name: getattr(side, name).to(device) for name in names})
-
-
-def _on(plan: Moved, device: torch.device) -> Moved:
-    out, into = (None if side is None else _side_on(side, device) for side in (plan.out, plan.into))
-    return Moved(plan.view, out, into, plan.rest.to(device))
+def _heads_on(side: AxisPlan, device: torch.device) -> AxisPlan:
+    return replace(side, heads=tuple((member.to(device), places.to(device)) for member, places in side.heads))

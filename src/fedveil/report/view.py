@@ -303,7 +303,8 @@ def _hidden(last: Mapping[str, Any]) -> str:
     if not isinstance(levels, dict):
         return f"{percent(share)}, up to scale"
     shares = ((name, number(levels, name)) for name in ("moved", "signed", "scaled", "mixed"))
-    return f"{percent(share)}: {', '.join(f'{percent(part)} {name}' for name, part in shares if part)}"
+    family = f" (family {_text(last['family'])})" if "family" in last else ""
+    return f"{percent(share)}: {', '.join(f'{percent(part)} {name}' for name, part in shares if part)}{family}"
 
 
 def _ledger(group: SourceGroup) -> LedgerView | None:

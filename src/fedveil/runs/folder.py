@@ -359,7 +359,7 @@ _CLOSING = frozenset(
     "train_loss seconds bytes_down bytes_up parameters clients coverage failed_rounds diverged".split()
 )
 _ALWAYS = ("seconds", "bytes_down", "bytes_up")
-_TEXTS = ("scheme", "holder", "loss", "loss_because", "stopped", "warning", "dataset", "model", "engine")
+_TEXTS = ("scheme", "holder", "loss", "loss_because", "stopped", "warning", "dataset", "model", "engine", "family")
 _FIGURES = ("loss", "clients", "seconds", "bytes_down", "bytes_up")
 
 

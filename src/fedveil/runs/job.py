@@ -223,11 +223,7 @@ class Job:
         frozen = int((~self.architecture.trainable).sum())
         if frozen and self.architecture.table is not None:
             said = (*said, FROZEN.format(frozen))
-        if (
-            self.architecture.table is not None
-            and len(self.weights.epsilon)
-            and secret_epsilon(self.config, self.scheme)
-        ):
+        if self.own_epsilon_lost:
             said = (*said, EPSILON)
         if self.coverage is not None and self.coverage.family != "scale":
             said = (*said, self.coverage.told)
@@ -239,6 +235,12 @@ class Job:
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
         return (*said, *best_note(self), *guard_note(self.config))
+
+    @property
+    def own_epsilon_lost(self) -> bool:
+        """Whether a veil of scales makes its normalisations another ε than the layers' own."""
+        veiled = self.architecture.table is not None and bool(len(self.weights.epsilon))
+        return veiled and secret_epsilon(self.config, self.scheme)
 
     @property
     def own_assumptions(self) -> tuple[str, ...]:
@@ -539,21 +541,25 @@ def _covered(
     if architecture.table.symmetry is not None:
         architecture = verified(architecture, weights, example, downlink=scheme.downlink, sizes=sizes)  # type: ignore[arg-type]
     assert architecture.table is not None
-    covered = coverage(architecture.table, head_noise=head, secret_epsilon=config.bn_eps == "secret")
+    covered = coverage(architecture.table, head_noise=head, secret_epsilon=secret_epsilon(config, scheme))
     require_coverage(covered, minimum=config.min_coverage)
     return architecture, weights, nothing_hidden(covered) if config.public_start else covered
 
 
 def secret_epsilon(config: RunConfig, scheme: Scheme) -> bool:
-    """Whether normalisation layers get a secret ε: only scales would be given away by theirs (k = √(ε_sent/ε))."""
-    return config.bn_eps == "secret" and scheme.downlink.family == "scale"
+    """Whether normalisation layers get a secret ε: only scales would be given away by theirs (k = √(ε_sent/ε)).
+
+    Without a veil the layers keep their own, unless a run is to be compared with one that has secret ones.
+    """
+    wanted = config.bn_eps == "secret" or (config.bn_eps == "auto" and scheme.downlink.traced)
+    return wanted and scheme.downlink.family == "scale"
 
 
 def _instead(
     config: RunConfig, model: nn.Module, example: Tensor, facts: ModelFacts, *, clients: int
 ) -> tuple[str, ...]:
     """The schemes without a veil that take this model, tried one after the other with options of their own."""
-    plain = config.with_changes(options=None, **dict.fromkeys(config.scheme_options))
+    plain = config.with_changes(options=None, family="auto", **dict.fromkeys(config.scheme_options))
     fitting = []
     for info in schemes.schemes():
         with suppress(FedVeilError):

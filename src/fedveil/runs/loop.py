@@ -571,7 +571,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
             "learning rate, or clip if it is the noise that drowns the updates"
         )
     if job.coverage is not None:
-        summary["coverage"] = job.coverage.fraction
+        summary["family"], summary["coverage"] = job.coverage.family, job.coverage.fraction
         summary["visible"] = [parameter.name for parameter in job.coverage.visible]
         if job.coverage.family != "scale":
             summary["levels"] = job.coverage.levels

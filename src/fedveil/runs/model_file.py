@@ -223,13 +223,14 @@ def export_run(
     facts = loaded.facts
     tokens = facts.vocabulary is not None
     example = torch.zeros(2, *facts.input_shape, dtype=torch.int64 if tokens else torch.float32)
-    architecture, _ = draw(facts.build(seed=0).train(), example, traced=True)
+    architecture, fresh = draw(facts.build(seed=0).train(), example, traced=True)
     assert architecture.table is not None
     weights = weights_of(loaded.module, architecture)
     module, shape = export(architecture, weights, stream=OsSecrets().stream("export"), spread=spread)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_model(out, module, facts, kind="export", config=_public(loaded.config), shape=shape)
-    covered = coverage(architecture.table, head_noise=False)
+    own = torch.equal(weights.epsilon.cpu().double(), fresh.epsilon.double())
+    covered = coverage(architecture.table, head_noise=False, secret_epsilon=not own)
     return nothing_hidden(covered) if loaded.config.get("public_start") else covered
 
 

@@ -16,6 +16,7 @@ from fedveil.protocol.directory import graph_seed
 from fedveil.protocol.parts import bounded
 from fedveil.runs.bad_rounds import check_guard
 from fedveil.runs.callbacks import WARNING
+from fedveil.runs.job import EPSILON
 from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
 from fedveil.runs.pretrained import loaded_from
@@ -38,7 +39,8 @@ def preflight(job: Job, *, begins: bool = True) -> list[str]:
         begins: Whether it is a new one: what only those are asked is not asked of one that goes on.
 
     Returns:
-        Warnings, a line each: what may end the run later.
+        What is to be known before it begins, a line each: that ε is not the layers' own, and warnings of what may end
+        the run later.
 
     Raises:
         ConfigError: The clients' own policy lets no round be, graphs fall apart, the model has no gradient, or nobody
@@ -50,7 +52,8 @@ def preflight(job: Job, *, begins: bool = True) -> list[str]:
     warnings = [_absences(job), "" if job.coverage is None else job.coverage.guessed]
     if job.pool.clients:
         warnings.append(_memory(job, saved=_check_backward(job)))
-    return [WARNING + text for text in warnings if text]
+    noted = [f"note: {EPSILON}"] if begins and job.own_epsilon_lost else []
+    return noted + [WARNING + text for text in warnings if text]
 
 
 def _check_start(job: Job) -> None:

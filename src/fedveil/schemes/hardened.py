@@ -51,23 +51,26 @@ def veil_secagg(
 
 @scheme(
     "veil-dp",
-    paper="FedVeil: rescaling + clipped, noised perturbed gradients",
+    paper="FedVeil: a veil + clipped, noised perturbed gradients",
     summary="veiled model down; up, per-sample clipped perturbed gradients under residual and pair noise",
     protects=(
-        "each client's records from the server and other clients, (ε, δ), whatever scales the server chose; the model "
-        "from clients up to secret scales (measured)"
+        "each client's records from the server and other clients, (ε, δ), whatever secrets the server chose; the model "
+        "from clients up to secret orders and signs of hidden units, or scales (measured)"
     ),
 )
 def veil_dp(
     setting: Setting,
     *,
     dp: DpOptions,
-    spread: float = 1.5,
+    spread: float | None = None,
     cover: Cover = "noise",
     pairs: PairOptions,
     masking: MaskOptions,
 ) -> Scheme:
-    """Rescaling without head noise, so that any loss works and one tensor is enough."""
+    """A veil without head noise, so that any loss works and one tensor is enough.
+
+    Isometries leave noise at the price of `nadp`; a `spread` asks for scales instead, which make it dearer.
+    """
     uplink: Uplink
     if cover == "masks":
         plan = NoisePlan(
@@ -83,9 +86,10 @@ def veil_dp(
         uplink = masking.masks(noise=plan, collusion=max(pairs.collusion, COLLUSION))
     else:
         uplink = pairs.noised(setting, dp)
+    family = setting.family_or("isometry" if spread is None else "scale")
     return Scheme(
         name="veil-dp",
-        downlink=Rescaling(spread, family=setting.family_or("isometry")),
+        downlink=Rescaling(1.5 if spread is None else spread, family=family),
         work=LocalOptions().clipped(setting, dp.clip),
         uplink=uplink,
         honest_arrivals=pairs.honest_arrivals,

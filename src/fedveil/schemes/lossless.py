@@ -15,8 +15,9 @@ from fedveil.work.gradients import Gradients
 from fedveil.work.messages import LocalWork
 
 _PROTECTS = (
-    "the server's parameters from clients up to secret scales (measured, not proven; the head noise falls to a "
-    "client with ten inputs, labelled or not); client data from the server: not at all"
+    "the server's parameters from clients up to secret scales, without head noise orders and signs too (measured, not "
+    "proven; the head noise falls to a client with ten inputs, labelled or not); client data from the server: not at "
+    "all"
 )
 
 
@@ -47,9 +48,10 @@ def lossless(
     else:
         raise ConfigError(
             "Training under this veil takes exactly one gradient per round: the recovery identity holds at the "
-            "broadcast point, and a second local step would start from parameters the server cannot undo. With "
-            f"{spelled('family', 'isometry')} and without head noise ({spelled('head_noise', False)}) clients train "
-            f"step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for local training without a veil."
+            "broadcast point, and a second local step would start from parameters the server cannot undo. Without "
+            f"head noise ({spelled('head_noise', False)}) and scales ({spelled('family', 'auto')}, the default, then "
+            f"takes isometries) clients train step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for "
+            "local training without a veil."
         )
     return Scheme(name="lossless", downlink=Rescaling(spread, noise, family), work=work, uplink=Bare())
 

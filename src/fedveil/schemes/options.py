@@ -91,7 +91,7 @@ class LocalOptions:
                     "the same to the mean gradient, "
                     "under a veil to what is recovered, and lose nothing. For local training give "
                     f"{spelled('local_steps')} or "
-                    f"{spelled('local_epochs')}; under a veil, with {spelled('family', 'isometry')}."
+                    f"{spelled('local_epochs')}; under a veil, without head noise ({spelled('head_noise', False)})."
                 )
 
     def training(self, setting: Setting, *, epochs: int | None = None) -> LocalSteps:

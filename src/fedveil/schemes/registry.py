@@ -16,7 +16,7 @@ from fedveil.own_code import OwnCode, load, refuse_code
 from fedveil.protocol.parts import Scheme
 from fedveil.uplink.grouped import in_groups
 from fedveil.work.batches import Batches, Schedule
-from fedveil.work.losses import Loss
+from fedveil.work.losses import Loss, make_loss
 
 Option = int | float | str | bool | None
 _PLAIN = (int, float, str, bool)
@@ -39,7 +39,7 @@ class Setting:
     rate: float = 1.0
     cohort: int = 0
     clients: int = 0
-    family: str = "scale"
+    family: str = "auto"
     """What hides the model where it travels under a veil (`fedveil.downlink.symmetry.FAMILIES`), or "auto"."""
     known_start: bool = False
     """Whether others know the weights that the model begins with."""
@@ -137,6 +137,12 @@ class SchemeInfo:
         if setting.robust_groups:
             scheme = in_groups(scheme, setting.robust_groups)
         return scheme.stating(rounds=setting.rounds, cohort=setting.cohort, clients=setting.clients)
+
+    def veil(self, options: Mapping[str, Option], *, family: str = "auto") -> str | None:
+        """The family that hides the model under these options; none where it travels as it is."""
+        setting = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), family=family)
+        downlink = self.assemble(setting, options).downlink
+        return downlink.family if downlink.traced else None
 
 
 def _ours(build: Callable[..., Scheme]) -> bool:
