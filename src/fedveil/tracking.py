@@ -85,7 +85,7 @@ def ledger_in_words(summary: Mapping[str, Any]) -> str:
         if texts:
             said += ["", f"## {heading}", "", *(f"- {text}" for text in texts)]
     if ledger.simulation:
-        said += ["", "SIMULATION: secrets and noise follow from the seed."]
+        said += ["", "SIMULATION: the first model, secrets and noise follow from the seed."]
     return "\n".join(said) + "\n"
 
 

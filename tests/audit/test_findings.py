@@ -11,7 +11,7 @@ from fedveil.audit.findings import SHORT, Finding, Verdict, sentences
 
 ASSETS = (
     *("data", "labels", "the model's function", "the model's parameters"),
-    *("members", "what classes look like"),
+    *("the server's updates", "members", "what classes look like"),
 )
 
 

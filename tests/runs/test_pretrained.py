@@ -19,7 +19,7 @@ from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, TraceError
 from fedveil.ledger import caveats
 from fedveil.runs import session
-from fedveil.runs.job import job_from_config
+from fedveil.runs.job import HANDED, job_from_config
 from fedveil.runs.pretrained import PUBLISHED, fill_from
 from shell import fedveil as command
 
@@ -342,9 +342,25 @@ def test_a_ledger_says_of_no_known_model_that_it_is_hidden(family: str) -> None:
         open_ended = job.scheme.caveats.unprotected
         assert (caveats.KNOWN_START in open_ended) is not hides
         assert any(text in open_ended for text in (caveats.VEIL, caveats.ORDERS)) is hides
+        assert (caveats.ALIGNED in open_ended) is hides
         assert job.coverage is not None
         assert job.coverage.known is not hides
         assert ("others know beforehand" in job.coverage.told) is not hides
+
+
+@pytest.mark.parametrize(
+    ("scheme", "public_start", "said"),
+    [("lossless", None, True), ("lossless", False, False), ("lossless", True, False), ("fedavg", None, False)],
+)
+def test_of_a_model_that_was_handed_over_a_ledger_says_how_secret_its_start_is(
+    scheme: str, public_start: bool | None, said: bool
+) -> None:
+    x = torch.randn(12, 6)
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    clients = [(x, x[:, :3].argmax(1))] * 2
+    given = {} if public_start is None else {"public_start": public_start}
+    done = fedveil.train(net, clients, scheme=scheme, rounds=1, progress=False, **given)  # type: ignore[arg-type]
+    assert (HANDED in done.ledger["notes"]) is said
 
 
 def test_an_export_of_a_known_model_says_that_nothing_is_hidden(stored: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ by what it is after:
     labels                   labels
     the model's function     class scores (or predictions) for known["queries"]; several ways may be tried, by name
     the model's parameters   parameters, flat
+    the server's updates     update, flat, and in whatever basis the model it was added to: frame
     members                  scores of the candidates whose membership is unknown, and the threshold for "member"
     what classes look like   inputs, and the labels they were made for
 
@@ -57,8 +58,10 @@ SIGHTS = {
 under head noise; rounds are uploads of one client that trains on the same samples each time."""
 
 MODEL = "model"
-_OF_THE_MODEL = ("the model's function", "the model's parameters", "members", "what classes look like")
-NEEDS = ("classes", "pictures", "numbers", "head noise")
+_CERTAIN = ("the model's function", "the model's parameters", "the server's updates")
+"""What the model itself is worth without protection is known without trying."""
+_OF_THE_MODEL = (*_CERTAIN, "members", "what classes look like")
+NEEDS = ("classes", "pictures", "numbers", "head noise", "veil")
 GRANTS = ("public", "labelled")
 TARGETS = ("upload", "sum")
 CPU = torch.device("cpu")
@@ -212,7 +215,7 @@ def attack(
     reference: str | ReferenceRun | None,
     how: str,
     asked: float | None = None,
-    needs: Sequence[Literal["classes", "pictures", "numbers", "head noise"]] = (),
+    needs: Sequence[Literal["classes", "pictures", "numbers", "head noise", "veil"]] = (),
     granted: Sequence[Literal["public", "labelled"]] = (),
     adaptive: bool = False,
     learns: bool = False,
@@ -251,7 +254,7 @@ def attack(
             f"The attack {name!r} sees {', '.join(seen) or 'nothing'} and is after {asset}, of which that shows "
             "nothing an audit could score: data and labels are looked for in uploads, all else in the model."
         )
-    if reference is None and asset not in ("the model's function", "the model's parameters"):
+    if reference is None and asset not in _CERTAIN:
         raise ConfigError(f"The attack {name!r} needs a reference run on which it works: nothing follows without one.")
 
     def declare(function: Function) -> Attack:

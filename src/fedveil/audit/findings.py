@@ -67,6 +67,12 @@ ASSETS = {
         "knows none of the parameters, not even up to scales",
         asked=1.0,
     ),
+    "the server's updates": Asset(
+        "follows the server's training, update by update, up to one secret that never changes",
+        "sees part of the server's updates",
+        "cannot tell the server's updates",
+        asked=1.0,
+    ),
     # Chance is one half, and the reference an overfitted model.
     "members": Asset(
         "tells whose data was trained on",
@@ -84,6 +90,9 @@ ASSETS = {
         needs=("classes", "pictures"),
     ),
 }
+
+KNOWN_FIRST = "exact, were the first model known"
+"""The share of the last model's numbers that a client has who knows what training began with."""
 
 NOT_TRIED = "–"
 """Stands for an attack where none was tried."""
@@ -338,6 +347,8 @@ def _sentence(who: str, findings: Sequence[Finding]) -> str:
 def _about(best: Finding, findings: Sequence[Finding]) -> str:
     """One asset: by the attack that got most, and what could not be tried where it got nothing."""
     said = _got(best)
+    if (exact := best.more.get(KNOWN_FIRST)) is not None:
+        said += f", and one that knew the first model would have {100 * exact:.1f} % of the numbers it became exactly"
     untried = [
         finding for finding in findings if finding.verdict in ("not applicable", "failed") and finding is not best
     ]

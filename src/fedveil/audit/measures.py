@@ -13,8 +13,9 @@ import torch
 from scipy.stats import binom
 from torch import Tensor
 
-from fedveil.audit.findings import RECOGNISABLE, Found, Score, Truth, enough_above
+from fedveil.audit.findings import KNOWN_FIRST, RECOGNISABLE, Found, Score, Truth, enough_above
 from fedveil.audit.judge import Judge
+from fedveil.audit.matching import aligning_basis
 from fedveil.audit.metrics import (
     CHANCE,
     assignment,
@@ -28,6 +29,8 @@ from fedveil.audit.metrics import (
     ssim,
 )
 from fedveil.downlink import Architecture
+from fedveil.downlink.rescaling import scale_table
+from fedveil.errors import NotApplicableError
 
 _CONFIDENCE = 0.95
 _DECIDING = 0.99
@@ -37,6 +40,8 @@ MOST_ATTEMPTS = 64
 """Attempts at reading labels, however frequent one class is."""
 _MOST_DECIBELS = 100.0
 _FAR = 1e6
+EXACT = 1e-6
+"""A number is known that is missed by less than this, over the size of numbers in its tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,6 +296,73 @@ class Numbers(_Percent):
         """Of one model."""
         known = parameter_knowledge(results[0]["parameters"], truths[0]["parameters"], self.architecture)
         return Score(known.determined, more={"exact": known.exact, "signs": known.signs})
+
+
+@dataclass(frozen=True, eq=False)
+class Updates:
+    """The cosine of a server's update as a client makes it out and as it was, both in the server's basis.
+
+    In which basis the client writes it does not matter: the auditor, who has the model that was updated, finds the one
+    secret that is left. Chance is the difference of the two models as they were received. Beside it the relative error
+    and, where the client was told the model that training began with, what it then has of the last one: the share of
+    the numbers that changed which it knows to a millionth of their tensor's size, the cosine of the whole change, and
+    how far what it followed round by round is off, over how far the model went.
+    """
+
+    architecture: Architecture
+    covered: tuple[str, ...] = ()
+    """Parameters under noise, from which no basis is concluded."""
+    name: str = "cosine of the update"
+    chance: float = 0.0
+    margin: float = 0.05
+    enough: float = 1.0
+
+    def score(self, results: Sequence[Found], truths: Sequence[Truth]) -> Score:
+        """Of one pair of rounds."""
+        result, truth = results[0], truths[0]
+        update = truth["after"] - truth["before"]
+        if not bool(update.any()):
+            raise NotApplicableError("the model did not change between the two rounds: there is no update to find")
+        sent = truth["sent after"] - truth["sent before"]
+        unaligned = _cosine(self._moved(truth["sent before"], sent, truth["before"]), update)
+        got = self._moved(result["frame"], result["update"], truth["before"])
+        more = {"relative error": float((got - update).norm() / update.norm())}
+        if "direct" in result:
+            more |= self._known(result, truth)
+        return Score(_cosine(got, update), more=more, chance=max(unaligned, 0.0))
+
+    def _moved(self, frame: Tensor, change: Tensor, before: Tensor) -> Tensor:
+        """A change in the basis of `frame`, in the server's; bases are linear."""
+        table = scale_table(self.architecture)
+        basis = aligning_basis(table, frame.double(), before, ignored=self.covered)
+        return table.hide(change.double(), basis)
+
+    def _known(self, result: Found, truth: Truth) -> dict[str, float]:
+        first, last = truth["first"], truth["last"]
+        change = last - first
+        sizes = self.architecture.parameters.join(
+            {
+                name: part.square().mean().sqrt().expand(part.shape)
+                for name, part in self.architecture.parameters.split(last).items()
+            }
+        )
+        private = change != 0
+        off = (result["direct"] - last).abs()
+        return {
+            KNOWN_FIRST: float((off <= EXACT * sizes)[private].double().mean()),
+            "cosine of the change, were the first model known": _cosine(result["direct"] - first, change),
+            "error when followed, were the first model known": float(
+                (result["followed"] - last).norm() / change.norm().clamp_min(1e-300)
+            ),
+        }
+
+    def text(self, value: float) -> str:
+        """Four digits tell an exact one from a good one."""
+        return f"{value:.4f}"
+
+
+def _cosine(left: Tensor, right: Tensor) -> float:
+    return float(left @ right / (left.norm() * right.norm()).clamp_min(1e-300))
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attack import MODEL, Attack, ReferenceRun, attacks
+from fedveil.audit.attacks.alignment import FIRST, pair_of, received
 from fedveil.audit.attacks.extraction import fit_probe
 from fedveil.audit.attacks.gradients import MOST_READ
 from fedveil.audit.attacks.membership import UNKNOWN
 from fedveil.audit.findings import ASSETS, NOT_TRIED, Attempt, Finding, Measure, Score, Settings, Trial, Truth
-from fedveil.audit.measures import FALSE_ALARMS, Accuracy, ClassMeasure, Fit, Labels, Members, Numbers
+from fedveil.audit.measures import FALSE_ALARMS, Accuracy, ClassMeasure, Fit, Labels, Members, Numbers, Updates
 from fedveil.audit.record import client_view, outsider_view, server_history, server_view
 from fedveil.audit.subject import (
     Effort,
@@ -39,7 +40,7 @@ from fedveil.audit.subject import (
     unprotected_model,
     unprotected_upload,
 )
-from fedveil.audit.views import ClientView, OutsiderView, ServerHistory, ServerView, View, weights_by_name
+from fedveil.audit.views import ClientView, OutsiderView, Sent, ServerHistory, ServerView, View, weights_by_name
 from fedveil.config import RunConfig
 from fedveil.data import Dataset
 from fedveil.downlink.architecture import Weights, draw
@@ -68,6 +69,7 @@ def _fits(attack: Attack, subject: Subject, *, head: bool) -> bool:
         "pictures": subject.pictures,
         "numbers": subject.test.x.is_floating_point(),
         "head noise": head,
+        "veil": not subject.held and subject.job.scheme.downlink.traced,
     }
     return all(there[need] for need in (*attack.needs, *ASSETS[attack.asset].needs))
 
@@ -332,6 +334,8 @@ class _Case:
     unprotected: Score | None = None
     settings: Settings = field(default_factory=dict)
     taken_out: int = 0
+    seen: str = ""
+    """What is attacked, where that is not the last model."""
 
 
 class _Model:
@@ -362,7 +366,7 @@ class _Model:
             CLIENT,
             attack.asset,
             attack.name,
-            self.seen,
+            case.seen or self.seen,
             case.measure,
             (Attempt(view, None if case.unprotected is not None else self._twin(view), case.truth),),
             settings={**settings, **({"adaptive": True} if adaptive else {})},
@@ -377,7 +381,12 @@ class _Model:
             # Whoever has labels can train without any model: only what a probe gets beyond that is the model's.
             alone = attack.learns and self.run.classes
             return replace(self._function, measure=self._without_a_model) if alone else self._function
-        return {"the model's parameters": self._parameters, "members": self._members}.get(attack.asset, self._classes)()
+        cases = {
+            "the model's parameters": self._parameters,
+            "the server's updates": self._updates,
+            "members": self._members,
+        }
+        return cases.get(attack.asset, self._classes)()
 
     def _twin(self, view: ClientView) -> ClientView | None:
         """What the client would have without protection: the model as it is, from a training without noise."""
@@ -417,6 +426,27 @@ class _Model:
             unprotected=Score(1.0, more={"exact": 1.0, "signs": 1.0}),
         )
 
+    def _updates(self) -> _Case:
+        """What the server did between two rounds; and the model it began with, where that was recorded."""
+        downlink = self.run.job.scheme.downlink
+        architecture = self.run.job.architecture.to(device=torch.device("cpu"))
+        told = {"family": downlink.family}
+        sent, known = self.view.broadcasts, {}
+        truth: dict[str, Tensor] = {}
+        covered: tuple[str, ...] = ()
+        seen = ""
+        if len({each.round for each in sent}) > 1:  # else the attack says that there is nothing to match
+            pair = pair_of(sent)
+            seen = f"the models it receives in rounds {pair[0].round} and {pair[1].round}"
+            for name, each in zip(("before", "after"), pair, strict=True):
+                model = received(architecture, each.broadcast)
+                truth |= {name: self._true_parameters(each), f"sent {name}": model.flat}
+                covered = model.covered
+            if sent[0].round == 1:
+                known[FIRST] = truth["first"] = self._true_parameters(sent[0])
+                truth["last"] = self._true_parameters(sent[-1])
+        return _Case(Updates(architecture, covered), truth, known, Score(1.0), told, seen=seen)
+
     def _members(self) -> _Case:
         """Who was among the others' training samples; half of the candidates are known to the attacker."""
         known, member, taken_out = self.candidates
@@ -431,10 +461,16 @@ class _Model:
         fewest = math.ceil(math.log(FALSE_ALARMS) / math.log(min(chance, 0.5)))
         return _Case(measure, {}, settings={"per_class": max(self.scene.effort.per_class, -(-fewest // classes))})
 
-    def _server(self) -> ServerView:
-        """What the server held when it sent the last recorded model."""
-        last = self.view.broadcasts[-1]
+    def _server(self, sent: Sent | None = None) -> ServerView:
+        """What the server held when it sent a model, the last recorded one by default."""
+        last = self.view.broadcasts[-1] if sent is None else sent
         return server_view(self.run.record, self.client, round=last.round, attempt=last.attempt)
+
+    def _true_parameters(self, sent: Sent) -> Tensor:
+        """What the server's model of a round was."""
+        weights = self._server(sent).weights
+        assert weights is not None
+        return weights.parameters.double().cpu()
 
     def _true_outputs(self) -> Tensor:
         """What the server's model of that round says to the queries."""

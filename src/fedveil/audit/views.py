@@ -94,16 +94,19 @@ class Facts:
             **self.options,
         )
 
-    def architecture(self) -> Architecture:
-        """The architecture as both roles of the run had it."""
-        return self._architecture
+    def architecture(self, family: str = "scale") -> Architecture:
+        """The architecture as both roles of the run had it; `family` is what a veil's symmetries are traced for."""
+        return self._architecture if family == "scale" else self._traced(family)
 
     @cached_property
     def _architecture(self) -> Architecture:
         # An audit asks for it with every view, and tracing a model takes longer than most of what it is asked for.
+        return self._traced("scale")
+
+    def _traced(self, family: str) -> Architecture:
         example = torch.zeros((2, *self.input_shape), dtype=_DTYPES[self.input_dtype])
         model = self.module().to(_DTYPES[self.dtype]).train()
-        architecture, _ = draw(model, example, traced=self.traced)
+        architecture, _ = draw(model, example, traced=self.traced, family=family)
         if architecture.parameters.sections != self.parameters:
             raise ConfigError(f"The model {self.model!r} is not the one this run had: its parameters differ.")
         return architecture

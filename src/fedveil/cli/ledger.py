@@ -42,7 +42,7 @@ def show_ledger(ledger: Ledger, *, title: str | None = None) -> None:
     listed("Not protected", ledger.unprotected)
     listed("Note", ledger.notes)
     if ledger.simulation:
-        plainly("SIMULATION: secrets and noise follow from the seed; leave --seed out for real ones.")
+        plainly("SIMULATION: the first model, secrets and noise follow from the seed; leave --seed out for real ones.")
 
 
 def relations(lines: Sequence[Line]) -> list[str]:

@@ -114,9 +114,9 @@ class Rescaling:
         }
 
     def caveats(self) -> Caveats:
-        """A veil is measured, not proven; outputs are open without head noise."""
-        veil = (caveats.VEIL,) if self.family == "scale" else (caveats.ORDERS, caveats.ALIGNED)
-        return Caveats(unprotected=(*veil, *(() if self.head else (caveats.OUTPUTS,))))
+        """A veil is measured, not proven, and falls to who aligns; outputs are open without head noise."""
+        veil = caveats.VEIL if self.family == "scale" else caveats.ORDERS
+        return Caveats(unprotected=(veil, caveats.ALIGNED, *(() if self.head else (caveats.OUTPUTS,))))
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

@@ -54,8 +54,9 @@ ORDERS = (
     "proven; its function is not hidden at all"
 )
 ALIGNED = (
-    "the server's updates: a client that aligns two rounds' models gets them, in less than a second, and one that "
-    "knows the model they began with, a published one for instance, gets all of the model"
+    "the server's updates: fresh secrets every round hide nothing from a client that aligns, for it matches two "
+    "rounds' models in about a second and has what lies between them (`fedveil audit` measures it); one that knows or "
+    "guesses the model training began with, a published one for instance, has the whole model"
 )
 KNOWN_START = "the model: clients know the weights it begins with, and read off what hides those they are sent"
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"

@@ -59,6 +59,11 @@ EPSILON = (
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
 )
+HANDED = (
+    "the model was handed over with its first weights: if PyTorch drew them after a seed, they have 32 bits, which a "
+    "client searches in hours and then has the whole model; fedveil.secrets.drawn_from draws them from the operating "
+    "system"
+)
 FROZEN = (
     "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
     "received by them and has the scales of the layers beside, so that a veil hides nothing there"
@@ -234,6 +239,8 @@ class Job:
                 said = (*said, DROPOUT)
         if self.config.public_start and self.architecture.table is not None:
             said = (*said, PUBLISHED)
+        elif self.architecture.table is not None and self.facts.name is None and self.config.public_start is None:
+            said = (*said, HANDED)
         return (*said, *best_note(self), *guard_note(self.config))
 
     @property
