@@ -39,6 +39,12 @@ class Code(StrEnum):
     UNSTARTABLE = "unstartable"
     FAILED = "failed"
     HOMELESS = "homeless"
+    APP = "app"
+    """Somebody's own Flower app failed."""
+    FORM = "form"
+    """A Flower app's reply has another form than the model that it was sent."""
+    BARE = "bare"
+    """A Flower app, or a Flower server, that does not speak the protocol."""
     UNKNOWN = "unknown"
     """A code that another version sent."""
 

@@ -109,9 +109,14 @@ def read_required(given: Mapping[str, Any], *, where: str) -> dict[str, Accepted
     return required
 
 
-def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: str) -> None:
-    """Refuse settings that the owner does not agree to, or that nobody has said they agree to."""
-    own = schemes.find(config.scheme).options
+def check_terms(
+    config: RunConfig, required: Mapping[str, Accepted], *, where: str, own: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse settings that the owner does not agree to, or that nobody has said they agree to.
+
+    `own` are the scheme's options and their defaults, where it is none of `fedveil schemes`.
+    """
+    own = schemes.find(config.scheme).options if own is None else own
     for name, accepted in required.items():
         value = getattr(config, name)
         value = own.get(name) if value is None else value
