@@ -71,7 +71,7 @@ def main(grid: Grid, context: Context) -> None:
     """Train, and say what came of it."""
     given = context.run_config
     strategy = fedveil.flower.Protected(  # the server's line
-        FedAdam(eta=0.1),
+        FedAdam(eta=0.1, fraction_evaluate=float(given["fraction-evaluate"])),
         scheme=str(given["scheme"]),
         clients=int(given["clients"]),
         out=str(given["out"]) or None,

@@ -15,6 +15,8 @@ pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx, Krum, Result, Strategy
 
+import fedveil.flower
+from docs.pages import blocks
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.flower import Protected, protect
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
@@ -334,6 +336,12 @@ def test_a_round_is_answered_once_whatever_the_server_says_about_it() -> None:
         pytest.param({"require": {"epsilon": {"max": 2}}}, {"scheme": "dp-fedavg"}, "required", id="too large an ε"),
         pytest.param({}, {"scheme": "dp-fedavg", "epsilon": 50.0}, "required", id="an ε that proves nothing"),
         pytest.param({"policy": Policy(max_epsilon=1.0)}, {}, "settings", id="a limit on ε under masks alone"),
+        pytest.param(
+            {"policy": Policy(max_epsilon=3.0)},
+            {"scheme": "dp-fedavg", "metrics": "pass"},
+            "required",
+            id="a limit on ε beside metrics in the clear",
+        ),
     ],
 )
 def test_a_client_takes_part_on_its_own_terms(own: dict[str, Any], settings: dict[str, Any], code: str) -> None:
@@ -515,6 +523,32 @@ class _Custom(Strategy):
 def test_mistakes_are_named_where_they_are_made(make: Callable[[], Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         make()
+
+
+def test_evaluations_in_the_clear_need_the_clients_consent() -> None:
+    grid = AppGrid(app_of([protect(require={"evaluation": ["average", "drop"]})]))
+    strategy = protected(FedAvg(), evaluation="pass")
+    result = strategy.start(grid, start_arrays(), num_rounds=1)
+    assert result.arrays
+    assert not result.evaluate_metrics_clientapp
+    assert all(reply.has_error() for message, reply in grid.crossed if message.metadata.message_type == "evaluate")
+
+
+def test_the_pages_lines_do_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    first, terms, alone = (text for language, text in blocks("how-to/protect-flower-app.md") if language == "python")
+    known: dict[str, Any] = {
+        "ClientApp": app_of,
+        "FedAvg": FedAvg,
+        "Policy": Policy,
+        "fedveil": fedveil.flower and fedveil,
+    }
+    client, _, server = first.partition("\n\n")[2].partition("\n\n")
+    exec(client, known)
+    known |= {"grid": AppGrid(known["client_app"]), "initial_arrays": start_arrays()}
+    exec(server.replace("num_rounds=10", "num_rounds=1"), known)
+    assert capsys.readouterr().out == "aggregate only\n"
+    for text in (terms, alone):
+        exec(text, known)
 
 
 def test_of_a_fraction_the_size_is_taken_and_who_is_asked_is_the_beacons(tmp_path: Path) -> None:

@@ -45,7 +45,13 @@ def example() -> ModuleType:
 def test_the_example_trains_under_masks_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app = example()
     settings = {"rounds": 2, "clients": 5, "scheme": "secagg", "out": str(tmp_path / "run"), "resume": False}
-    context = Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config={**settings, "deadline": 5.0})
+    context = Context(
+        run_id=7,
+        node_id=1,
+        node_config={},
+        state=RecordDict(),
+        run_config={**settings, "deadline": 5.0, "fraction-evaluate": 1.0},
+    )
     app.server_app(AppGrid(app.client_app), context)
     said = capsys.readouterr().out
     accuracy = float(said.split("round 2: ")[1].partition("%")[0])
@@ -103,7 +109,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def submitted(cluster: Cluster, out: Path, **settings: Any) -> subprocess.Popen[str]:
     """The example, on its way through SuperLink and SuperNodes."""
-    given = {"out": str(out), "deadline": 90.0, **settings}
+    given = {"out": str(out), "deadline": 120.0, "fraction-evaluate": 0.0, **settings}
     text = " ".join(f"{name}={json.dumps(value)}" for name, value in given.items())
     environment = cluster.places.environment()
     command = [program("flwr"), "run", str(EXAMPLE), CONNECTION, "--stream", "--run-config", text]
@@ -121,21 +127,20 @@ def submitted(cluster: Cluster, out: Path, **settings: Any) -> subprocess.Popen[
 def test_the_example_on_real_nodes_under_tls_one_of_which_is_killed(cluster: Cluster, tmp_path: Path) -> None:
     """A SuperNode dies after the first round: the others' sum is opened without it, and the run goes on."""
     out = tmp_path / "run"
-    process = submitted(cluster, out, rounds=3)
+    process = submitted(cluster, out, rounds=2)
     try:
-        end = time.monotonic() + 300
+        end = time.monotonic() + 600
         while not (out / "metrics.jsonl").exists():
             assert process.poll() is None, "the run ended before its first round"
             assert time.monotonic() < end, "the first round never ended"
             time.sleep(0.5)
         cluster.kill_node(1)
-        said, _ = process.communicate(timeout=500)
+        said, _ = process.communicate(timeout=900)
     finally:
         process.kill()
         process.wait()
     assert "against server: aggregate only" in said
     rows = RunFolder(out).metrics()
-    assert [row["round"] for row in rows] == [1, 2, 3]
-    assert rows[0]["clients"] == 5
-    assert rows[-1]["clients"] == 4
-    assert "failed" not in rows[-1]
+    assert [row["round"] for row in rows] == [1, 2]
+    assert [row["clients"] for row in rows] == [5, 4]
+    assert not any("failed" in row for row in rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,11 @@ from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
 from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
 from fedveil.flower.engine import FlowerEngine
+from fedveil.flower.messages import Told
 from fedveil.flower.mod import METRICS, NAMES
+from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
-from fedveil.protocol.phases import RoundBegins, RoundDone, RunStopped, asked
+from fedveil.protocol.phases import Ask, Gathered, RoundBegins, RoundDone, RunStopped, asked
 from fedveil.roles.server import Optimiser, ServerRole, ServerState
 from fedveil.runs.job import Job, ModelFacts, Surroundings
 from fedveil.runs.privacy_journal import PrivacyJournal
@@ -37,7 +39,9 @@ from fedveil.secrets import OsSecrets
 from fedveil.work.batches import Schedule
 from fedveil.work.losses import make_loss
 
-_TRAIN = "Train"
+_TRAIN = Train.__name__
+_QUICK = 300.0
+"""Seconds that a phase without training waits at most: a node that is still busy answers nothing else."""
 
 
 class AppEngine(FlowerEngine):
@@ -51,6 +55,7 @@ class AppEngine(FlowerEngine):
 
     def __init__(self, grid: Grid, setup: AppSetup, *, nodes: Sequence[int], deadline: float, events: Events) -> None:
         super().__init__(grid, setup, clients=len(nodes), deadline=deadline, events=events)
+        self._longest, self._carried = deadline, 0
         self._node_of = dict(enumerate(nodes))
         self._client_of = {node: client for client, node in enumerate(nodes)}
         self.outgoing: Mapping[int, RecordDict] = {}
@@ -60,6 +65,14 @@ class AppEngine(FlowerEngine):
     def speak(self, kind: str) -> None:
         """Send messages of this type: the app has a function for it."""
         self._kind = kind
+
+    def gather(self, ask: Ask, setup: Told | None = None) -> Gathered:
+        """One phase; those in which nobody trains need not be waited for as long."""
+        working = isinstance(ask.common, Train)
+        self._deadline = self._longest if working else min(self._longest, _QUICK)
+        self._carried = 0
+        gathered = super().gather(ask, setup)
+        return replace(gathered, bytes_down=gathered.bytes_down + self._carried)
 
     @property
     def nodes(self) -> Mapping[int, int]:
@@ -73,6 +86,9 @@ class AppEngine(FlowerEngine):
         header = records[HEADER]
         assert isinstance(header, ConfigRecord)
         own = dict(self.outgoing[client].items()) if what == _TRAIN else {}
+        self._carried += sum(
+            len(array.data) for record in own.values() if isinstance(record, ArrayRecord) for array in record.values()
+        )
         return RecordDict({**own, **records, HEADER: ConfigRecord({**header, "client": client})})
 
     def _heard(self, client: int, what: str, content: RecordDict) -> None:

@@ -78,6 +78,7 @@ class AppSetup:
             and isinstance(setup.settings, dict)
             and type(setup.size) is int
             and 0 <= setup.size < _MOST_NUMBERS
+            and (setup.phase == "train" or setup.size == 0)
             and setup.metrics in METRICS
             and isinstance(setup.weighted_by, str)
         )

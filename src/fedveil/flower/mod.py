@@ -159,9 +159,7 @@ class _Protection:
         kind = message.metadata.message_type.partition(".")[0]
         if kind == "train":
             raise BareError("a server asked for a training round without protection")
-        accepted = self._require.get("evaluation")
-        if accepted is not None and not accepted.admits("pass"):
-            raise RequiredError(f"evaluation = 'pass', and protect requires {accepted}")
+        self._accept_figures("evaluation", "pass", context)
         reply = called(message, context, call_next)
         if reply.content.array_records or reply.content.config_records:
             raise FormError(f"the app's reply to a {kind} message holds more than metrics, which alone leave")
@@ -173,8 +171,8 @@ class _Protection:
         asked = _Asked.read(message.content)
         setup = asked.setup
         agreed = agreed_app(setup)
-        self._accept(agreed, setup)
-        policy = _owners_policy(context) or self._policy
+        self._accept(agreed, setup, context)
+        policy = self._limits(context)
         memory = _Memory(context, setup, counted=policy is not None)
         state = memory.entered(asked.client)
         _check_name(setup, state, asked.request)
@@ -202,14 +200,24 @@ class _Protection:
             records[METRICS] = told[METRICS]
         return RecordDict(records)
 
-    def _accept(self, agreed: AgreedApp, setup: AppSetup) -> None:
+    def _limits(self, context: Context) -> Policy | None:
+        return _owners_policy(context) or self._policy
+
+    def _accept_figures(self, name: str, how: str, context: Context) -> None:
+        accepted, policy = self._require.get(name), self._limits(context)
+        if accepted is not None and not accepted.admits(how):
+            raise RequiredError(f"the run has {name} = {how!r}, and protect requires {accepted}")
+        if how == "pass" and accepted is None and policy is not None and policy.max_epsilon is not None:
+            raise RequiredError(
+                f"the run has {name} = 'pass', and no ε covers what passes: the policy's max_epsilon = "
+                f"{policy.max_epsilon:g} could not be kept. Allow it in require if that is meant"
+            )
+
+    def _accept(self, agreed: AgreedApp, setup: AppSetup, context: Context) -> None:
         own = scheme_info(agreed.config.scheme).options
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
         check_terms(agreed.config, settings, where="protect(require=…)", own=own)
-        name = "metrics" if setup.phase == "train" else "evaluation"
-        accepted = self._require.get(name)
-        if accepted is not None and not accepted.admits(setup.metrics):
-            raise RequiredError(f"the run has {name} = {setup.metrics!r}, and protect requires {accepted}")
+        self._accept_figures("metrics" if setup.phase == "train" else "evaluation", setup.metrics, context)
 
     @staticmethod
     def _contribution(
