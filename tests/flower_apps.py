@@ -38,10 +38,12 @@ class AppGrid(Grid):
         *,
         twist: Callable[[Message, Message], list[Message]] | None = None,
         node_config: Callable[[int], dict[str, Any]] = lambda number: {},
+        first: int = 100,
     ) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
         self.app = app
-        self.states = {100 + number: RecordDict() for number in range(clients)}
+        self.states = {first + number: RecordDict() for number in range(clients)}
+        self._first = first
         self.crossed: list[tuple[Message, Message]] = []
         self.dead: set[int] = set()
         self._node_config, self._twist = node_config, twist
@@ -63,7 +65,7 @@ class AppGrid(Grid):
         context = Context(
             run_id=RUN,
             node_id=node,
-            node_config={"partition-id": node - 100, **self._node_config(node - 100)},
+            node_config={"partition-id": node - self._first, **self._node_config(node - self._first)},
             state=copied(self.states[node]),
             run_config={},
         )

@@ -485,6 +485,27 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
         assert_alike(again.arrays, result.arrays)
 
 
+@pytest.mark.parametrize("first", [100, 102, 500], ids=["the same nodes", "some of them", "others"])
+def test_whoever_cannot_be_recognised_is_charged_for_the_one_that_spent_most(first: int, tmp_path: Path) -> None:
+    settings = {"scheme": "dp-fedavg", "epsilon": 2.0, "out": tmp_path / "run"}
+    begun = protected(FedAvg(fraction_train=0.6), **settings)
+    begun.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=1)
+    resumed = protected(FedAvg(fraction_train=0.6), resume=True, **settings)
+    resumed.start(AppGrid(app_of([protect()]), first=first), start_arrays(), num_rounds=2)
+    assert begun._run is not None
+    assert resumed._run is not None
+    before, after = (run._run.train.course.journal.accountant for run in (begun, resumed))
+    assert before is not None
+    assert after is not None
+    assert before.spent["server"].tolist().count(0.0) == 2
+    assert after.spent["server"].tolist().count(0.0) <= (2 if first == 100 else 0)
+    assert [resumed._run._nodes[number] for number in range(5)] == {
+        100: [100, 101, 102, 103, 104],
+        102: [105, 106, 102, 103, 104],
+        500: [500, 501, 502, 503, 504],
+    }[first]
+
+
 def test_a_run_is_resumed_with_its_own_settings_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "run"
     protected(FedAvg(), out=out).start(AppGrid(app_of([protect()])), start_arrays(), 1)

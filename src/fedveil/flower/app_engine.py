@@ -27,7 +27,7 @@ from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
 from fedveil.flower.engine import FlowerEngine
 from fedveil.flower.messages import Told
-from fedveil.flower.mod import METRICS, NAMES
+from fedveil.flower.mod import METRICS, MOST_NAME, NAMES
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Ask, Gathered, RoundBegins, RoundDone, RunStopped, asked
@@ -95,8 +95,9 @@ class AppEngine(FlowerEngine):
         if what != _TRAIN:
             return
         said = content.config_records[HEADER].get(NAMES, [])
-        if isinstance(said, list) and len(said) <= SLOTS and all(isinstance(name, str) for name in said):
-            self.names[client] = tuple(str(name) for name in said)
+        named = [str(name) for name in said] if isinstance(said, list) else []
+        if len(named) <= SLOTS and all(len(name) <= MOST_NAME for name in named):
+            self.names[client] = tuple(named)
         record = content.metric_records.get(METRICS)
         self.figures[client] = metrics_of(record if isinstance(record, MetricRecord) else None)
 

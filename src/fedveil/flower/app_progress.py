@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,24 @@ Memory = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class AppProgress:
-    """After `round` rounds: the model, and the strategy's memory by attribute (a dictionary or a list of arrays)."""
+    """After `round` rounds: the model, and the strategy's memory by attribute (a dictionary or a list of arrays).
+
+    `nodes` are the clients by number, and `uncovered` the figures that have left as they were.
+    """
 
     round: int
     arrays: ArrayRecord
     memory: Memory = field(default_factory=dict)
+    nodes: tuple[int, ...] = ()
+    uncovered: tuple[str, ...] = ()
 
     @staticmethod
-    def of(strategy: Strategy, arrays: ArrayRecord, *, round: int) -> AppProgress:
+    def of(
+        strategy: Strategy, arrays: ArrayRecord, *, round: int, nodes: Sequence[int], uncovered: Iterable[str]
+    ) -> AppProgress:
         """What is to be kept of a run."""
         kept = {name: getattr(strategy, name) for name in _REMEMBERED if getattr(strategy, name, None) is not None}
-        return AppProgress(round, arrays, kept)
+        return AppProgress(round, arrays, kept, tuple(nodes), tuple(uncovered))
 
     def give_back(self, strategy: Strategy) -> None:
         """Let a strategy go on where it was."""
@@ -44,7 +51,13 @@ class AppProgress:
     def write(self, path: Path) -> None:
         """Replace what was kept."""
         parts: dict[str, bytes] = {}
-        facts: dict[str, Any] = {"round": self.round, "arrays": _described(self.arrays, "arrays", parts), "memory": {}}
+        facts: dict[str, Any] = {
+            "round": self.round,
+            "arrays": _described(self.arrays, "arrays", parts),
+            "memory": {},
+            "nodes": [str(node) for node in self.nodes],
+            "uncovered": list(self.uncovered),
+        }
         for name, value in self.memory.items():
             listed = not isinstance(value, Mapping)
             named = {str(place): array for place, array in enumerate(value)} if listed else value
@@ -65,9 +78,11 @@ class AppProgress:
             for name, said in dict(facts["memory"]).items():
                 if name not in _REMEMBERED:
                     raise ValueError(name)
-                arrays = {key: array.numpy() for key, array in _restored(said["arrays"], name, parts).items()}
-                memory[name] = list(arrays.values()) if said["list"] else arrays
-            return AppProgress(int(facts["round"]), _restored(facts["arrays"], "arrays", parts), memory)
+                kept = {key: array.numpy() for key, array in _restored(said["arrays"], name, parts).items()}
+                memory[name] = list(kept.values()) if said["list"] else kept
+            nodes, uncovered = tuple(map(int, facts["nodes"])), tuple(map(str, facts["uncovered"]))
+            arrays = _restored(facts["arrays"], "arrays", parts)
+            return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered)
         except (ProtocolError, KeyError, ValueError, TypeError, AttributeError) as reason:
             raise CheckpointError(f"{path} is damaged: the run cannot be resumed from it.") from reason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ _OWN = (
 )
 
 
-def app_ledger(course: Course, uncovered: Mapping[str, str], *, weighted_by: str, averaged: bool) -> Ledger:
+def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, averaged: bool) -> Ledger:
     """The ledger of a run; `uncovered` are the app's figures that left as they were, by the name of their release."""
     job, journal, rounds = course.job, course.journal, course.state.round
     shown = tuple(
         Release(field, "client", ("server",), f"what the app calls {name!r}, as it is", about=_about(name, weighted_by))
-        for field, name in sorted(uncovered.items())
+        for field, name in ((field, field.partition(".")[2]) for field in sorted(uncovered))
     )
     names = (Release("header.names", "client", ("server",), "what its metrics are called"),) if averaged else ()
     carried = tuple(release for release in messages.RELEASES if release.field in _ENVELOPE)

@@ -64,7 +64,7 @@ _KEY_BYTES = 32
 _RAISED = 2
 """Flower's code for an app that raised an exception."""
 _APPS_OWN = ("metrics", "evaluation")
-_MOST_NAME = 64
+MOST_NAME = 64
 
 
 class AppError(FedVeilError):
@@ -248,7 +248,7 @@ class _Protection:
         if setup.metrics == "pass" and figures:
             told[METRICS] = metric_record(figures)
         elif setup.metrics == "average":
-            averaged = sorted(name for name in figures if name != setup.weighted_by and len(name) <= _MOST_NAME)
+            averaged = sorted(name for name in figures if name != setup.weighted_by and len(name) <= MOST_NAME)
             if len(averaged) > SLOTS:
                 _LOG.warning("%d metrics are averaged, of the app's %d", SLOTS, len(averaged))
             told[NAMES] = averaged = averaged[:SLOTS]

@@ -164,6 +164,7 @@ class Protected(Strategy):
         before, arrays = run.before, run.arrays
         if before >= num_rounds:
             self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
+            run.release()
             return Result(arrays=arrays)
         judged = None
         if evaluate_fn is not None:
@@ -233,7 +234,8 @@ class Protected(Strategy):
             for reply in answers:
                 if reply.has_content():
                     for record in reply.content.metric_records.values():
-                        run.evaluated.update(metrics_of(record))
+                        run.uncovered.update(f"evaluate.{name}" for name in metrics_of(record))
+            run.write()
             return self.strategy.aggregate_evaluate(number, answers)
         if run.judged is None or run.judged.update is None or run.judge is None:
             return None
@@ -258,6 +260,7 @@ class Protected(Strategy):
             log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).", len(here), least)
             time.sleep(_BETWEEN_LOOKS)
         nodes = here if self._clients is None else here[: self._clients]
+        nodes = self._numbered(nodes)
         size = self._sized("train", len(nodes))
         config = settings_for(self._scheme, self._options, clients=len(nodes), cohort=size, rounds=rounds)
         folder, progress, attempt, lineage = self._folder, None, 0, secrets.token_hex(16)
@@ -270,7 +273,7 @@ class Protected(Strategy):
                         "those it was started with."
                     )
                 attempt = folder.resume(config)
-                progress = AppProgress.read(folder.path / _PROGRESS)
+                progress = self._progress()
             else:
                 folder.start(config)
             lineage = folder.lineage
@@ -297,11 +300,22 @@ class Protected(Strategy):
             deadline=deadline,
             notes=self._notes,
             folder=folder,
-            before=0 if progress is None else progress.round,
+            progress=progress,
             arrays=arrays,
             evaluation=self._evaluation,
             sized=self._sized,
         )
+
+    def _progress(self) -> AppProgress | None:
+        return None if self._folder is None or not self._resume else AppProgress.read(self._folder.path / _PROGRESS)
+
+    def _numbered(self, nodes: list[int]) -> list[int]:
+        """Nodes by their clients' numbers: whoever is there again has the number it had."""
+        progress = self._progress()
+        before = () if progress is None else progress.nodes
+        new = iter(sorted(set(nodes) - set(before)))
+        kept = [node if node in set(nodes) else next(new, None) for node in before]
+        return [node for node in (*kept, *new) if node is not None]
 
     def _sized(self, phase: Phase, clients: int) -> int:
         """How many of the clients a round asks."""
@@ -317,8 +331,6 @@ class _Rounds:
         self.course, self._setup = course, setup
         self.model: AppModel
         self._sent: Message
-        self.names: dict[str, float] = {}
-        """Figures that left uncovered, by name."""
 
     def round(self, messages: list[Message]) -> AppRound | None:
         """Carry the strategy's messages to this round's clients."""
@@ -339,9 +351,6 @@ class _Rounds:
             log(WARNING, "FedVeil: %s", text)
         elif done.done.failed:
             log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
-        elif self._setup.metrics == "pass":
-            for figures in done.figures.values():
-                self.names.update(figures)
         return done
 
     def replies(self, brought: AppRound, *, arrays: ArrayRecord | None) -> list[Message]:
@@ -368,7 +377,7 @@ class _Run:
         deadline: float,
         notes: _Notes,
         folder: RunFolder | None,
-        before: int,
+        progress: AppProgress | None,
         arrays: ArrayRecord,
         evaluation: Metrics,
         sized: Callable[[Phase, int], int],
@@ -376,6 +385,7 @@ class _Run:
         self._strategy, self._grid, self._setup, self._nodes = strategy, grid, setup, nodes
         self._deadline, self._notes, self._folder = deadline, notes, folder
         self._evaluation, self._sized = evaluation, sized
+        before = 0 if progress is None else progress.round
         self.before, self.arrays = before, arrays
         state = empty_state(round=before, attempt=setup.attempt)
         if folder is not None and setup.attempt:
@@ -385,8 +395,14 @@ class _Run:
         self.judge: _Rounds | None = None
         self.latest: AppRound | None = None
         self.judged: AppRound | None = None
-        self.evaluated: dict[str, float] = {}
+        self.uncovered = set(() if progress is None else progress.uncovered)
+        """Figures that have left as they were, by the names of their releases."""
         self._outcome = Outcome(state, course.journal)
+        account = course.journal.accountant
+        if account is not None and setup.attempt and (progress is None or list(progress.nodes) != nodes):
+            # Who was which client in earlier attempts is not known: everybody is charged for the one that spent most.
+            for spent in account.spent.values():
+                spent[:] = spent.max()
 
     def _journal(self, job: Job, state: ServerState) -> PrivacyJournal:
         return privacy_journal_of(job, None if self._folder is None else self._folder.privacy_journal, state)
@@ -428,18 +444,24 @@ class _Run:
             row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
         self._outcome.rows.append(row)
         self.arrays = arrays or self.arrays
+        if self._setup.metrics == "pass":
+            self.uncovered.update(f"metrics.{name}" for own in brought.figures.values() for name in own)
         if self._folder is not None:
             self._folder.append_metrics(row)
-            AppProgress.of(self._strategy, self.arrays, round=done.round + 1).write(self._folder.path / _PROGRESS)
+        self.write()
+
+    def write(self) -> None:
+        """Write down what the run would go on with."""
+        if self._folder is not None:
+            now, left = self.train.course.state.round, sorted(self.uncovered)
+            progress = AppProgress.of(self._strategy, self.arrays, round=now, nodes=self._nodes, uncovered=left)
+            progress.write(self._folder.path / _PROGRESS)
 
     def ledger(self) -> Ledger:
         """What is proven of the rounds so far."""
-        course = self.train.course
-        uncovered = {f"metrics.{name}": name for name in self.train.names}
-        uncovered |= {f"evaluate.{name}": name for name in self.evaluated}
         return app_ledger(
-            course,
-            uncovered,
+            self.train.course,
+            self.uncovered,
             weighted_by=self._setup.weighted_by,
             averaged=self._setup.metrics == "average" or self.judge is not None,
         )
@@ -456,7 +478,12 @@ class _Run:
             self._folder.settle()
             own = {"loss": "the app's own", "parameters": self._setup.size, "ledger": ledger.as_data()}
             self._folder.write_summary({**summarise(course.job, self._outcome), **own})
-        self._folder.release()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._folder is not None:
+            self._folder.release()
 
 
 def _told(config: Any) -> dict[str, Any]:

@@ -178,10 +178,10 @@ class RunFolder:
             )
         engine = self._remembered().get("engine", "local")
         if engine != self._engine:
-            how = "fedveil flower run" if engine == "flower" else "fedveil run"
+            ways = {"flower": "fedveil flower run --resume", "flower-app": "Protected(…, resume=True)"}
             raise CheckpointError(
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
-                f"there: resume it with `{how} --resume`."
+                f"there: resume it with `{ways.get(str(engine), 'fedveil run --resume')}`."
             )
         return BEFORE | RunConfig.read(self.config_file)
 
