@@ -24,8 +24,9 @@ from benchmarks.peers.workloads import NETWORKS, WARM_ROUNDS, WORKLOADS, Plan, W
 
 SLACK = 0.5
 """So much more load than the benchmark makes itself is not yet called a disturbance."""
-APART = 1e-3
-"""Two models that are further apart than this share of the way they went are not the same mathematics."""
+APART = 5e-3
+"""Two models that are further apart than this share of the way they went are not the same mathematics: a CNN's sums in
+another order were up to 0.002 apart, and 0.025 with one client of a hundred left out."""
 _SECONDS = 900
 
 

@@ -21,7 +21,7 @@ than the benchmark makes is marked.
 All get the same samples, cohorts, batches and first model. *Apart* is ‖w − w₁‖ / ‖w₁ − w₀‖: how far from the first
 candidate's last model, over the way that one went (more than {apart:g} is marked). What differs: FedVeil checks and
 sums contributions exactly; pfl adds up tensors in the process that made them, and between two processes once a round;
-Flower makes messages of the model, and its server looks for replies every tenth of a second, twice a round. FedVeil's
+Flower makes messages of the model, and its server looks for replies every tenth of a second. FedVeil's
 clipping bound is set so that it clips to the same length as the others, who leave no room for rounding. Where clipping
 is compared, no noise is drawn.
 """

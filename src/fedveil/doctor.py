@@ -38,8 +38,7 @@ def _judged(what: str, told: str, wrong: bool, state: str, todo: str) -> Check:
 
 PURPOSES = {
     "images": "data from folders of pictures",
-    "huggingface": "Hugging Face datasets in fedveil.train",
-    "hf": "networks of Hugging Face's transformers",
+    "huggingface": "data sets and networks of Hugging Face in fedveil.train",
     "flwr-datasets": "partitioners of flwr-datasets in fedveil.train",
     "plots": "curves drawn by the benchmarks",
     "accounting": "--secret-sampling: the account of secretly drawn batches",

@@ -29,16 +29,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are c
 
 PICTURES = {"model": "cnn", "reshape": (1, 8, 8)}
 CASES: dict[str, dict[str, Any]] = {
-    "local epochs": {"scheme": "fedavg", "local_epochs": 2, "batch_size": 16, "client_momentum": 0.5},
+    "local epochs": {"scheme": "fedavg", "local_epochs": 2, "batch_size": 16, "client_momentum": 0.5, **PICTURES},
+    "local epochs in groups": {"scheme": "fedavg", "local_epochs": 2, "batch_size": 8, "clients": 40},
     "head noise": {"scheme": "lossless", "vectorise": False},
     "in groups, some of one client": {"scheme": "lossless", "how": "size", "ratio": 3.0, "clients": 7},
     "batch norm": {"scheme": "fedavg", "vectorise": False, "options": {"depth": 2, "width": 16, "norm": "batch"}},
     "augmentation": {"scheme": "fedavg", "local_steps": 2, "augment": "crop:2,flip,cutout:3", **PICTURES},
     "clipped samples": {"scheme": "nadp", "how": "size", "clients": 6, "dtype": "float32"},
     "sampled in secret": {"scheme": "ldp", "secret_sampling": 0.05, "clients": 3},
-    "clipped updates": {"scheme": "cdp", "local_epochs": 1, "batch_size": 16},
+    "clipped updates": {"scheme": "cdp", "local_epochs": 1, "batch_size": 16, **PICTURES},
+    "clipped updates in groups": {"scheme": "cdp", "local_epochs": 1, "batch_size": 8, "clients": 40},
     "masks": {"scheme": "veil-secagg", "vectorise": False},
-    "a vote": {"scheme": "paraaegis", "cipher": "pads", "vote": "histogram", "local_epochs": 1, "batch_size": 16},
+    "a vote": {"scheme": "paraaegis", "cipher": "pads", "vote": "histogram", "local_steps": 2, **PICTURES},
 }
 
 

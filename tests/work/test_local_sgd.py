@@ -133,3 +133,65 @@ def test_many_clients_are_the_single_ones_in_turn() -> None:
     together = dict(work.run_many(workspace, sent, clients, round=1))
     for position, client in enumerate(clients):
         assert torch.equal(together[position], work.run(Workspace(architecture, layout), sent, client, round=1))
+
+
+def small_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)).double()
+
+
+def side_by_side(
+    work: LocalSteps, clients: list[ClientData], model: nn.Module | None = None
+) -> tuple[list[int], list[tuple[Tensor | NumericError, Tensor | NumericError]]]:
+    """The sizes of the units, and every client's contribution as computed in its unit and alone."""
+    architecture, weights = draw(model or small_network(), clients[0].x[:2], traced=False)
+    sent = Plain().veil(architecture, weights, stream=SeededSecrets(0).stream(), head_level=None).broadcast()
+    workspace = Workspace(architecture, work.layout(architecture, tensors=1))
+    units = work.units(workspace, sent, clients)
+    together = dict(work.run_units(workspace, sent, clients, units, round=1))
+    alone = {
+        position: contribution
+        for position in range(len(clients))
+        for _, contribution in work.run_units(workspace, sent, [clients[position]], [(0,)], round=1)
+    }
+    return [len(unit) for unit in units], [(together[position], alone[position]) for position in range(len(clients))]
+
+
+@pytest.mark.parametrize(
+    "how", [{"steps": 4}, {"epochs": 2}, {"steps": 3, "momentum": 0.9, "weight_decay": 0.1}, {"steps": 1}], ids=str
+)
+def test_small_steps_of_many_clients_are_taken_together(how: dict[str, float]) -> None:
+    model = small_network()
+    model[0].bias.requires_grad_(False)
+    clients = [data(9 if client % 3 == 0 else 14, client) for client in range(20)]
+    work = LocalSteps(CrossEntropy(), Batches(4, 9), Schedule(0.1), **how)
+    sizes, pairs = side_by_side(work, clients, model)
+    assert sorted(sizes) == ([7, 13] if "epochs" in how else [20])
+    for together, alone in pairs:
+        assert torch.allclose(together, alone, rtol=1e-10, atol=1e-12)
+        assert together[30:35].eq(0).all()  # the frozen bias
+
+
+def test_what_cannot_be_taken_together_is_computed_one_by_one() -> None:
+    class Steep(CrossEntropy):
+        """A loss that looks at its values, which vmap does not bear."""
+
+        def mean(self, output: Tensor, target: Tensor) -> Tensor:
+            return super().mean(output, target) * (2.0 if float(output.detach().sum()) > 0 else 1.0)
+
+    clients = [data(14, client) for client in range(6)]
+    sizes, pairs = side_by_side(LocalSteps(Steep(), Batches(4, 9), Schedule(0.1), steps=2), clients)
+    assert sizes == [6]
+    assert all(torch.equal(together, alone) for together, alone in pairs)
+    for model in (network(), nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()):
+        assert side_by_side(LocalSteps(CrossEntropy(), Batches(4, 9), Schedule(0.1)), clients, model)[0] == [1] * 6
+
+
+def test_one_exploding_client_of_many_is_named_and_costs_nobody_else() -> None:
+    clients = [data(14, client) for client in range(6)]
+    clients[4].x[3] = float("nan")
+    _, pairs = side_by_side(LocalSteps(SquareLoss(), Batches(0, 9), Schedule(0.1), steps=2), clients)
+    (broken, _), sound = pairs[4], pairs[:4] + pairs[5:]
+    assert isinstance(broken, NumericError)
+    assert "client 4" in str(broken)
+    assert all(torch.equal(together, alone) for together, alone in sound)

@@ -311,33 +311,38 @@ class BoundedUpdate(ClippedWork):
         """2·θ·n_k: how far replacing all of a client's records can move what is clipped of its contribution."""
         return 2.0 * self.clip * samples
 
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """As local training has them; a network of somebody's own computes one client after the other."""
+        if is_own(workspace.module):
+            return super().units(workspace, broadcast, clients)
+        return self.local.units(workspace, broadcast, clients)
+
     def _contributed(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, round: int
     ) -> Iterator[tuple[int, Tensor]]:
         """Many clients' local training, together where the device gains by it."""
-        positions = [position for unit in units for position in unit]
-        part = [clients[position] for position in positions]
-        for place, moved in self._trained(workspace, broadcast, part, round=round):
-            yield positions[place], self._bounded(workspace, broadcast, part[place], moved)
+        for position, moved in self._trained(workspace, broadcast, clients, units, round=round):
+            yield position, self._bounded(workspace, broadcast, clients[position], moved)
 
     def _trained(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
     ) -> Iterator[tuple[int, Tensor | NumericError]]:
         """The clients' updates; in a simulation all of them are given the same network and loss, which keep nothing."""
         module, loss = workspace.module, self.local.loss
         if not is_own(module) or any(norm.training for _, norm in batch_norms(module)):
-            for position, moved in self.local.run_many(workspace, broadcast, clients, round=round):
+            for position, moved in self.local.run_units(workspace, broadcast, clients, units, round=round):
                 refuse_changed(loss)
                 yield position, moved
             return
-        for start in range(0, len(clients), _UPDATES_HELD):
-            part = clients[start : start + _UPDATES_HELD]
-            x, y = part[0].take(torch.tensor([0, len(part[0]) - 1]))
+        for start in range(0, len(units), _UPDATES_HELD):
+            part = units[start : start + _UPDATES_HELD]
+            first = clients[part[0][0]]
+            x, y = first.take(torch.tensor([0, len(first) - 1]))
             prepare(workspace.architecture, module, broadcast)
             with nothing_kept(workspace.architecture, module, loss, x, y):
-                updates = list(self.local.run_many(workspace, broadcast, part, round=round))
+                updates = list(self.local.run_units(workspace, broadcast, clients, part, round=round))
                 prepare(workspace.architecture, module, broadcast)
-            yield from ((start + position, moved) for position, moved in updates)
+            yield from updates
 
     @abstractmethod
     def _bounded(

@@ -21,7 +21,7 @@ from fedveil.tensors import Layout, flatten, plain_attention, without_compiler
 from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
-from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, SideBySide, Units, Workspace, check_finite, prepare, reported
 
 
 def contribution_layout(architecture: Architecture, *, tensors: int) -> Layout:
@@ -141,7 +141,7 @@ _VECTORISED_PIXELS = 4096
 
 
 @dataclass(frozen=True)
-class Gradients(ManyAtOnce):
+class Gradients(SideBySide):
     """The gradient(s) on one batch, weighted by the client's sample count.
 
     `vectorise` forces many clients at once on or off; None lets the measured rule decide. Where the uplink hides what
@@ -177,24 +177,8 @@ class Gradients(ManyAtOnce):
             for start in range(0, len(positions), at_once)
         ]
 
-    def run_units(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """On a GPU in captured groups, else unit by unit."""
-        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            positions = [position for unit in units for position in unit]
-            part = [clients[position] for position in positions]
-            for place, contribution in self._in_groups(workspace, broadcast, part, round):
-                yield positions[place], contribution
-            return
-        together = self._should_vectorise(workspace, clients)
-        prepare(workspace.architecture, workspace.functional if together else workspace.module, broadcast)
-        for unit in units:
-            if together:
-                yield from self._some(workspace, broadcast, clients, unit, round)
-                continue
-            for position in unit:
-                yield position, self._one(workspace, broadcast, clients[position], round)
+    def _captured(self, workspace: Workspace) -> bool:
+        return captures(workspace, self.loss)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
@@ -207,9 +191,7 @@ class Gradients(ManyAtOnce):
             return group.run(broadcast)
 
         for positions, vectors, in_range in groups.run(task, clients, partial(GroupStep, step, task), work):
-            if vectors is None:
-                prepare(workspace.architecture, workspace.module, broadcast)
-            elif not self.refuses:
+            if vectors is not None and not self.refuses:
                 reported(vectors, workspace.layout.split(vectors)["values"])
             for place, position in enumerate(positions):
                 if vectors is None:
@@ -222,43 +204,25 @@ class Gradients(ManyAtOnce):
                     yield position, self._checked(workspace, vectors[place], data, round, chosen)
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
+        prepare(workspace.architecture, workspace.module, broadcast)
         chosen = self.batches.indices(client=data.client, samples=len(data), step=round)
         x, y = data.take(chosen, step=round)
         with seeded_dropout(workspace.module, self.batches.seed, data.client, round):
             vector = step(workspace.architecture, workspace.module, self.loss, x, y, broadcast.head)
         return self._checked(workspace, weighted(vector, len(data)), data, round, chosen)
 
-    def _some(
-        self,
-        workspace: Workspace,
-        broadcast: Broadcast,
-        clients: Sequence[ClientData],
-        positions: Sequence[int],
-        round: int,
-    ) -> list[tuple[int, Tensor | NumericError]]:
-        if workspace.vectorisable:
-            try:
-                return list(self._together(workspace, broadcast, clients, positions, round))
-            except RuntimeError:  # vmap knows no rule for some operation, or memory is short
-                workspace.vectorisable = False
-                prepare(workspace.architecture, workspace.module, broadcast)
-        return [(position, self._one(workspace, broadcast, clients[position], round)) for position in positions]
-
     def _together(
-        self,
-        workspace: Workspace,
-        broadcast: Broadcast,
-        clients: Sequence[ClientData],
-        positions: Sequence[int],
-        round: int,
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        part = [clients[position] for position in positions]
-        chosen = [self.batches.indices(client=d.client, samples=len(d), step=round) for d in part]
-        pairs = [data.take(which, step=round) for data, which in zip(part, chosen, strict=True)]
-        x, y = torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        prepare(workspace.architecture, workspace.functional, broadcast)
+        chosen = [self.batches.indices(client=data.client, samples=len(data), step=round) for data in clients]
+        pairs = [data.take(which, step=round) for data, which in zip(clients, chosen, strict=True)]
+        x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
         vectors = steps(workspace.architecture, workspace.functional, self.loss, x, y, broadcast.head)
-        for position, data, which, vector in zip(positions, part, chosen, vectors, strict=True):
-            yield position, self._checked(workspace, weighted(vector, len(data)), data, round, which)
+        return [
+            self._checked(workspace, weighted(vector, len(data)), data, round, which)
+            for data, which, vector in zip(clients, chosen, vectors, strict=True)
+        ]
 
     def _checked(
         self, workspace: Workspace, vector: Tensor, data: ClientData, round: int, chosen: Tensor

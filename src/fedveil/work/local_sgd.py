@@ -8,21 +8,27 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
-from fedveil.tensors import Layout, all_in_range, flatten
-from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
+from fedveil.tensors import Layout, all_in_range, flatten, plain_attention, without_compiler
+from fedveil.work.batches import Batches, Schedule, descend, has_random_layers, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, ManyAtOnce, Units, Workspace, check_finite, prepare, reported
+from fedveil.work.messages import ClientData, SideBySide, Units, Workspace, check_finite, prepare, reported
+
+_FEWEST, _MOST = 5, 32
+"""Fewer clients at once gain nothing; more would leave the other cores nothing to do."""
+_SMALL_STEP = 1 << 14
+"""Parameters and inputs of a step up to which its time is torch's own, which many clients then share: beyond, copies
+of the parameters cost more than they save."""
 
 
 @dataclass(frozen=True)
-class LocalSteps(ManyAtOnce):
+class LocalSteps(SideBySide):
     """`steps` SGD steps, or `epochs` passes over the client's data; sends w − w_k, n_k-weighted.
 
     A step is v ← μ·v + g + λ·w; w ← w − lr·v. v begins with 0 in every round: a client remembers nothing of the last.
@@ -62,18 +68,30 @@ class LocalSteps(ManyAtOnce):
         """gradients (here w − w_k), values (the mean loss), statistics, weight."""
         return contribution_layout(architecture, tensors=tensors)
 
-    def run_units(
-        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
-    ) -> Iterator[tuple[int, Tensor | NumericError]]:
-        """On a GPU in captured groups, each client with parameters of its own; else one by one."""
-        positions = [position for unit in units for position in unit]
-        if broadcast.parameters.is_cuda and captures(workspace, self.loss):
-            part = [clients[position] for position in positions]
-            for place, contribution in self._in_groups(workspace, broadcast, part, round):
-                yield positions[place], contribution
-            return
-        for position in positions:
-            yield position, self._one(workspace, broadcast, clients[position], round)
+    def units(self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData]) -> Units:
+        """Those that take equally many steps of equal size together where steps are small; else each alone."""
+        alike: dict[tuple[int, int] | None, list[int]] = {}
+        vectorises = not broadcast.parameters.is_cuda and self._vectorises(workspace)
+        width = math.prod(workspace.architecture.input_shape)
+        for position, data in enumerate(clients):
+            size = self.batches.batch_size(len(data))
+            small = vectorises and workspace.architecture.size + size * width <= _SMALL_STEP
+            alike.setdefault((size, self.count(len(data))) if small else None, []).append(position)
+        units: list[list[int]] = []
+        for key, positions in alike.items():
+            parts = 1 if len(positions) <= _MOST else math.ceil(len(positions) / _MOST)
+            together = math.ceil(len(positions) / parts) if key is not None and len(positions) >= _FEWEST else 1
+            units += (positions[start : start + together] for start in range(0, len(positions), together))
+        return units
+
+    def _vectorises(self, workspace: Workspace) -> bool:
+        module = workspace.module
+        slow = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules())
+        gathers = bool(workspace.architecture.statistics_sizes)
+        return workspace.vectorisable and not (slow or gathers or has_random_layers(module))
+
+    def _captured(self, workspace: Workspace) -> bool:
+        return captures(workspace, self.loss)
 
     def _in_groups(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
@@ -105,6 +123,45 @@ class LocalSteps(ManyAtOnce):
                     yield position, vectors[place]
                 else:
                     yield position, self._checked(workspace, vectors[place], data, round)
+
+    def _together(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        """Clients with equally many steps of equal size, each on parameters of its own."""
+        module, architecture, many = workspace.functional, workspace.architecture, len(clients)
+        prepare(architecture, module, broadcast)
+        copies = {
+            name: value.detach().expand(many, *value.shape).clone().requires_grad_(name not in architecture.frozen)
+            for name, value in module.named_parameters()
+        }
+        moving = [value for value in copies.values() if value.requires_grad]
+        velocity = [torch.zeros_like(value) for value in moving] if self.momentum else []
+        count, rate = self.count(len(clients[0])), self.schedule.at(round)
+        batches = [
+            self.batches.steps(client=data.client, samples=len(data), first=round * count, count=count)
+            for data in clients
+        ]
+
+        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return self.loss.mean(torch.func.functional_call(module, parameters, (x,)), y)
+
+        losses = []
+        for chosen in zip(*batches, strict=True):
+            pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
+            x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
+            with torch.enable_grad(), without_compiler(), plain_attention():
+                loss = torch.vmap(loss_of)(copies, x, y)
+                grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
+            with torch.no_grad():
+                descend(moving, grads, velocity, rate, momentum=self.momentum, weight_decay=self.weight_decay)
+            losses.append(loss.detach())
+        value = torch.stack(losses).mean(0)[:, None]
+        rows = torch.cat([copy.detach().reshape(many, -1) for copy in copies.values()], dim=1)
+        samples = value.new_tensor([[len(data)] for data in clients])
+        vectors = torch.cat([broadcast.parameters - rows, value, torch.ones_like(value)], dim=1) * samples
+        if all_in_range(vectors):
+            return list(vectors)
+        return [self._one(workspace, broadcast, data, round) for data in clients]
 
     def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
         module, moving, samples = workspace.module, workspace.moving, len(data)

@@ -214,6 +214,54 @@ class ManyAtOnce(ABC):
         """The same for those of `clients` that are in these of their units."""
 
 
+class SideBySide(ManyAtOnce):
+    """Work that a GPU does in captured groups, and a CPU unit by unit: clients of one unit at once where vmap can."""
+
+    def run_units(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], units: Units, *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """(position, contribution or why there is none) of every client of these units, in any order."""
+        if broadcast.parameters.is_cuda and self._captured(workspace):
+            positions = [position for unit in units for position in unit]
+            part = [clients[position] for position in positions]
+            for place, contribution in self._in_groups(workspace, broadcast, part, round):
+                yield positions[place], contribution
+            return
+        for unit in units:
+            part = [clients[position] for position in unit]
+            yield from zip(unit, self._unit(workspace, broadcast, part, round), strict=True)
+
+    def _unit(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        if len(clients) > 1 and workspace.vectorisable:
+            try:
+                return self._together(workspace, broadcast, clients, round)
+            except RuntimeError:  # vmap knows no rule for some operation, or memory is short
+                workspace.vectorisable = False
+        return [self._one(workspace, broadcast, data, round) for data in clients]
+
+    @abstractmethod
+    def _captured(self, workspace: Workspace) -> bool:
+        """Whether a GPU takes the same kernels for every batch of a shape."""
+
+    @abstractmethod
+    def _in_groups(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """(position, contribution or why there is none) of every client, on a GPU."""
+
+    @abstractmethod
+    def _together(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], round: int
+    ) -> list[Tensor | NumericError]:
+        """What every client of a unit contributes, computed at once."""
+
+    @abstractmethod
+    def _one(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, round: int) -> Tensor | NumericError:
+        """What one client contributes."""
+
+
 def check_finite(vector: Tensor, values: Tensor, *, client: int, round: int, chosen: Tensor) -> None:
     """Refuse NaN, infinity and runaway numbers in a contribution, naming the client and the batch."""
     if all_in_range(vector):
