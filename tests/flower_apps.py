@@ -6,6 +6,7 @@ a new process. All that crosses is kept (`AppGrid.crossed`).
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,7 +30,7 @@ def copied(content: RecordDict) -> RecordDict:
 
 
 class AppGrid(Grid):
-    """A ClientApp behind every node. `away(request, node)` has a node lose a message; `twist` changes replies."""
+    """A ClientApp behind every node, each with a folder of its own; `twist` changes replies."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class AppGrid(Grid):
         self._node_config, self._twist = node_config, twist
         self._replies: list[Message] = []
         self._count = 0
+        self._folder = tempfile.TemporaryDirectory()
 
     def get_node_ids(self) -> list[int]:
         return [node for node in self.states if node not in self.dead]
@@ -65,7 +67,11 @@ class AppGrid(Grid):
         context = Context(
             run_id=RUN,
             node_id=node,
-            node_config={"partition-id": node - self._first, **self._node_config(node - self._first)},
+            node_config={
+                "partition-id": node - self._first,
+                "fedveil-state": f"{self._folder.name}/{node}",
+                **self._node_config(node - self._first),
+            },
             state=copied(self.states[node]),
             run_config={},
         )

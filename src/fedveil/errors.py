@@ -39,6 +39,8 @@ class Code(StrEnum):
     UNSTARTABLE = "unstartable"
     FAILED = "failed"
     HOMELESS = "homeless"
+    UNWRITABLE = "unwritable"
+    """A client has no folder to remember in what it has answered and spent."""
     APP = "app"
     """Somebody's own Flower app failed."""
     FORM = "form"

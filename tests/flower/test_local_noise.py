@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 from flwr.serverapp import PrivacyAccountant
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAvg
 from flwr.supercore.privacy_accounting import (
@@ -59,15 +60,37 @@ def test_no_round_leaves_beyond_the_target_and_the_machine_remembers(tmp_path: P
     def folder(number: int) -> dict[str, Any]:
         return {"fedveil-state": str(tmp_path / str(number))}
 
-    for kept, answered in ((folder, 2), (folder, 0), (lambda number: {}, 2)):
+    for kept, answered in ((folder, 2), (folder, 0), (lambda number: {}, 2)):  # the last: nodes of their own
         grid = AppGrid(app, 2, node_config=kept)
         FedAvg(fraction_evaluate=0.0).start(grid, start_arrays(), num_rounds=3)
         assert [reply.has_content() for _, reply in grid.crossed] == [True] * 2 * answered + [False] * 2 * (
             3 - answered
         )
     told = json.loads((tmp_path / "0" / "local-dp.json").read_text())
-    assert told["releases"] == 2
     assert told["epsilon"] == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["a list", "a config"])
+def test_what_could_hold_an_update_does_not_leave_beside_it(kind: str) -> None:
+    app = ClientApp(mods=[local_dp(epsilon=1.0, clip=0.5, rounds=2)])
+
+    @app.train()
+    def on_train(message: Message, context: Context) -> Message:
+        context.state = RecordDict()  # an app's own to use
+        secret = [0.25, 0.5]
+        beside: Any = (
+            MetricRecord({"num-examples": 1, "all": secret}) if kind == "a list" else ConfigRecord({"w": secret})
+        )
+        metrics = {} if kind == "a list" else {"metrics": MetricRecord({"num-examples": 1})}
+        return Message(RecordDict({**message.content, "beside": beside, **metrics}), reply_to=message)
+
+    grid = AppGrid(app, 2)
+    for _ in range(3):
+        FedAvg(fraction_evaluate=0.0).start(grid, start_arrays(), num_rounds=1)
+    replies = [reply for _, reply in grid.crossed]
+    assert all(reply.has_error() or "beside" not in reply.content for reply in replies)
+    # Counted in the node's folder, whatever becomes of the context.
+    assert sum(reply.has_content() for reply in replies) == (0 if kind == "a list" else 4)
 
 
 def test_an_app_that_fails_tells_the_server_nothing_of_it() -> None:

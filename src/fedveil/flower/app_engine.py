@@ -7,12 +7,14 @@ them over Flower's Grid, and a round's `Train` takes the app's own records along
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
@@ -124,12 +126,16 @@ class AppServer(ServerRole):
 
 @dataclass(eq=False)
 class AppRound:
-    """What came of a round: how far the model is to move and what the updates weighed, or why there is nothing."""
+    """What came of a round: how far the model is to move and what the updates weighed, or why there is nothing.
+
+    `cut` is the share of that weight whose numbers were beyond the range, and are cut off.
+    """
 
     done: RoundDone
     seconds: float
     update: NDArray[np.float64] | None = None
     weight: float = 0.0
+    cut: float = 0.0
     averages: dict[str, float] = field(default_factory=dict)
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
 
@@ -187,12 +193,16 @@ class Course:
         role, engine, arrived = self._role, self.engine, done.gathered.arrived
         if done.failed or role.mean is None:
             return AppRound(done, seconds)
-        size, names = self.agreed.work.size, {engine.names.get(client, ()) for client in arrived}
+        work, names = self.agreed.work, {engine.names.get(client, ()) for client in arrived}
+        moved, values, cut = torch.split(role.mean, [work.size, work.slots, work.flags])
+        numbers, figured = cut.tolist() or (0.0, 0.0)
+        if figured > 0:  # as Flower's own mean has it
+            values = torch.full_like(values, math.nan)
         averages: dict[str, float] = {}
         if len(names) == 1:  # where clients call theirs differently there is no average
-            averages = dict(zip(next(iter(names)), role.mean[size:].tolist(), strict=False))
+            averages = dict(zip(next(iter(names)), values.tolist(), strict=False))
         figures = {client: engine.figures.get(client, {}) for client in arrived}
-        return AppRound(done, seconds, role.mean[:size].numpy(), role.weight, averages, figures)
+        return AppRound(done, seconds, moved.numpy(), role.weight, numbers, averages, figures)
 
 
 def job_of(agreed: AgreedApp) -> Job:

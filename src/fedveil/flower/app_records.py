@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -92,13 +92,23 @@ def only_metrics(content: RecordDict) -> dict[str, float]:
     return figures
 
 
+def figures_alone(message: Message, reply: Message) -> Message:
+    """An app's reply to a message that is not about training: its figures, and nothing that could hold an update."""
+    if reply.content.array_records or reply.content.config_records:
+        kind = message.metadata.message_type.partition(".")[0]
+        raise FormError(f"the app's reply to a {kind} message holds more than metrics, which alone leave")
+    figures = only_metrics(reply.content)
+    (name,) = reply.content.metric_records
+    return Message(RecordDict({name: metric_record(figures)}), reply_to=message)
+
+
 def weight_in(figures: dict[str, float], key: str, *, most: float) -> float:
     """How many examples an app trained on: what its update weighs."""
     if key not in figures:
         raise FormError(f"the app's metrics name no {key!r}, by which its update is weighted")
     weight = float(figures[key])
     if not 0 < weight <= most:
-        raise FormError(f"{key!r} must be positive and at most {most:g} (value_range), not {weight:g}")
+        raise FormError(f"{key!r} must be positive and at most {most:g}, not {weight:g}")
     return weight
 
 

@@ -23,6 +23,10 @@ _AVERAGED = (
     f"metrics: up to {SLOTS} single numbers of a client, times its weight, are in the masked vector of its update, "
     "or in one of their own for evaluations; the server reads weighted means and the metrics' names"
 )
+_RANGE = (
+    "numbers of an update, times its weight, beyond ± {range:g} (value_range) are cut off; the server reads which "
+    "share of a round's weight that happened to, for the model and for metrics, and not to whom"
+)
 _WEIGHED = "every client weighs the same: the number of examples is not asked under noise"
 _ENVELOPE = ("setup.settings", "setup.run", "flower.envelope", "flower.group")
 _OWN = (
@@ -40,7 +44,14 @@ def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, av
     )
     names = (Release("header.names", "client", ("server",), "what its metrics are called"),) if averaged else ()
     carried = tuple(release for release in messages.RELEASES if release.field in _ENVELOPE)
-    notes = (TRUST, *((_AVERAGED,) if averaged else ()), *((_WEIGHED,) if job.scheme.plan is not None else ()))
+    work = course.agreed.work
+    bounded = (_RANGE.format(range=work.range),) if work.flags else ()
+    notes = (
+        TRUST,
+        *((_AVERAGED,) if averaged else ()),
+        *bounded,
+        *((_WEIGHED,) if job.scheme.plan is not None else ()),
+    )
     again = 0 if journal.accountant is None else journal.accountant.rounds - rounds
     if again > 0:
         notes += (f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count",)

@@ -29,6 +29,8 @@ METRICS = ("average", "pass", "drop")
 Phase = Literal["train", "evaluate"]
 _MOST_NUMBERS = 1 << 34
 _MOST_TEXT = 1 << 14
+_MOST_CLIENTS = 10_000
+_MOST_ROUNDS = 100_000
 
 
 def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohort: int, rounds: int) -> RunConfig:
@@ -126,6 +128,10 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
     config = RunConfig.from_mapping(setup.settings, where="the run's settings")
     if config.simulated_secrets:
         raise ConfigError("An app's run is no simulation: its secrets are the operating system's.")
+    # Before anything is worked out: a plan for millions keeps a client busy for minutes.
+    for name, most in (("clients", _MOST_CLIENTS), ("rounds", _MOST_ROUNDS)):
+        if getattr(config, name) > most:
+            raise ConfigError(f"{name} = {getattr(config, name):,} is more than a protected app's run has: {most:,}.")
     info = scheme_info(config.scheme)
     nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
     cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Error, Message
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.supercore.privacy_accounting import (
     GaussianPrivacyEvent,
@@ -30,10 +30,10 @@ from flwr.supercore.privacy_accounting import (
 from torch import Tensor
 
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
-from fedveil.flower.app_records import AppModel, only_arrays, update_between
-from fedveil.flower.client_memory import Memory
+from fedveil.flower.app_memory import folder_of, held, written
+from fedveil.flower.app_records import AppModel, figures_alone, metric_record, only_arrays, only_metrics, update_between
 from fedveil.flower.messages import TEXTS
-from fedveil.flower.mod import STATE, called
+from fedveil.flower.mod import called
 from fedveil.ledger.gaussian import delta_of, epsilon_of
 from fedveil.runs.folder import write_atomically
 from fedveil.uplink.grid import add_noise, grid_of
@@ -42,46 +42,48 @@ from fedveil.work.clipping import check_bound
 from fedveil.work.per_sample import clipped
 
 _LOG = logging.getLogger(__name__)
-_RECORD = "fedveil.local-dp"
 _LEDGER = "local-dp.json"
 _RAISED = 2
 _ROUNDING = 1e-9
 _METHOD = "exact Gaussian composition"
 
 
-def local_dp(*, epsilon: float, clip: float, rounds: int, delta: float = 1e-5) -> Mod:
+def local_dp(*, epsilon: float, clip: float, rounds: int, delta: float = 1e-5, home: str | Path | None = None) -> Mod:
     """A mod that clips an app's update and adds noise for (ε, δ) over `rounds` rounds together.
 
     What is covered is the update, against everybody, for all data of the client: replacing them changes what leaves in
-    `rounds` rounds by no more than (ε, δ) allows. Metrics leave as they are.
+    `rounds` rounds by no more than (ε, δ) allows. Metrics leave as they are, single numbers alone: a list may hold a
+    whole update, and is refused. ConfigRecords of replies do not leave, nor do arrays of an evaluation.
 
     Args:
         epsilon: ε of all rounds together.
         clip: The L2 norm to which the update is clipped, over all arrays.
         rounds: How many rounds this client answers; it refuses the next one.
         delta: δ of all rounds together.
+        home: Where nodes remember what they have spent, as in `protect`.
 
     Returns:
-        The mod, for `ClientApp(mods=[…])`. Rounds are counted in the node's memory, for one run; where the machine's
-        owner gives a folder (`--node-config 'fedveil-state="…"'`), over all runs, with a ledger in `local-dp.json`.
+        The mod, for `ClientApp(mods=[…])`. What is spent counts over all runs of a node, in its folder, with a ledger
+        in `local-dp.json`.
 
     Raises:
         ConfigError: A number that cannot be.
     """
     check_bound(clip)
-    return _LocalDp(Target(epsilon, delta, rounds, rounds), clip)
+    return _LocalDp(Target(epsilon, delta, rounds, rounds), clip, None if home is None else Path(home))
 
 
 class _LocalDp:
-    def __init__(self, target: Target, clip: float) -> None:
+    def __init__(self, target: Target, clip: float, home: Path | None) -> None:
         self._target = target
         self._clip = clip
+        self._home = home
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        """Let the app train, and cover what it has learnt."""
-        if message.metadata.message_type.partition(".")[0] != "train":
-            return call_next(message, context)
+        """Let the app train, and cover what it has learnt; of anything else figures leave."""
         try:
+            if message.metadata.message_type.partition(".")[0] != "train":
+                return figures_alone(message, called(message, context, call_next))
             return self._covered(message, context, call_next)
         except FedVeilError as reason:
             _LOG.warning("FedVeil refused a round: %s", reason)
@@ -99,8 +101,11 @@ class _LocalDp:
         if not bool(update.isfinite().all()):
             _LOG.warning("the app's update is not finite: noise alone leaves in this round")
         (key,) = reply.content.array_records
-        reply.content[key] = received.moved(self._noised(update).numpy())
-        return reply
+        records: dict[str, Any] = {key: received.moved(self._noised(update).numpy())}
+        if reply.content.metric_records:
+            (name,) = reply.content.metric_records
+            records[name] = metric_record(only_metrics(reply.content))
+        return Message(RecordDict(records), reply_to=message)
 
     def _noised(self, update: Tensor) -> Tensor:
         plan = NoisePlan(self._target, "local")
@@ -112,30 +117,26 @@ class _LocalDp:
 
     def _spend(self, context: Context) -> None:
         """Book one release, or refuse it."""
-        known = context.state.config_records.get(_RECORD, ConfigRecord())
-        folder = context.node_config.get(STATE)
-        kept = Memory(Path(str(folder)) / "state") if folder else None
-        here = float(known.get("spent", 0.0))  # type: ignore[arg-type]
-        spent = here if kept is None else max(here, kept.spent())
-        price, target = self._target.per_round(), self._target
-        if spent + price > target.mu**2 * (1 + _ROUNDING):
-            raise _EndedError(
-                f"this client has spent ε = {epsilon_of(math.sqrt(spent), target.delta):.4g} of {target.epsilon:g}: it "
-                "takes no further part"
-            )
-        if kept is not None:
-            kept.spend(price + spent - kept.spent())
-        spent += price
-        told: dict[str, Any] = {
-            "spent": spent,
-            "epsilon": epsilon_of(math.sqrt(spent), target.delta),
-            "delta": target.delta,
-            "releases": int(known.get("releases", 0)) + 1,  # type: ignore[arg-type]
-        }
-        context.state[_RECORD] = ConfigRecord(told)
-        if folder:
-            said = {**told, "target": target.epsilon, "clip": self._clip, "unit": "all data of this client, replaced"}
-            write_atomically(Path(str(folder)) / _LEDGER, json.dumps(said, indent=2) + "\n")
+        folder, price, target = folder_of(context, self._home), self._target.per_round(), self._target
+        with held(folder) as stored:
+            spent = stored.spent() + price
+            if spent > target.mu**2 * (1 + _ROUNDING):
+                reached = epsilon_of(math.sqrt(spent - price), target.delta)
+                raise _EndedError(
+                    f"this client has spent ε = {reached:.4g} of {target.epsilon:g}: it takes no further part. What "
+                    f"was spent is kept in {folder}"
+                )
+            told = {
+                "spent": spent,
+                "epsilon": epsilon_of(math.sqrt(spent), target.delta),
+                "delta": target.delta,
+                "target": target.epsilon,
+                "clip": self._clip,
+                "unit": "all data of this client, replaced",
+            }
+            with written(folder):
+                stored.spend(price)
+                write_atomically(folder / _LEDGER, json.dumps(told, indent=2) + "\n", mode=0o600)
         _LOG.info("ε = %.4g of %g is spent, at δ = %g", told["epsilon"], target.epsilon, target.delta)
 
 

@@ -202,6 +202,7 @@ TEXTS: dict[Code, str] = {
         "its app does not answer FedVeil's messages, or failed before it could: give it the mod, "
         "ClientApp(mods=[fedveil.flower.protect()])"
     ),
+    Code.UNWRITABLE: "it has no folder that it can write, to remember in what it has answered and spent",
     Code.HOMELESS: "its SuperNode names no folder of a FedVeil client (fedveil-home)",
     Code.UNKNOWN: "it refused with a code that is not known here",
 }

@@ -4,9 +4,9 @@ The mod stands between Flower and the app. It answers key agreement and unmaskin
 train on what it was sent, and of the app's reply nothing leaves but what the scheme covers (and figures, where the run
 says so: the server's ledger lists them). The role is `fedveil.roles.client.ClientRole`, as everywhere.
 
-A process answers one message and ends, so what a client remembers lies in `context.state`: in its SuperNode's memory,
-for one run. Where the machine's owner gives a folder (`--node-config 'fedveil-state="…"'`), what was spent in all runs
-is kept there, sealed, and `fedveil-policy` names the owner's limits.
+A process answers one message and ends, so what a client remembers lies in a folder of its node's own (`app_memory`),
+on disk before a reply leaves; nothing that safety rests on is in `context.state`. The machine's owner may name it
+(`--node-config 'fedveil-state="…"'`), and with `fedveil-policy` a file of limits.
 
 What goes wrong is logged here. The server is told a code, never a text: Flower would send it an exception's words,
 which may hold data. Whoever submits the run ships the app, this line included: against a submitter who is not trusted a
@@ -16,7 +16,7 @@ mod is no protection, and the ledger says so (a worker is: `fedveil.flower.worke
 from __future__ import annotations
 
 import logging
-import os
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -29,9 +29,11 @@ from torch import Tensor
 
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
+from fedveil.flower.app_memory import AppMemory, folder_of, held
 from fedveil.flower.app_records import (
     AppModel,
     FormError,
+    figures_alone,
     metric_record,
     only_arrays,
     only_metrics,
@@ -40,15 +42,15 @@ from fedveil.flower.app_records import (
 )
 from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
-from fedveil.flower.client_memory import DamagedError, Memory
 from fedveil.flower.messages import TEXTS, request_of
+from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Directory, Hello
-from fedveil.protocol.messages import Request
+from fedveil.protocol.messages import Request, Train
 from fedveil.roles.client import ClientRole
-from fedveil.runs.terms import Accepted, RequiredError, check_terms, read_required
+from fedveil.runs.terms import Accepted, Between, RequiredError, check_terms, read_required
 from fedveil.schemes.on_updates import SLOTS, scheme_info
 from fedveil.work.messages import ClientData
 
@@ -58,13 +60,14 @@ METRICS = "fedveil.metrics"
 """The record of an app's figures, where they leave beside the answer."""
 NAMES = "names"
 """In the header of an answer: what the figures under the masks are called."""
-STATE, POLICY = "fedveil-state", "fedveil-policy"
-_MEMORY = "fedveil"
-_KEY_BYTES = 32
+POLICY = "fedveil-policy"
 _RAISED = 2
 """Flower's code for an app that raised an exception."""
 _APPS_OWN = ("metrics", "evaluation")
+_OF_NOISE = ("epsilon", "delta", "clip")
+_ROUNDING = 1e-9
 MOST_NAME = 64
+_MOST_EXAMPLES = 2.0**28
 
 
 class AppError(FedVeilError):
@@ -79,15 +82,23 @@ class BareError(ProtocolError):
     code = Code.BARE
 
 
-def protect(*, require: Mapping[str, Any] | None = None, policy: Policy | None = None) -> Mod:
+def protect(
+    *, require: Mapping[str, Any] | None = None, policy: Policy | None = None, home: str | Path | None = None
+) -> Mod:
     """A mod that lets updates leave an app under protection alone.
 
     Args:
         require: What a run's settings must be for this client to take part, by name: a value, a list of them, or
-            {"min": …, "max": …}; like {"scheme": ["secagg"], "cohort": {"min": 5}, "epsilon": {"max": 3}}. What proofs
-            rest on has bounds in any case. `metrics` and `evaluation` may be named as well.
+            {"min": …, "max": …}; like {"scheme": ["dp-secagg"], "cohort": {"min": 5}, "epsilon": {"max": 3}}. What
+            proofs rest on has bounds in any case. The largest ε is one for all runs of this node together, and no
+            scheme without noise keeps it. `metrics` and `evaluation` may be named as well: figures leave uncovered
+            ("pass") only where they say so.
         policy: This client's own limits (max_epsilon, min_cohort, collusion, …); a file that the machine's owner
             names with `--node-config 'fedveil-policy="…"'` takes its place.
+        home: Where nodes remember what they have answered and spent, each in a folder of its own (default:
+            `$XDG_STATE_HOME/fedveil/flower-apps`, or `~/.local/state/fedveil/flower-apps`); a folder that the
+            machine's owner names with `--node-config 'fedveil-state="…"'` takes its place. Apps over different data
+            have different homes.
 
     Returns:
         The mod, for `ClientApp(mods=[…])`: first in the list, so that others see what the app sees.
@@ -99,7 +110,7 @@ def protect(*, require: Mapping[str, Any] | None = None, policy: Policy | None =
     for name in require or {}:
         if name not in known:
             raise unknown_name("setting to require:", name, known)
-    return _Protection(read_required(require or {}, where="protect"), policy)
+    return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +142,12 @@ class _Asked:
 
 
 class _Protection:
-    """The mod. It holds nothing of a run: that is in the context."""
+    """The mod. It holds nothing of a run: that is in the node's folder."""
 
-    def __init__(self, require: Mapping[str, Accepted], policy: Policy | None) -> None:
+    def __init__(self, require: Mapping[str, Accepted], policy: Policy | None, home: Path | None) -> None:
         self._require = require
         self._policy = policy
+        self._home = home
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer one message, or say with a code why not."""
@@ -159,23 +171,14 @@ class _Protection:
         kind = message.metadata.message_type.partition(".")[0]
         if kind == "train":
             raise BareError("a server asked for a training round without protection")
-        self._accept_figures("evaluation", "pass", context)
-        reply = called(message, context, call_next)
-        if reply.content.array_records or reply.content.config_records:
-            raise FormError(f"the app's reply to a {kind} message holds more than metrics, which alone leave")
-        figures = only_metrics(reply.content)
-        name = next(iter(reply.content.metric_records))
-        return Message(RecordDict({name: metric_record(figures)}), reply_to=message)
+        self._accept_figures("evaluation", "pass")
+        return figures_alone(message, called(message, context, call_next))
 
     def _answered(self, message: Message, context: Context, call_next: ClientAppCallable) -> RecordDict:
         asked = _Asked.read(message.content)
         setup = asked.setup
         agreed = agreed_app(setup)
-        self._accept(agreed, setup, context)
-        policy = self._limits(context)
-        memory = _Memory(context, setup, counted=policy is not None)
-        state = memory.entered(asked.client)
-        _check_name(setup, state, asked.request)
+        self._accept(agreed, setup)
         told: dict[str, Any] = {}
         for name in (HEADER, PARTS):
             del message.content[name]
@@ -183,17 +186,27 @@ class _Protection:
         def trained() -> Tensor:
             return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
 
+        policy, folder = self._limits(context), folder_of(context, self._home)
         role = ClientRole(agreed.training(trained), no_model()[0], policy=policy)
         # As many samples as it has votes: what an update weighs travels with it.
         data = ClientData(asked.client, torch.zeros(1, 0), torch.zeros(1))
-        promises: list[ClientState] = []
-        try:
-            advanced, reply = role.handle(state, asked.request, data, asked.private, promised=promises.append)
-        except BaseException:
-            if promises:  # it was promised and paid for, whatever has happened since
-                memory.keep(promises[-1])
-            raise
-        memory.keep(advanced)
+        with held(folder) as stored:
+            memory = AppMemory(stored, folder, setup)
+            own = memory.entered(asked.client)
+            _check_agreed(agreed, setup, own, asked.request)
+            # A policy's limit is one for all runs, a target for its own.
+            begun = own if policy is None else replace(own, spent=memory.spent)
+
+            def kept(state: ClientState) -> None:
+                more = state.spent - begun.spent
+                memory.keep(replace(state, spent=own.spent + more))
+
+            def promised(state: ClientState) -> None:
+                self._afford(memory.spent + state.spent - begun.spent, agreed, folder)
+                kept(state)
+
+            advanced, reply = role.handle(begun, asked.request, data, asked.private, promised=promised)
+            kept(advanced)
         header = ConfigRecord({"code": "", **({NAMES: told[NAMES]} if NAMES in told else {})})
         records: dict[str, Any] = {HEADER: header, PARTS: ArrayRecord({"reply": in_array(encode(reply))})}
         if METRICS in told:
@@ -203,21 +216,41 @@ class _Protection:
     def _limits(self, context: Context) -> Policy | None:
         return _owners_policy(context) or self._policy
 
-    def _accept_figures(self, name: str, how: str, context: Context) -> None:
-        accepted, policy = self._require.get(name), self._limits(context)
+    def _accept_figures(self, name: str, how: str) -> None:
+        accepted = self._require.get(name)
         if accepted is not None and not accepted.admits(how):
             raise RequiredError(f"the run has {name} = {how!r}, and protect requires {accepted}")
-        if how == "pass" and accepted is None and policy is not None and policy.max_epsilon is not None:
+        if how == "pass" and accepted is None:
             raise RequiredError(
-                f"the run has {name} = 'pass', and no ε covers what passes: the policy's max_epsilon = "
-                f"{policy.max_epsilon:g} could not be kept. Allow it in require if that is meant"
+                f"the run has {name} = 'pass', which sends this client's own figures uncovered, for any model and as "
+                f'often as the server asks: allow it with protect(require={{{name!r}: ["pass", …]}}) if that is meant'
             )
 
-    def _accept(self, agreed: AgreedApp, setup: AppSetup, context: Context) -> None:
+    def _afford(self, spent: float, agreed: AgreedApp, folder: Path) -> None:
+        """Refuse a round that would bring all runs of this node beyond the ε that is required of one."""
+        most, plan = _largest(self._require.get("epsilon")), agreed.scheme.uplink.plan
+        if most is None or plan is None:
+            return
+        delta = plan.target.delta
+        reached = epsilon_of(math.sqrt(spent), delta)
+        if reached > most * (1 + _ROUNDING):
+            raise ProtocolError(
+                f"this client takes no further part: this round would bring its runs together to ε = {reached:.3g} "
+                f"(δ = {delta:g}), and protect(require=…) allows {most:g}. What was spent is kept in {folder}",
+                code=Code.ENDED,
+            )
+
+    def _accept(self, agreed: AgreedApp, setup: AppSetup) -> None:
         own = scheme_info(agreed.config.scheme).options
+        for name in _OF_NOISE:
+            if name in self._require and name not in own:
+                raise RequiredError(
+                    f"protect(require=…) names {name}, and {agreed.config.scheme} adds no noise: nothing would be "
+                    f"bounded. Require a scheme that has {name}, or leave {name} out"
+                )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
         check_terms(agreed.config, settings, where="protect(require=…)", own=own)
-        self._accept_figures("metrics" if setup.phase == "train" else "evaluation", setup.metrics, context)
+        self._accept_figures("metrics" if setup.phase == "train" else "evaluation", setup.metrics)
 
     @staticmethod
     def _contribution(
@@ -241,7 +274,7 @@ class _Protection:
         figures = only_metrics(reply.content) if reply.content.metric_records else {}
         weight = 1.0
         if agreed.work.clip is None:
-            weight = weight_in(figures, setup.weighted_by, most=agreed.config.value_range or 2.0**24)
+            weight = weight_in(figures, setup.weighted_by, most=_MOST_EXAMPLES)
         if not bool(update.isfinite().all()):
             _LOG.warning("the app's update is not finite: it counts as no update in this round")
         averaged: list[str] = []
@@ -265,7 +298,7 @@ def called(message: Message, context: Context, call_next: ClientAppCallable) -> 
     """The app's own reply. The words of its exceptions stay here."""
     try:
         reply = call_next(message, context)
-    except Exception as reason:
+    except (Exception, SystemExit) as reason:
         _LOG.exception("the app failed")
         raise AppError(f"the app failed ({type(reason).__name__})") from None
     if not reply.has_content():
@@ -273,14 +306,26 @@ def called(message: Message, context: Context, call_next: ClientAppCallable) -> 
     return reply
 
 
-def _check_name(setup: AppSetup, state: ClientState, request: Request) -> None:
-    """Hold a run's name to what this client was told: keys, masks and signatures are bound to the name."""
+def _check_agreed(agreed: AgreedApp, setup: AppSetup, state: ClientState, request: Request) -> None:
+    """Hold a request to the settings that this client was told, and a run's name too: keys, masks and signatures are
+    bound to it."""
+    if isinstance(request, Train) and (request.attempt != setup.attempt or request.round >= agreed.config.rounds):
+        raise ProtocolError(f"round {request.round + 1}, attempt {request.attempt}, is none of the run's settings")
     if not isinstance(request, (Hello, Directory)):
         return
     if not request.run.startswith(setup.name):
         raise ProtocolError("a run's name does not say the settings that this client was told")
+    if request.epoch.schedule != (agreed.config.rounds, agreed.cohort):
+        raise ProtocolError("an epoch has other clients, cohorts or rounds than the settings that this client was told")
     if state.keys is not None and state.keys.run != request.run:
         raise ProtocolError("a run was given a second name in one attempt")
+
+
+def _largest(accepted: Accepted | None) -> float | None:
+    """The largest number that is accepted; None where there is no limit."""
+    if accepted is None or isinstance(accepted, Between):
+        return None if accepted is None else accepted.most
+    return max(float(value) for value in accepted.values)
 
 
 def _owners_policy(context: Context) -> Policy | None:
@@ -292,63 +337,3 @@ def _owners_policy(context: Context) -> Policy | None:
     except OSError as reason:
         raise ConfigError(f"{POLICY} names {path}, which cannot be read: {reason.strerror}.") from reason
     return Policy.parse(text, where=str(path))
-
-
-class _Memory:
-    """What this client remembers of one phase of a run, in its node's memory, and what it spent in all of them.
-
-    The state is sealed because that is how it is written; its key lies beside it, and both are as private as the node.
-    """
-
-    def __init__(self, context: Context, setup: AppSetup, *, counted: bool) -> None:
-        self._records = context.state.config_records
-        self._state = context.state
-        self._setup = setup
-        self._place = f"{_MEMORY}.{setup.phase}"
-        folder = context.node_config.get(STATE)
-        self._kept = Memory(Path(str(folder)) / "state") if folder and counted else None
-        self._counted = counted
-        self._spent = 0.0
-
-    def entered(self, client: int) -> ClientState:
-        """The state that a message of this setup meets; a setup that contradicts what was told before is refused."""
-        setup, known = self._setup, self._records.get(self._place)
-        state, before = ClientState(client), 0.0
-        if known is not None:
-            try:
-                stored = ClientState.unseal(bytes(known["sealed"]), bytes(known["key"]))  # type: ignore[arg-type]
-                lineage, attempt, digest = known["lineage"], int(known["attempt"]), known["setup"]  # type: ignore[arg-type]
-            except (KeyError, TypeError, ValueError, ProtocolError) as reason:
-                raise DamagedError("what this client remembers of the run is damaged") from reason
-            before = stored.spent
-            if lineage == setup.lineage:
-                if attempt > setup.attempt:
-                    raise ProtocolError(f"attempt {setup.attempt} of a run is over: attempt {attempt} has begun")
-                if stored.client != client:
-                    raise ProtocolError(f"client {stored.client} of a run was called client {client}")
-                if attempt == setup.attempt and digest != setup.digest():
-                    raise ProtocolError("a run's settings have changed in the middle of an attempt")
-                # Keys belong to one attempt; what was answered and spent is never forgotten.
-                fresh = {"keys": None, "cohort": (), "survivor_digest": "", "graph": "", "transcript": ""}
-                state = stored if attempt == setup.attempt else replace(stored, **fresh)  # type: ignore[arg-type]
-        if self._counted:  # a policy's limit is one for all runs
-            earlier = 0.0 if self._kept is None else self._kept.spent()
-            state = replace(state, spent=max(state.spent, before, earlier))
-        self._spent = state.spent
-        return state
-
-    def keep(self, state: ClientState) -> None:
-        """Remember a state, and what it has spent."""
-        if self._kept is not None:
-            self._kept.spend(state.spent - self._spent)
-        self._spent = state.spent
-        key = os.urandom(_KEY_BYTES)
-        self._state[self._place] = ConfigRecord(
-            {
-                "sealed": state.seal(key),
-                "key": key,
-                "lineage": self._setup.lineage,
-                "attempt": self._setup.attempt,
-                "setup": self._setup.digest(),
-            }
-        )

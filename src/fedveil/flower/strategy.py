@@ -22,7 +22,7 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,16 @@ from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideFixedClipping,
     DifferentialPrivacyServerSideAdaptiveClipping,
     DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
     FedAvg,
+    FedAvgM,
     FedMedian,
+    FedProx,
     FedTrimmedAvg,
     FedXgbBagging,
     FedXgbCyclic,
+    FedYogi,
     Krum,
     MultiKrum,
     QFedAvg,
@@ -69,6 +74,9 @@ _COMPARES = (
     *(DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping),
     *(DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping),
 )
+_KNOWN = (FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad, FedYogi)
+_REPLACED = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+_AVERAGING = FedAvg().train_metrics_aggr_fn
 _PROGRESS = "app.state"
 _BETWEEN_LOOKS = 1.0
 
@@ -100,7 +108,8 @@ class Protected(Strategy):
         out: A folder for the run: ledger.json, report.md, metrics, the privacy journal, and how far it has come.
         resume: Go on with the run in `out`.
         deadline: Seconds after which a client that does not answer a phase is missed (default: `start`'s timeout).
-        averages: State of a strategy that FedVeil does not know that it uses replies for their weighted mean alone.
+        averages: State of a strategy that FedVeil does not know, or whose aggregation you have written yourself, that
+            it uses replies for their weighted mean alone, and leaves to the protocol who is asked.
         options: Options of the scheme: epsilon, delta, clip, threshold, collusion, dropouts, …
 
     Raises:
@@ -122,8 +131,9 @@ class Protected(Strategy):
         **options: Any,
     ) -> None:
         with settings_as_arguments():
-            _check_averages(strategy, stated=averages)
             covered = _covered(scheme, options, clients)
+            passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
+            _check_averages(strategy, stated=averages, passed=passed)
         for name, value in (("metrics", metrics), ("evaluation", evaluation)):
             if value is not None and value not in METRICS:
                 raise unknown_name(name, value, METRICS)
@@ -160,6 +170,8 @@ class Protected(Strategy):
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
         """Train, as `Strategy.start` does. A run that is resumed begins with the arrays of its last round."""
+        if self._run is not None:
+            raise ConfigError("This strategy has been started: a second run needs a Protected of its own.")
         run = self._run = self._begun(grid, initial_arrays, num_rounds, self._deadline or timeout)
         before, arrays = run.before, run.arrays
         if before >= num_rounds:
@@ -329,12 +341,12 @@ class _Rounds:
 
     def __init__(self, course: Course, setup: AppSetup) -> None:
         self.course, self._setup = course, setup
+        self._begun = False
         self.model: AppModel
         self._sent: Message
 
     def round(self, messages: list[Message]) -> AppRound | None:
         """Carry the strategy's messages to this round's clients."""
-        by_node = {message.metadata.dst_node_id: message for message in messages}
         self._sent = messages[0]
         self.model = AppModel.read(only_arrays(self._sent.content))
         for message in messages[1:]:
@@ -342,15 +354,29 @@ class _Rounds:
             same = only_arrays(self._sent.content)
             if other is not same and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
                 raise ConfigError("The strategy sends clients different models: their updates have no common mean.")
-        outgoing = {client: by_node.get(node, self._sent).content for client, node in self.course.engine.nodes.items()}
+            if message.content.config_records != self._sent.content.config_records:
+                raise ConfigError(
+                    "The strategy sends nodes configurations of their own: who is asked follows from everybody's "
+                    "random numbers, so that every client must be sent the same."
+                )
+        outgoing = dict.fromkeys(self.course.engine.nodes, self._sent.content)
         done = self.course.round(outgoing, kind=self._sent.metadata.message_type)
         if done is None:
             text = f"no further {self._setup.phase} rounds: {self.course.stopped}"
-            if self.course.state.round == 0:
-                raise ProtocolError(f"The run cannot start: {self.course.stopped}.")
+            if not self._begun:
+                again = " again" if self._setup.attempt else ""
+                raise ProtocolError(f"The run cannot start{again}: {self.course.stopped}.")
             log(WARNING, "FedVeil: %s", text)
-        elif done.done.failed:
+            return done
+        self._begun = True
+        if done.done.failed:
             log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
+        if done.cut:
+            log(
+                WARNING,
+                "FedVeil: %s round %d: numbers beyond value_range were cut off, of clients with %.3g of its weight",
+                *(self._setup.phase, done.done.round + 1, done.cut),
+            )
         return done
 
     def replies(self, brought: AppRound, *, arrays: ArrayRecord | None) -> list[Message]:
@@ -438,6 +464,8 @@ class _Run:
         }
         if metrics is not None:
             row["metrics"] = dict(metrics)
+        if brought.cut:
+            row["cut_off"] = brought.cut
         if done.failed:
             row["failed"] = done.failed
         if gathered.refused:
@@ -501,16 +529,31 @@ def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Me
     return "average" if agreed_app(tried).scheme.plan is None else "drop"
 
 
-def _check_averages(strategy: Strategy, *, stated: bool) -> None:
+def _check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str]) -> None:
     if isinstance(strategy, Protected):
         raise ConfigError("The strategy is protected already.")
+    kind = type(strategy)
     if isinstance(strategy, _COMPARES):
         raise ConfigError(
-            f"{type(strategy).__name__} works on single updates, which nobody sees under protection: use FedAvg, "
-            "FedProx, FedAvgM, FedAdam, FedAdagrad or FedYogi."
+            f"{kind.__name__} works on single updates, which nobody sees under protection: use FedAvg, FedProx, "
+            "FedAvgM, FedAdam, FedAdagrad or FedYogi."
         )
-    if not (isinstance(strategy, FedAvg) or stated):
-        raise ConfigError(
-            f"{type(strategy).__name__} is not known to use replies for their weighted mean alone: if it does, say so "
-            f"with {spelled('averages', True)}."
-        )
+    if stated:
+        return
+    say = f"if it does, say so with {spelled('averages', True)}"
+    if not isinstance(strategy, FedAvg):
+        raise ConfigError(f"{kind.__name__} is not known to use replies for their weighted mean alone: {say}.")
+    for name in _REPLACED:
+        if not any(getattr(kind, name) is getattr(known, name) for known in _KNOWN):
+            raise ConfigError(
+                f"{kind.__name__} has a {name} of its own, which is not known to use replies for their weighted mean "
+                f"alone, and to ask everybody for the same: {say}."
+            )
+    for phase in ("train", "evaluate"):
+        # Where figures pass, it is handed everybody's own.
+        name = f"{phase}_metrics_aggr_fn"
+        if phase not in passed and getattr(strategy, name) is not _AVERAGING:
+            raise ConfigError(
+                f"{name} is a function of your own, and would be handed one reply with the averages: leave it out, let "
+                f"figures pass uncovered, or state with {spelled('averages', True)} that averages are what it needs."
+            )

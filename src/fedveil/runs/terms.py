@@ -120,6 +120,8 @@ def check_terms(
     for name, accepted in required.items():
         value = getattr(config, name)
         value = own.get(name) if value is None else value
+        if name == _COHORT:
+            value = _asked(config, accepted)
         # A range bounds what a scheme has, or leaves to itself; a value asks for it.
         if not accepted.admits(value) and not (value is None and isinstance(accepted, Between)):
             raise RequiredError(f"the run has {name} = {value!r}, and {where} requires {accepted}")
@@ -158,6 +160,16 @@ def check_terms(
             f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is {least} here: allow "
             f"it under [require] in {where} if that is meant"
         )
+
+
+def _asked(config: RunConfig, accepted: Accepted) -> float | None:
+    """How many clients a round asks, whether the run says so as a number, as a share, or by leaving it out."""
+    if isinstance(accepted, OneOf) and accepted.admits(config.cohort):
+        return config.cohort
+    size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
+    bounds = (accepted.least, accepted.most) if isinstance(accepted, Between) else accepted.values
+    shares = any(isinstance(bound, float) and 0 < bound < 1 for bound in bounds)
+    return size / config.clients if shares else size
 
 
 def _own_degree(config: RunConfig, own: Mapping[str, Any], size: int) -> int:

@@ -5,6 +5,8 @@ An upload is
 
     weight × (trained − received)      every number of the model; under noise clipped, and every client weighs 1
     weight × figures                   the app's own metrics, where they are averaged under masks
+    weight × cut off                   under masks: 1 where numbers before it, of the model or of the figures, are
+                                       beyond the range, so that the server knows of a cut, and not whose
     weight                             how many examples it trained on
 
 The model itself travels in the app's own records: the protocol's broadcast is empty.
@@ -12,6 +14,7 @@ The model itself travels in the app's own records: the protocol's broadcast is e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +28,7 @@ from fedveil.errors import FedVeilError, NumericError, ProtocolError, unknown_na
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import Budget, DpOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import SchemeInfo, Setting
-from fedveil.tensors import LARGEST, Layout
+from fedveil.tensors import Layout
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import Noised
@@ -33,8 +36,15 @@ from fedveil.work.clipping import check_bound
 from fedveil.work.messages import ClientData, Workspace
 from fedveil.work.per_sample import clipped
 
+_LOG = logging.getLogger(__name__)
+
 SLOTS = 16
 """How many figures of an app are averaged under masks."""
+FLAGS = 2
+"""Whether numbers of the model, or figures, were cut off."""
+VALUE_RANGE = 2.0**36
+"""Of weight × number: a million examples and a number of 60,000 fit. Of ten clients 22 bits are left for fractions, so
+that the mean of clients with a hundred examples each is exact to 10⁻⁹."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class AppUpdate:
     clip: float | None = None
     size: int = 0
     slots: int = 0
+    range: float = VALUE_RANGE
     trained: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
 
     returns = "update"
@@ -63,6 +74,11 @@ class AppUpdate:
         return self.slots > 0
 
     @property
+    def flags(self) -> int:
+        """How many numbers say that others were cut off; what is clipped cannot be beyond a range."""
+        return FLAGS if self.clip is None else 0
+
+    @property
     def largest(self) -> float:
         """How long an update can be."""
         return self.clip or 0.0
@@ -73,7 +89,7 @@ class AppUpdate:
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """The moved numbers with the figures behind them, and the weight."""
-        moved = ("gradients", (1, self.size + self.slots))
+        moved = ("gradients", (1, self.size + self.slots + self.flags))
         return Layout((moved, ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
     def contribution(self, update: Tensor, weight: float, figures: Sequence[float]) -> Tensor:
@@ -84,12 +100,18 @@ class AppUpdate:
         if self.clip is not None:
             return torch.cat([clipped(update, self.clip), torch.ones(1, dtype=torch.float64)])
         if not bool(update.isfinite().all()):
-            return torch.zeros(self.size + self.slots + 1, dtype=torch.float64)
+            return torch.zeros(self.size + self.slots + self.flags + 1, dtype=torch.float64)
         values = torch.zeros(self.slots, dtype=torch.float64)
         values[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
-        # Zero would look like success.
-        values = values.nan_to_num(nan=LARGEST).clamp(-LARGEST, LARGEST)
-        return torch.cat([update, values, torch.ones(1, dtype=torch.float64)]) * weight
+        cut = [not bool(((part * weight).abs() <= self.range).all()) for part in (update, values)]
+        if any(cut):
+            _LOG.warning(
+                "numbers of this upload, times its weight of %g, are no numbers or beyond ± %g (value_range): cut off",
+                weight,
+                self.range,
+            )
+        said = torch.tensor([*map(float, cut), 1.0], dtype=torch.float64)
+        return torch.cat([update, values.nan_to_num(nan=0.0), said]) * weight
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """The contribution."""
@@ -121,11 +143,11 @@ class UpdateBudget(Budget):
 
 
 def _secagg(
-    setting: Setting, *, masking: MaskOptions, value_range: float = 2.0**24, collusion: float = COLLUSION
+    setting: Setting, *, masking: MaskOptions, value_range: float = VALUE_RANGE, collusion: float = COLLUSION
 ) -> Scheme:
     """Masks modulo 2⁶⁴."""
     masks = masking.masks(value_range, collusion=collusion)
-    return Scheme(name="secagg", downlink=Plain(), work=AppUpdate(), uplink=masks)
+    return Scheme(name="secagg", downlink=Plain(), work=AppUpdate(range=value_range), uplink=masks)
 
 
 def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, collusion: float = COLLUSION) -> Scheme:
