@@ -31,6 +31,7 @@ _MOST_NUMBERS = 1 << 34
 _MOST_TEXT = 1 << 14
 _MOST_CLIENTS = 10_000
 _MOST_ROUNDS = 100_000
+_MOST_DRAWN = 20_000_000
 
 
 def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohort: int, rounds: int) -> RunConfig:
@@ -132,6 +133,11 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
     for name, most in (("clients", _MOST_CLIENTS), ("rounds", _MOST_ROUNDS)):
         if getattr(config, name) > most:
             raise ConfigError(f"{name} = {getattr(config, name):,} is more than a protected app's run has: {most:,}.")
+    if config.cohort is not None and config.clients * config.rounds > _MOST_DRAWN:
+        raise ConfigError(
+            f"clients × rounds = {config.clients * config.rounds:,} is more than cohorts are drawn for in a protected "
+            f"app's run: {_MOST_DRAWN:,}."
+        )
     info = scheme_info(config.scheme)
     nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
     cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)
