@@ -94,3 +94,27 @@ def test_every_bound_is_shown_once_with_where_it_comes_from() -> None:
     sources = {one.setting: one.source for one in lines}
     assert sources["clip"] == sources["lr"] == "require in client.toml"
     assert all(sources[name].startswith("default") for name in {*DEFAULTS, "scheme", "neighbours", "cohort"} - {"clip"})
+
+
+@pytest.mark.parametrize(
+    ("cohort", "required", "accepted"),
+    [
+        (None, {"min": 11}, False),
+        (None, {"min": 10}, True),
+        (0.3, {"min": 4}, False),
+        (0.5, {"min": 4}, True),
+        (3, {"min": 0.5}, False),
+        (None, {"min": 0.5}, True),
+        (None, 10, True),
+        (0.5, [0.5, 0.6], True),
+        (0.4, [0.5, 0.6], False),
+    ],
+)
+def test_a_cohort_is_what_a_round_asks_however_the_run_says_it(cohort: Any, required: Any, accepted: bool) -> None:
+    own = read_required({"cohort": required}, where="client.toml")
+    settings = config(scheme="fedavg", cohort=cohort)
+    if accepted:
+        check_terms(settings, own, where="client.toml")
+        return
+    with pytest.raises(RequiredError, match="cohort"):
+        check_terms(settings, own, where="client.toml")

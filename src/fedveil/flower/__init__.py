@@ -25,17 +25,26 @@ Who remembers what, and what a kill leaves:
                 is on disk before an answer leaves, so a message handed over twice gets the same answer.
     owner       client.toml in the home (home): data, keys, limits. Nothing that arrives can change it.
 
+Somebody's own Flower app is protected in two lines, by a mod in its ClientApp and a strategy around its own: `protect`
+(mod) and `Protected` (strategy), of which `app_setup` says what both sides agree on. `local_dp` (local_noise) takes the
+place of Flower's LocalDpMod, and `ExactAccountant` that of its RdpAccountant.
+
 Every process that a cluster starts ends with it (fedveil.processes); its clients' workers are ended last.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
+
+    from fedveil.flower.local_noise import ExactAccountant, local_dp
+    from fedveil.flower.mod import protect
+    from fedveil.flower.strategy import Protected
 
 
 def _server_app() -> ServerApp:
@@ -66,10 +75,15 @@ def _client_app() -> ClientApp:
     return app
 
 
+_MODULES = {"protect": "mod", "Protected": "strategy", "local_dp": "local_noise", "ExactAccountant": "local_noise"}
+
+
 def _made(name: str) -> Any:
     from fedveil.errors import missing_extra
 
     try:
+        if name in _MODULES:
+            return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return {"server_app": _server_app, "client_app": _client_app}[name]()
     except ModuleNotFoundError as reason:
         if reason.name is None or reason.name.split(".")[0] != "flwr":
@@ -86,4 +100,4 @@ def __getattr__(name: str) -> Any:
 
 
 # Flower looks for these names without running the module.
-__all__ = ["client_app", "server_app"]
+__all__ = ["ExactAccountant", "Protected", "client_app", "local_dp", "protect", "server_app"]

@@ -225,9 +225,10 @@ class Memory:
     def _write(self, name: str, purpose: str, content: bytes, *, counted: str | None = None) -> None:
         epoch = self._epoch(counted or name) + 1
         numbered = epoch.to_bytes(_EPOCH_BYTES, "little") + content
-        write_atomically(self._folder / f"{name}.sealed", seal(numbered, key=self._key, purpose=f"{purpose} {name}"))
+        sealed = seal(numbered, key=self._key, purpose=f"{purpose} {name}")
+        write_atomically(self._folder / f"{name}.sealed", sealed, mode=0o600)
         # Second: a kill in between leaves a file that is newer than the number, which is fine.
-        write_atomically(self._epochs / (counted or name), f"{epoch}\n")
+        write_atomically(self._epochs / (counted or name), f"{epoch}\n", mode=0o600)
 
     def _epoch(self, name: str) -> int:
         try:

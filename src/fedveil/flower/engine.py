@@ -20,7 +20,7 @@ from fedveil.engine.local import Listen, folded
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.commands import Events
-from fedveil.flower.messages import Present, RollCall, Setup, check_present, refusal_of
+from fedveil.flower.messages import Present, RollCall, Told, check_present, refusal_of
 from fedveil.protocol.codec import decode, encode
 from fedveil.protocol.directory import to_bytes
 from fedveil.protocol.messages import Reply
@@ -123,10 +123,14 @@ class FlowerEngine:
     `listen` hears what the server sends, and the answers that it takes.
     """
 
+    _kind = "train"
+    _raised = Code.FAILED
+    """What is said of a node whose app raised an exception."""
+
     def __init__(
         self,
         grid: Grid,
-        setup: Setup,
+        setup: Told,
         *,
         clients: int,
         deadline: float,
@@ -179,7 +183,7 @@ class FlowerEngine:
             who = ", ".join(map(str, absent))
             self._events.note("absent", f"the run begins without clients {who}", clients=absent)
 
-    def gather(self, ask: Ask, setup: Setup | None = None) -> Gathered:
+    def gather(self, ask: Ask, setup: Told | None = None) -> Gathered:
         """One phase: ask everybody who can be reached, fold the replies, and say what came of it."""
         reach = self._reached(ask.to)
         what, number = type(ask.common).__name__, getattr(ask.common, "round", None)
@@ -286,7 +290,7 @@ class FlowerEngine:
         *,
         what: str,
         number: int | None,
-        setup: Setup | None = None,
+        setup: Told | None = None,
         patience: float | None = None,
     ) -> _Phase:
         """Send, then take replies until all have come or the deadline has passed."""
@@ -296,10 +300,10 @@ class FlowerEngine:
         for client, node in reach.items():
             parts = {"common": shared} | ({"private": in_array(each[client])} if client in each else {})
             header = ConfigRecord({"setup": told, "patience": patience})
-            content = RecordDict({HEADER: header, PARTS: ArrayRecord(parts)})
+            content = self._content(client, what, {HEADER: header, PARTS: ArrayRecord(parts)})
             group = "" if number is None else str(number + 1)
             # Flower takes no answer after this, so that "missing" means: never received.
-            messages.append(Message(content, node, "train", ttl=patience, group_id=group))
+            messages.append(Message(content, node, self._kind, ttl=patience, group_id=group))
             order.append(_Sent(client, node, what, number))
         phase = _Phase()
         if not messages:
@@ -322,6 +326,13 @@ class FlowerEngine:
         self._overdue.update(sent)
         return phase
 
+    def _content(self, client: int, what: str, records: Mapping[str, ArrayRecord | ConfigRecord]) -> RecordDict:
+        """What a client is sent with a request of the kind `what`."""
+        return RecordDict(dict(records))
+
+    def _heard(self, client: int, what: str, content: RecordDict) -> None:
+        """What came with a client's answer, besides it; nothing of it has been looked at."""
+
     def _take(self, reply: Message, sent: dict[str, _Sent], phase: _Phase) -> None:
         """Sort one reply in: an answer, a refusal, an error of Flower's, or something nobody waits for."""
         identifier = reply.metadata.reply_to_message_id
@@ -337,7 +348,7 @@ class FlowerEngine:
             return
         if reply.has_error():
             if reply.error.code not in _GONE:
-                phase.refused[message.client] = refusal_of(Code.FAILED)
+                phase.refused[message.client] = refusal_of(self._raised)
             self._note_of(message, "error", f"Flower reports error {reply.error.code} for client {message.client}")
             return
         try:
@@ -348,6 +359,7 @@ class FlowerEngine:
             return
         phase.up += size
         phase.replies[message.client] = answer
+        self._heard(message.client, message.what, reply.content)
 
     def _note_of(self, message: _Sent, event: str, text: str) -> None:
         if message.what != "RollCall":  # there it is the node that is turned away, and that is noted once

@@ -20,11 +20,11 @@ from fedveil.engine.local import Listen
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError
 from fedveil.flower.client_memory import Memory, Promise, Remembered
 from fedveil.flower.home import Home, own_data
-from fedveil.flower.messages import RollCall, Setup, present
+from fedveil.flower.messages import RollCall, Setup, present, request_of
 from fedveil.flower.worker_client import SETTINGS
 from fedveil.framing import pack, unpack
 from fedveil.protocol.client_state import ClientState, Held
-from fedveil.protocol.codec import decode, encode
+from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Heard
@@ -142,8 +142,8 @@ class MessageHandler:
             header, parts = unpack(parcel)
             setup = Setup.parse(str(header.get("setup")))
             message = str(header.get("message"))
-            request = _request(parts["common"])
-            private = _request(parts["private"]) if "private" in parts else None
+            request = request_of(parts["common"])
+            private = request_of(parts["private"]) if "private" in parts else None
         except (ProtocolError, KeyError) as reason:
             _LOG.warning("a message cannot be read: %s", reason)
             return self._refused(Code.PROTOCOL)
@@ -385,10 +385,3 @@ def _check_name(setup: Setup, state: ClientState, request: Request) -> None:
         raise ProtocolError("a run's name does not say the settings that this client was told")
     if state.keys is not None and state.keys.run != request.run:
         raise ProtocolError("a run was given a second name in one attempt")
-
-
-def _request(content: bytes) -> Request:
-    request = decode(content)
-    if not isinstance(request, Request):
-        raise ProtocolError(f"a {type(request).__name__} arrived where a request belongs")
-    return request

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from fedveil.config import RunConfig
 from fedveil.crypto.keys import Identity, Roster, signed_by
 from fedveil.errors import Code, ProtocolError, Refusal
 from fedveil.ledger.releases import Release, Released
-from fedveil.protocol.codec import message
+from fedveil.protocol.codec import decode, message
 from fedveil.protocol.directory import from_bytes, to_bytes
 from fedveil.protocol.messages import Reply, Request, releases_of_all
 from fedveil.secrets import StoredSecret
@@ -35,6 +35,19 @@ _SERVERS_OWN = frozenset(
     }
 )
 _FACTS = ("input_shape", "outputs", "task", "vocabulary")
+
+
+class Told(Protocol):
+    """What goes with every message of a run: its name through all attempts, and the settings of this one."""
+
+    @property
+    def lineage(self) -> str:
+        """The run's name."""
+        ...
+
+    def to_text(self) -> str:
+        """As it travels."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -185,9 +198,27 @@ TEXTS: dict[Code, str] = {
     Code.SILENT: "its worker did not answer in time",
     Code.UNSTARTABLE: "its worker cannot be started; its own log says why",
     Code.FAILED: "its worker failed; its own log says why",
+    Code.APP: "its app failed; its own log says how",
+    Code.FORM: (
+        "its app's reply is not one ArrayRecord with the names and shapes that it was sent and one MetricRecord of "
+        "single numbers, the number of examples among them"
+    ),
+    Code.BARE: (
+        "its app does not answer FedVeil's messages, or failed before it could: give it the mod, "
+        "ClientApp(mods=[fedveil.flower.protect()])"
+    ),
+    Code.UNWRITABLE: "it has no folder that it can write, to remember in what it has answered and spent",
     Code.HOMELESS: "its SuperNode names no folder of a FedVeil client (fedveil-home)",
     Code.UNKNOWN: "it refused with a code that is not known here",
 }
+
+
+def request_of(content: bytes) -> Request:
+    """The request in what arrived; anything else is refused."""
+    request = decode(content)
+    if not isinstance(request, Request):
+        raise ProtocolError(f"a {type(request).__name__} arrived where a request belongs")
+    return request
 
 
 def refusal_of(code: str) -> Refusal:

@@ -111,9 +111,9 @@ def bring_up_to_date(engine: FlowerEngine, standing: RelayProgress, *, clients: 
 
 
 _TRUST = (
-    "on Flower: whoever may submit runs chooses the code of the app that SuperNodes execute. A client's data and "
-    "secrets are in its worker, which takes no code from there; run it as another user, or submit runs only from "
-    "where every client trusts"
+    "trust level worker, on Flower: whoever may submit runs chooses the code of the app that SuperNodes execute. A "
+    "client's data and secrets are in its worker, which takes no code from there; run it as another user, or submit "
+    "runs only from where every client trusts"
 )
 
 

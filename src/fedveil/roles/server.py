@@ -327,9 +327,14 @@ class ServerRole(Conductor):
         if failed:
             yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed, code=code)
             return
-        self._mover.move(state.weights, state.velocity, recovered, round=context.round)
-        state.head_level, state.clip = recovered.head_level, clip
+        self._take(recovered, round=context.round)
+        state.clip = clip
         yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed)
+
+    def _take(self, recovered: Recovered, *, round: int) -> None:
+        """Move the model by what a round has brought."""
+        self._mover.move(self.state.weights, self.state.velocity, recovered, round=round)
+        self.state.head_level = recovered.head_level
 
     def _check_affordable(
         self, context: RoundContext, gathered: Gathered, revealed: tuple[tuple[int, int], ...]
@@ -393,9 +398,7 @@ class ServerRole(Conductor):
     def _weighed(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> dict[str, Tensor]:
         """A sum by its sections, with the weight of those that are in it."""
         sums = dict(self._terms.layout.split(summed))
-        if context.directory is not None:
-            # Whoever has announced its size is held to it: what an upload says is not asked.
-            sums["weight"] = torch.full_like(sums["weight"], float(sum(context.directory.samples_of(arrived))))
+        sums["weight"] = self._weight(sums["weight"], context, arrived)
         if not float(sums["weight"]) > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")
         return sums
@@ -403,6 +406,13 @@ class ServerRole(Conductor):
     def _recovered_group(self, veil: Veil, summed: Tensor, context: RoundContext, here: Sequence[int]) -> Recovered:
         sums = self._weighed(summed.to(self.state.weights.parameters.device), context, here)
         return veil.recover(_mean(sums))
+
+    def _weight(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> Tensor:
+        """What the sum is divided by."""
+        if context.directory is None:
+            return summed
+        # Whoever has announced its size is held to it: what an upload says is not asked.
+        return torch.full_like(summed, float(sum(context.directory.samples_of(arrived))))
 
     def _owe(self, told: Mapping[int, Request | None]) -> None:
         """Tell clients with the next round what they are owed; where that cannot be had, they wait for a new epoch."""

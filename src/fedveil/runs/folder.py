@@ -41,14 +41,14 @@ def refuse_links(folder: Path) -> None:
             raise CheckpointError(f"{path} is a link out of its folder: put the file itself there, or remove it.")
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
-    """Write beside the target, flush to disk, then rename over it."""
+def write_atomically(path: Path, content: bytes | str, *, mode: int = 0o666) -> None:
+    """Write beside the target, flush to disk, then rename over it; `mode` is who may read it, less the umask."""
     raw = content.encode() if isinstance(content, str) else content
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     scratch.unlink(missing_ok=True)
     try:
         # A new file, never one that somebody's link leads to.
-        with naming(path), scratch.open("xb") as file:
+        with naming(path), open(scratch, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
@@ -181,10 +181,10 @@ class RunFolder:
             )
         engine = self._remembered().get("engine", "local")
         if engine != self._engine:
-            how = "fedveil flower run" if engine == "flower" else "fedveil run"
+            ways = {"flower": "fedveil flower run --resume", "flower-app": "Protected(…, resume=True)"}
             raise CheckpointError(
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
-                f"there: resume it with `{how} --resume`."
+                f"there: resume it with `{ways.get(str(engine), 'fedveil run --resume')}`."
             )
         return BEFORE | RunConfig.read(self.config_file)
 

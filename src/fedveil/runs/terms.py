@@ -109,12 +109,19 @@ def read_required(given: Mapping[str, Any], *, where: str) -> dict[str, Accepted
     return required
 
 
-def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: str) -> None:
-    """Refuse settings that the owner does not agree to, or that nobody has said they agree to."""
-    own = schemes.find(config.scheme).options
+def check_terms(
+    config: RunConfig, required: Mapping[str, Accepted], *, where: str, own: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse settings that the owner does not agree to, or that nobody has said they agree to.
+
+    `own` are the scheme's options and their defaults, where it is none of `fedveil schemes`.
+    """
+    own = schemes.find(config.scheme).options if own is None else own
     for name, accepted in required.items():
         value = getattr(config, name)
         value = own.get(name) if value is None else value
+        if name == _COHORT:
+            value = _asked(config, accepted)
         # A range bounds what a scheme has, or leaves to itself; a value asks for it.
         if not accepted.admits(value) and not (value is None and isinstance(accepted, Between)):
             raise RequiredError(f"the run has {name} = {value!r}, and {where} requires {accepted}")
@@ -153,6 +160,16 @@ def check_terms(config: RunConfig, required: Mapping[str, Accepted], *, where: s
             f"the run has neighbours = {wanted}, and this client accepts {_MANY_ENOUGH}, which is {least} here: allow "
             f"it under [require] in {where} if that is meant"
         )
+
+
+def _asked(config: RunConfig, accepted: Accepted) -> float | None:
+    """How many clients a round asks, whether the run says so as a number, as a share, or by leaving it out."""
+    if isinstance(accepted, OneOf) and accepted.admits(config.cohort):
+        return config.cohort
+    size = Cohort.of(config.clients, cohort=config.cohort, seed=0).size
+    bounds = (accepted.least, accepted.most) if isinstance(accepted, Between) else accepted.values
+    shares = any(isinstance(bound, float) and 0 < bound < 1 for bound in bounds)
+    return size / config.clients if shares else size
 
 
 def _own_degree(config: RunConfig, own: Mapping[str, Any], size: int) -> int:

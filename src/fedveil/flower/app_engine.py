@@ -1,0 +1,234 @@
+"""The rounds of a protected app, on the server's side: who is asked, what goes with it, and what comes of it.
+
+A `Course` is one run of the protocol beside Flower's: that of an app's training, or of its evaluations. It is moved one
+round at a time, as the strategy asks for them: `fedveil.roles.server.ServerRole` yields its steps, `AppEngine` carries
+them over Flower's Grid, and a round's `Train` takes the app's own records along.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedveil.downlink.messages import Recovered
+from fedveil.engine import ClientPool
+from fedveil.errors import Code
+from fedveil.flower.app_records import metrics_of
+from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
+from fedveil.flower.client_app import HEADER
+from fedveil.flower.commands import Events
+from fedveil.flower.engine import FlowerEngine
+from fedveil.flower.messages import Told
+from fedveil.flower.mod import METRICS, MOST_NAME, NAMES
+from fedveil.protocol.messages import Train
+from fedveil.protocol.parts import RoundContext
+from fedveil.protocol.phases import Ask, Gathered, RoundBegins, RoundDone, RunStopped, asked
+from fedveil.roles.server import Optimiser, ServerRole, ServerState
+from fedveil.runs.job import Job, ModelFacts, Surroundings
+from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.schemes.on_updates import SLOTS
+from fedveil.secrets import OsSecrets
+from fedveil.work.batches import Schedule
+from fedveil.work.losses import make_loss
+
+_TRAIN = Train.__name__
+_QUICK = 300.0
+"""Seconds that a phase without training waits at most: a node that is still busy answers nothing else."""
+
+
+class AppEngine(FlowerEngine):
+    """Clients behind nodes that the server has numbered, and an app's records on their way with the protocol's.
+
+    `outgoing` is what the app of each client is sent with this round's `Train`, as messages of type `kind`; `figures`
+    is what came with the answers, read already, and `names` what the figures under the masks are called.
+    """
+
+    _raised = Code.BARE
+
+    def __init__(self, grid: Grid, setup: AppSetup, *, nodes: Sequence[int], deadline: float, events: Events) -> None:
+        super().__init__(grid, setup, clients=len(nodes), deadline=deadline, events=events)
+        self._longest, self._carried = deadline, 0
+        self._node_of = dict(enumerate(nodes))
+        self._client_of = {node: client for client, node in enumerate(nodes)}
+        self.outgoing: Mapping[int, RecordDict] = {}
+        self.figures: dict[int, dict[str, float]] = {}
+        self.names: dict[int, tuple[str, ...]] = {}
+
+    def speak(self, kind: str) -> None:
+        """Send messages of this type: the app has a function for it."""
+        self._kind = kind
+
+    def gather(self, ask: Ask, setup: Told | None = None) -> Gathered:
+        """One phase; those in which nobody trains need not be waited for as long."""
+        working = isinstance(ask.common, Train)
+        self._deadline = self._longest if working else min(self._longest, _QUICK)
+        self._carried = 0
+        gathered = super().gather(ask, setup)
+        return replace(gathered, bytes_down=gathered.bytes_down + self._carried)
+
+    @property
+    def nodes(self) -> Mapping[int, int]:
+        """Which node is which client."""
+        return self._node_of
+
+    def _call_roll(self, here: set[int]) -> bool:
+        return False  # numbers are the server's to give, and were given once
+
+    def _content(self, client: int, what: str, records: Mapping[str, ArrayRecord | ConfigRecord]) -> RecordDict:
+        header = records[HEADER]
+        assert isinstance(header, ConfigRecord)
+        own = dict(self.outgoing[client].items()) if what == _TRAIN else {}
+        self._carried += sum(
+            len(array.data) for record in own.values() if isinstance(record, ArrayRecord) for array in record.values()
+        )
+        return RecordDict({**own, **records, HEADER: ConfigRecord({**header, "client": client})})
+
+    def _heard(self, client: int, what: str, content: RecordDict) -> None:
+        if what != _TRAIN:
+            return
+        said = content.config_records[HEADER].get(NAMES, [])
+        named = [str(name) for name in said] if isinstance(said, list) else []
+        if len(named) <= SLOTS and all(len(name) <= MOST_NAME for name in named):
+            self.names[client] = tuple(named)
+        record = content.metric_records.get(METRICS)
+        self.figures[client] = metrics_of(record if isinstance(record, MetricRecord) else None)
+
+
+class AppServer(ServerRole):
+    """A server that holds no model: what a round has brought is handed on."""
+
+    def __init__(self, agreed: AgreedApp, state: ServerState, **run: Any) -> None:
+        architecture, _ = no_model()
+        super().__init__(agreed.scheme, architecture, state, optimiser=Optimiser(Schedule(1.0)), **run)
+        self._weighs = agreed.work.clip is None
+        self.weight = 0.0
+        self.mean: Tensor | None = None
+
+    def _weight(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> Tensor:
+        """What the uploads say, under masks; under noise every client weighs the same."""
+        total = summed if self._weighs else super()._weight(summed, context, arrived)
+        self.weight = float(total)
+        return total
+
+    def _take(self, recovered: Recovered, *, round: int) -> None:
+        self.mean = recovered.gradient
+
+
+@dataclass(eq=False)
+class AppRound:
+    """What came of a round: how far the model is to move and what the updates weighed, or why there is nothing.
+
+    `cut` is the share of that weight whose numbers were beyond the range, and are cut off.
+    """
+
+    done: RoundDone
+    seconds: float
+    update: NDArray[np.float64] | None = None
+    weight: float = 0.0
+    cut: float = 0.0
+    averages: dict[str, float] = field(default_factory=dict)
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+class Course:
+    """One run of the protocol, moved round by round."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        setup: AppSetup,
+        *,
+        nodes: Sequence[int],
+        deadline: float,
+        events: Events,
+        state: ServerState | None = None,
+        journal: Callable[[Job, ServerState], PrivacyJournal] = lambda job, state: PrivacyJournal(job),
+    ) -> None:
+        self.agreed = agreed_app(setup)
+        self.state = ServerState.fresh(no_model()[1].clone()) if state is None else state
+        self.job = job_of(self.agreed)
+        self.journal = journal(self.job, self.state)
+        self.engine = AppEngine(grid, setup, nodes=nodes, deadline=deadline, events=events)
+        self.stopped = ""
+        self._role = AppServer(
+            self.agreed,
+            self.state,
+            secrets=self.job.secrets,
+            cohort=self.agreed.cohort,
+            rounds=self.agreed.config.rounds,
+            accountant=self.journal.accountant,
+            name=setup.name,
+            announced=self.journal.announced,
+        )
+        self._steps = asked(self._role.run(), self.engine)
+
+    def round(self, outgoing: Mapping[int, RecordDict], *, kind: str) -> AppRound | None:
+        """The next round; None once the run has stopped, and `stopped` says why."""
+        engine, role, begun = self.engine, self._role, time.perf_counter()
+        engine.outgoing, engine.figures, engine.names = outgoing, {}, {}
+        engine.speak(kind)
+        role.mean = None
+        for step in self._steps:
+            if isinstance(step, RoundBegins):
+                self.journal.begin(step)
+            elif isinstance(step, RunStopped):
+                self.stopped = step.reason
+            else:
+                self.journal.end(step)
+                return self._brought(step, time.perf_counter() - begun)
+        self.stopped = self.stopped or "its rounds are over"
+        return None
+
+    def _brought(self, done: RoundDone, seconds: float) -> AppRound:
+        role, engine, arrived = self._role, self.engine, done.gathered.arrived
+        if done.failed or role.mean is None:
+            return AppRound(done, seconds)
+        work, names = self.agreed.work, {engine.names.get(client, ()) for client in arrived}
+        moved, values, cut = torch.split(role.mean, [work.size, work.slots, work.flags])
+        numbers, figured = cut.tolist() or (0.0, 0.0)
+        if figured > 0:  # as Flower's own mean has it
+            values = torch.full_like(values, math.nan)
+        averages: dict[str, float] = {}
+        if len(names) == 1:  # where clients call theirs differently there is no average
+            averages = dict(zip(next(iter(names)), values.tolist(), strict=False))
+        figures = {client: engine.figures.get(client, {}) for client in arrived}
+        return AppRound(done, seconds, moved.numpy(), role.weight, numbers, averages, figures)
+
+
+def job_of(agreed: AgreedApp) -> Job:
+    """The run as the books and the ledger know it: clients are elsewhere, and the model is the app's own."""
+    architecture, weights = no_model()
+    optimiser = Optimiser(Schedule(1.0))
+    return Job(
+        config=agreed.config,
+        scheme=agreed.scheme,
+        loss=make_loss("square"),
+        loss_because="the app trains, by a loss of its own",
+        architecture=architecture,
+        weights=weights,
+        pool=ClientPool((), elsewhere=agreed.config.clients),
+        test=None,
+        facts=ModelFacts("app", {}, (1,), 1, "regression"),
+        coverage=None,
+        secrets=OsSecrets(),
+        cohort=agreed.cohort,
+        optimiser=optimiser,
+        around=Surroundings("flower-app"),
+    )
+
+
+def empty_state(*, round: int, attempt: int) -> ServerState:
+    """Where a run goes on, of whose model the protocol knows nothing."""
+    state = ServerState.fresh(no_model()[1].clone())
+    state.round, state.attempt = round, attempt
+    return state

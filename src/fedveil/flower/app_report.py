@@ -1,0 +1,88 @@
+"""What is proven of a protected app's run: its ledger, and the same in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedveil.flower import messages
+from fedveil.flower.app_engine import Course
+from fedveil.ledger.releases import Release
+from fedveil.ledger.statement import Ledger
+from fedveil.runs.folder import write_atomically
+from fedveil.runs.privacy_journal import ledger_of
+from fedveil.schemes.on_updates import SLOTS
+
+TRUST = (
+    "trust level mod: whoever submits the run ships the app and the mod in it, and SuperNodes execute both. This holds "
+    "against the server and other clients while the app that was submitted is the one that was agreed on; trust level "
+    "worker (`fedveil flower`) takes no code from the submitter"
+)
+_AVERAGED = (
+    f"metrics: up to {SLOTS} single numbers of a client, times its weight, are in the masked vector of its update, "
+    "or in one of their own for evaluations; the server reads weighted means and the metrics' names"
+)
+_RANGE = (
+    "numbers of an update, times its weight, beyond ± {range:g} (value_range) are cut off; the server reads which "
+    "share of a round's weight that happened to, for the model and for metrics, and not to whom"
+)
+_WEIGHED = "every client weighs the same: the number of examples is not asked under noise"
+_ENVELOPE = ("setup.settings", "setup.run", "flower.envelope", "flower.group")
+_OWN = (
+    Release("app.config", "server", ("clients",), "the strategy's own configuration"),
+    Release("refusal.code", "client", ("server",), "why a client does not answer, as one of a few fixed codes"),
+)
+
+
+def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, averaged: bool) -> Ledger:
+    """The ledger of a run; `uncovered` are the app's figures that left as they were, by the name of their release."""
+    job, journal, rounds = course.job, course.journal, course.state.round
+    shown = tuple(
+        Release(field, "client", ("server",), f"what the app calls {name!r}, as it is", about=_about(name, weighted_by))
+        for field, name in ((field, field.partition(".")[2]) for field in sorted(uncovered))
+    )
+    names = (Release("header.names", "client", ("server",), "what its metrics are called"),) if averaged else ()
+    carried = tuple(release for release in messages.RELEASES if release.field in _ENVELOPE)
+    work = course.agreed.work
+    bounded = (_RANGE.format(range=work.range),) if work.flags else ()
+    notes = (
+        TRUST,
+        *((_AVERAGED,) if averaged else ()),
+        *bounded,
+        *((_WEIGHED,) if job.scheme.plan is not None else ()),
+    )
+    again = 0 if journal.accountant is None else journal.accountant.rounds - rounds
+    if again > 0:
+        notes += (f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count",)
+    releases = (*job.scheme.releases(job.architecture), *carried, *_OWN, *names, *shown)
+    return ledger_of(
+        job.scheme, releases, journal.accountant, journal.first, simulation=False, rounds=rounds, notes=notes
+    )
+
+
+def _about(name: str, weighted_by: str) -> Any:
+    return "public" if name == weighted_by else "data"
+
+
+def written(path: Path, ledger: Ledger, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the ledger as text that people read."""
+    failed = sum("failed" in row for row in rows)
+    lines = [
+        f"# What is proven: {ledger.scheme}, {ledger.rounds} rounds",
+        "",
+        f"{len(rows)} rounds in this attempt, {failed} of which failed." if rows else "No round in this attempt.",
+        "",
+        "| against | proven | why |",
+        "| --- | --- | --- |",
+        *(f"| {line.adversary} | {' '.join(line.result.split())} | {line.why} |" for line in ledger.lines),
+    ]
+    assumed = dict.fromkeys(text for line in ledger.lines for text in line.assumptions)
+    for title, texts in (("Assumed", assumed), ("Not protected", ledger.unprotected), ("Notes", ledger.notes)):
+        lines += ["", f"## {title}", "", *(f"- {text}" for text in texts)] if texts else []
+    lines += ["", "## What leaves a client", "", "| field | what | covered by |", "| --- | --- | --- |"]
+    for release in ledger.releases:
+        if release.sender == "client":
+            cover = "; ".join(text for text in (release.noise, release.hiding) if text != "none") or "nothing"
+            lines.append(f"| {release.field} | {release.what} | {cover} |")
+    write_atomically(path, "\n".join(lines) + "\n")

@@ -1,0 +1,156 @@
+"""What both sides of a protected Flower app agree on: settings as they travel, and the scheme they name."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedveil.config import RunConfig
+from fedveil.downlink import Architecture, Weights, draw
+from fedveil.errors import ConfigError, ProtocolError, unknown_option
+from fedveil.protocol.cohort import Cohort
+from fedveil.protocol.parts import Scheme
+from fedveil.runs.job import attended
+from fedveil.schemes.on_updates import SLOTS, AppUpdate, scheme_info
+from fedveil.schemes.registry import Setting
+from fedveil.work.batches import Batches, Schedule
+from fedveil.work.losses import make_loss
+
+Metrics = Literal["average", "pass", "drop"]
+METRICS = ("average", "pass", "drop")
+Phase = Literal["train", "evaluate"]
+_MOST_NUMBERS = 1 << 34
+_MOST_TEXT = 1 << 14
+_MOST_CLIENTS = 10_000
+_MOST_ROUNDS = 100_000
+_MOST_DRAWN = 20_000_000
+
+
+def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohort: int, rounds: int) -> RunConfig:
+    """An app's run as settings; what the scheme has no option for is refused."""
+    declared = scheme_info(scheme).declared
+    for name in options:
+        if name not in declared:
+            raise unknown_option(f"Scheme {scheme!r}", name, declared)
+    run = {"scheme": scheme, "clients": clients, "rounds": rounds, "secrets": "os", "dataset": "app", "model": "app"}
+    given = {**run, **options, **({} if cohort == clients else {"cohort": cohort})}
+    return RunConfig.from_mapping(given, where="Protected(…)")
+
+
+@dataclass(frozen=True)
+class AppSetup:
+    """One attempt at a run of an app, or at the evaluations that go with it: what every client is told, and holds the
+    run's name to (`name`)."""
+
+    lineage: str
+    attempt: int
+    phase: Phase
+    settings: Mapping[str, Any]
+    size: int
+    metrics: Metrics
+    weighted_by: str
+
+    def to_text(self) -> str:
+        """As it travels."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def parse(text: str) -> AppSetup:
+        """A setup from what arrived; anything malformed is refused."""
+        if len(text) > _MOST_TEXT:
+            raise ProtocolError("a run's setup is too long")
+        try:
+            setup = AppSetup(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as reason:
+            raise ProtocolError("a run's setup is malformed") from reason
+        well = (
+            isinstance(setup.lineage, str)
+            and len(setup.lineage) == 32
+            and set(setup.lineage) <= set("0123456789abcdef")
+            and type(setup.attempt) is int
+            and 0 <= setup.attempt < 1 << 31
+            and setup.phase in ("train", "evaluate")
+            and isinstance(setup.settings, dict)
+            and type(setup.size) is int
+            and 0 <= setup.size < _MOST_NUMBERS
+            and (setup.phase == "train" or setup.size == 0)
+            and setup.metrics in METRICS
+            and isinstance(setup.weighted_by, str)
+        )
+        if not well:
+            raise ProtocolError("a run's setup is malformed")
+        return setup
+
+    def digest(self) -> str:
+        """SHA-256 over everything."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """How the run's name begins: keys, masks and signatures are bound to it, so that clients who were told
+        different things share nothing."""
+        return f"{self.digest()}."
+
+    @property
+    def slots(self) -> int:
+        """How many figures an upload holds."""
+        return SLOTS if self.metrics == "average" else 0
+
+
+@dataclass(frozen=True, eq=False)
+class AgreedApp:
+    """What follows from a setup: the same for everybody."""
+
+    config: RunConfig
+    scheme: Scheme
+    cohort: Cohort
+
+    @property
+    def work(self) -> AppUpdate:
+        """The app's training."""
+        assert isinstance(self.scheme.work, AppUpdate)
+        return self.scheme.work
+
+    def training(self, trained: Callable[[], Tensor]) -> Scheme:
+        """The scheme where the app trains."""
+        return replace(self.scheme, work=replace(self.work, trained=trained))
+
+
+def agreed_app(setup: AppSetup) -> AgreedApp:
+    """The scheme and the cohorts of a setup; settings that contradict each other are refused."""
+    config = RunConfig.from_mapping(setup.settings, where="the run's settings")
+    if config.simulated_secrets:
+        raise ConfigError("An app's run is no simulation: its secrets are the operating system's.")
+    # Before anything is worked out: a plan for millions keeps a client busy for minutes.
+    for name, most in (("clients", _MOST_CLIENTS), ("rounds", _MOST_ROUNDS)):
+        if getattr(config, name) > most:
+            raise ConfigError(f"{name} = {getattr(config, name):,} is more than a protected app's run has: {most:,}.")
+    if config.cohort is not None and config.clients * config.rounds > _MOST_DRAWN:
+        raise ConfigError(
+            f"clients × rounds = {config.clients * config.rounds:,} is more than cohorts are drawn for in a protected "
+            f"app's run: {_MOST_DRAWN:,}."
+        )
+    info = scheme_info(config.scheme)
+    nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
+    cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)
+    options = {name: value for name, value in config.scheme_options.items() if value is not None}
+    scheme, cohort = attended(info, nothing, options, cohort=cohort, simulation=False)
+    if setup.metrics == "average" and scheme.plan is not None:
+        raise ProtocolError("a run's setup averages metrics under a scheme that has noise")
+    scheme.uplink.fits(cohort.size)
+    assert isinstance(scheme.work, AppUpdate)
+    return AgreedApp(config, replace(scheme, work=replace(scheme.work, size=setup.size, slots=setup.slots)), cohort)
+
+
+@lru_cache(maxsize=1)
+def no_model() -> tuple[Architecture, Weights]:
+    """The architecture and weights of nothing: the app's model is the app's own."""
+    return draw(nn.Identity(), torch.zeros(1, 1), traced=False)

@@ -1,0 +1,559 @@
+"""The server's line of a protected app: `Protected(FedAvg(…), scheme="secagg")`.
+
+A strategy around another. It asks the inner one what to send, runs the protocol's phases over the Grid in its place
+(`app_engine.Course`), and hands it what it would have computed from everybody's replies: replies that hold the mean.
+So FedAvg, FedProx, FedAvgM, FedAdam and the like do as without protection, to the accuracy of fixed point; strategies
+that compare single updates (medians, Krum, …) cannot, and are refused.
+
+    Strategy.start            Protected                                            clients
+    configure_train      ──►  inner.configure_train: the app's own records
+                              keys, once for up to 64 rounds               ◄──►   the mod
+                              Train, with the app's records                ◄──►   the mod, and in it the app
+                              Unmask                                       ◄──►   the mod
+    aggregate_train      ──►  inner.aggregate_train: the mean of the round
+    configure_evaluate   ──►  the same with the app's evaluation, whose figures alone are averaged
+
+Who takes part in a round follows from the epoch's beacon, which no server picks: of `fraction_train` the size is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedXgbBagging,
+    FedXgbCyclic,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    QFedAvg,
+    Result,
+    Strategy,
+)
+from flwr.supercore import log
+
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, spelled, unknown_name
+from fedveil.flower.app_engine import AppRound, Course, empty_state
+from fedveil.flower.app_progress import AppProgress
+from fedveil.flower.app_records import AppModel, metric_record, metrics_of, only_arrays
+from fedveil.flower.app_report import app_ledger, written
+from fedveil.flower.app_setup import METRICS, AppSetup, Metrics, Phase, agreed_app, settings_for
+from fedveil.flower.commands import Events
+from fedveil.ledger.statement import Ledger
+from fedveil.roles.server import ServerState
+from fedveil.runs.folder import RunFolder
+from fedveil.runs.job import Job
+from fedveil.runs.loop import Outcome, privacy_journal_of, summarise
+from fedveil.runs.privacy_journal import PrivacyJournal
+from fedveil.schemes.on_updates import fewest
+
+ENGINE = "flower-app"
+_COMPARES = (
+    *(FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, FedXgbBagging, FedXgbCyclic),
+    *(DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping),
+    *(DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping),
+)
+_KNOWN = (FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad, FedYogi)
+_REPLACED = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+_AVERAGING = FedAvg().train_metrics_aggr_fn
+_PROGRESS = "app.state"
+_BETWEEN_LOOKS = 1.0
+
+
+class _Notes(Events):
+    """What happens, in Flower's log and in the run's folder, if there is one."""
+
+    def __init__(self, folder: RunFolder | None) -> None:
+        self._own = folder
+
+    def note(self, event: str, text: str, **facts: Any) -> None:
+        """One thing that happened."""
+        log(INFO, "FedVeil: %s", text)
+        if self._own is not None:
+            self._own.note(event, text, **facts)
+
+
+class Protected(Strategy):
+    """A strategy whose clients' updates reach the server under protection alone.
+
+    Args:
+        strategy: The app's own: FedAvg, or one that works on the mean as FedAvg does.
+        scheme: How updates are covered: secagg, dp-secagg, dp-fedavg or nadp.
+        clients: How many nodes take part (default: those that are there once enough of them are).
+        metrics: What becomes of the figures that the app reports from training: "average" (under the masks, so that
+            the server sees weighted means; the default of secagg), "drop" (the default under noise), or "pass"
+            (everybody's own, uncovered: the ledger names them).
+        evaluation: The same for evaluations.
+        out: A folder for the run: ledger.json, report.md, metrics, the privacy journal, and how far it has come.
+        resume: Go on with the run in `out`.
+        deadline: Seconds after which a client that does not answer a phase is missed (default: `start`'s timeout).
+        averages: State of a strategy that FedVeil does not know, or whose aggregation you have written yourself, that
+            it uses replies for their weighted mean alone, and leaves to the protocol who is asked.
+        options: Options of the scheme: epsilon, delta, clip, threshold, collusion, dropouts, …
+
+    Raises:
+        ConfigError: An unknown scheme or option, or a strategy that needs single updates.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        scheme: str = "secagg",
+        *,
+        clients: int | None = None,
+        metrics: Metrics | None = None,
+        evaluation: Metrics | None = None,
+        out: str | Path | None = None,
+        resume: bool = False,
+        deadline: float | None = None,
+        averages: bool = False,
+        **options: Any,
+    ) -> None:
+        with settings_as_arguments():
+            covered = _covered(scheme, options, clients)
+            passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
+            _check_averages(strategy, stated=averages, passed=passed)
+        for name, value in (("metrics", metrics), ("evaluation", evaluation)):
+            if value is not None and value not in METRICS:
+                raise unknown_name(name, value, METRICS)
+        if "average" in (metrics, evaluation) and covered != "average":
+            raise ConfigError(
+                f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
+                "'pass', which sends everybody's uncovered."
+            )
+        if resume and out is None:
+            raise ConfigError("resume goes on with the run in a folder: give it, out=….")
+        self.strategy = strategy
+        self._scheme, self._options, self._clients = scheme, options, clients
+        self._metrics: Metrics = metrics or covered
+        self._evaluation: Metrics = evaluation or covered
+        self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
+        self._resume, self._deadline = resume, deadline
+        self._notes = _Notes(self._folder)
+        self._run: _Run | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the run has proven so far, against whom."""
+        return self._running.ledger()
+
+    @settings_as_arguments()
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Train, as `Strategy.start` does. A run that is resumed begins with the arrays of its last round."""
+        if self._run is not None:
+            raise ConfigError("This strategy has been started: a second run needs a Protected of its own.")
+        run = self._run = self._begun(grid, initial_arrays, num_rounds, self._deadline or timeout)
+        before, arrays = run.before, run.arrays
+        if before >= num_rounds:
+            self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
+            run.release()
+            return Result(arrays=arrays)
+        judged = None
+        if evaluate_fn is not None:
+
+            def judged(number: int, now: ArrayRecord) -> MetricRecord | None:
+                return evaluate_fn(number + before, now)
+
+        try:
+            result = super().start(
+                grid, arrays, num_rounds - before, timeout, train_config, evaluate_config, evaluate_fn=judged
+            )
+        except BaseException:
+            run.end()
+            raise
+        if not result.arrays:
+            result.arrays = arrays
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+            setattr(result, name, {number + before: figures for number, figures in getattr(result, name).items()})
+        run.end(done=True)
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Run the whole round; nothing is left for Flower to send."""
+        run = self._running
+        number = server_round + run.before
+        messages = list(self.strategy.configure_train(number, arrays, config, grid))
+        run.latest = run.train.round(messages) if messages else None
+        return []
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Let the strategy work on the round's mean; of a round that failed nothing comes."""
+        run = self._running
+        brought, run.latest = run.latest, None
+        arrays, metrics = None, None
+        if brought is not None and brought.update is not None:
+            mean = run.train.model.moved(brought.update)
+            answers = run.train.replies(brought, arrays=mean)
+            arrays, metrics = self.strategy.aggregate_train(server_round + run.before, answers)
+        if brought is not None:
+            run.keep(brought, arrays, metrics)
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Run the whole evaluation; where figures pass as they are, Flower sends the strategy's own messages."""
+        run = self._running
+        run.judged = None
+        if self._evaluation == "drop":
+            return []
+        messages = list(self.strategy.configure_evaluate(server_round + run.before, arrays, config, grid))
+        if self._evaluation == "pass" or not messages:
+            return messages
+        run.judged = run.evaluation().round(messages)
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Let the strategy work on the averaged figures, or on everybody's own where they pass."""
+        run = self._running
+        number = server_round + run.before
+        if self._evaluation == "pass":
+            answers = list(replies)
+            for reply in answers:
+                if reply.has_content():
+                    for record in reply.content.metric_records.values():
+                        run.uncovered.update(f"evaluate.{name}" for name in metrics_of(record))
+            run.write()
+            return self.strategy.aggregate_evaluate(number, answers)
+        if run.judged is None or run.judged.update is None or run.judge is None:
+            return None
+        return self.strategy.aggregate_evaluate(number, run.judge.replies(run.judged, arrays=None))
+
+    def summary(self) -> None:
+        """Log what protects the run, and the strategy's own summary."""
+        log(INFO, "\t├──> FedVeil: %s %s", self._scheme, self._options or "")
+        log(INFO, "\t│\t└── Metrics: train (%s) | evaluate (%s)", self._metrics, self._evaluation)
+        self.strategy.summary()
+
+    @property
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise ConfigError("The run has not begun: call start() of the protected strategy.")
+        return self._run
+
+    def _begun(self, grid: Grid, initial: ArrayRecord, rounds: int, deadline: float) -> _Run:
+        os.umask(0o077)  # the folder holds the model
+        least = max(self._clients or 0, fewest(self._scheme), int(getattr(self.strategy, "min_available_nodes", 1)))
+        while len(here := sorted(grid.get_node_ids())) < least:
+            log(INFO, "Waiting for nodes to connect: %d connected (minimum required: %d).", len(here), least)
+            time.sleep(_BETWEEN_LOOKS)
+        nodes = here if self._clients is None else here[: self._clients]
+        nodes = self._numbered(nodes)
+        size = self._sized("train", len(nodes))
+        config = settings_for(self._scheme, self._options, clients=len(nodes), cohort=size, rounds=rounds)
+        folder, progress, attempt, lineage = self._folder, None, 0, secrets.token_hex(16)
+        if folder is not None:
+            if self._resume:
+                stored = folder.config()
+                if stored.fingerprint() != config.fingerprint():
+                    raise CheckpointError(
+                        f"The run in {folder.path} has other settings (scheme, options or clients): resume it with "
+                        "those it was started with."
+                    )
+                attempt = folder.resume(config)
+                progress = self._progress()
+            else:
+                folder.start(config)
+            lineage = folder.lineage
+        arrays = initial
+        if progress is not None:
+            if AppModel.read(progress.arrays).form != AppModel.read(initial).form:
+                raise CheckpointError("The run that is resumed trained a model of other names or shapes.")
+            progress.give_back(self.strategy)
+            arrays = progress.arrays
+        setup = AppSetup(
+            lineage=lineage,
+            attempt=attempt,
+            phase="train",
+            settings=_told(config),
+            size=len(AppModel.read(arrays).row),
+            metrics=self._metrics,
+            weighted_by=str(getattr(self.strategy, "weighted_by_key", "num-examples")),
+        )
+        return _Run(
+            self.strategy,
+            grid,
+            setup,
+            nodes=nodes,
+            deadline=deadline,
+            notes=self._notes,
+            folder=folder,
+            progress=progress,
+            arrays=arrays,
+            evaluation=self._evaluation,
+            sized=self._sized,
+        )
+
+    def _progress(self) -> AppProgress | None:
+        return None if self._folder is None or not self._resume else AppProgress.read(self._folder.path / _PROGRESS)
+
+    def _numbered(self, nodes: list[int]) -> list[int]:
+        """Nodes by their clients' numbers: whoever is there again has the number it had."""
+        progress = self._progress()
+        before = () if progress is None else progress.nodes
+        new = iter(sorted(set(nodes) - set(before)))
+        kept = [node if node in set(nodes) else next(new, None) for node in before]
+        return [node for node in (*kept, *new) if node is not None]
+
+    def _sized(self, phase: Phase, clients: int) -> int:
+        """How many of the clients a round asks."""
+        share = getattr(self.strategy, f"fraction_{phase}", 1.0)
+        least = getattr(self.strategy, f"min_{phase}_nodes", 1)
+        return min(max(int(clients * share), least, fewest(self._scheme)), clients)
+
+
+class _Rounds:
+    """A course of the protocol behind one kind of the strategy's messages."""
+
+    def __init__(self, course: Course, setup: AppSetup) -> None:
+        self.course, self._setup = course, setup
+        self._begun = False
+        self.model: AppModel
+        self._sent: Message
+
+    def round(self, messages: list[Message]) -> AppRound | None:
+        """Carry the strategy's messages to this round's clients."""
+        self._sent = messages[0]
+        self.model = AppModel.read(only_arrays(self._sent.content))
+        for message in messages[1:]:
+            other = only_arrays(message.content)
+            same = only_arrays(self._sent.content)
+            if other is not same and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
+                raise ConfigError("The strategy sends clients different models: their updates have no common mean.")
+            if message.content.config_records != self._sent.content.config_records:
+                raise ConfigError(
+                    "The strategy sends nodes configurations of their own: who is asked follows from everybody's "
+                    "random numbers, so that every client must be sent the same."
+                )
+        outgoing = dict.fromkeys(self.course.engine.nodes, self._sent.content)
+        done = self.course.round(outgoing, kind=self._sent.metadata.message_type)
+        if done is None:
+            text = f"no further {self._setup.phase} rounds: {self.course.stopped}"
+            if not self._begun:
+                again = " again" if self._setup.attempt else ""
+                raise ProtocolError(f"The run cannot start{again}: {self.course.stopped}.")
+            log(WARNING, "FedVeil: %s", text)
+            return done
+        self._begun = True
+        if done.done.failed:
+            log(WARNING, "FedVeil: %s round %d failed: %s", self._setup.phase, done.done.round + 1, done.done.failed)
+        if done.cut:
+            log(
+                WARNING,
+                "FedVeil: %s round %d: numbers beyond value_range were cut off, of clients with %.3g of its weight",
+                *(self._setup.phase, done.done.round + 1, done.cut),
+            )
+        return done
+
+    def replies(self, brought: AppRound, *, arrays: ArrayRecord | None) -> list[Message]:
+        """What the strategy is handed: replies that all hold the mean, one for everybody's own figures or one alone."""
+        key = self._setup.weighted_by
+        weight: float = int(brought.weight) if brought.weight.is_integer() else brought.weight
+        figures = [{key: weight, **brought.averages}]
+        if self._setup.metrics == "pass":
+            figures = [{key: 1, **own} for own in brought.figures.values()]
+        models = {} if arrays is None else {"arrays": arrays}
+        return [Message(RecordDict({**models, "metrics": metric_record(own)}), reply_to=self._sent) for own in figures]
+
+
+class _Run:
+    """One start of a protected strategy."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        grid: Grid,
+        setup: AppSetup,
+        *,
+        nodes: list[int],
+        deadline: float,
+        notes: _Notes,
+        folder: RunFolder | None,
+        progress: AppProgress | None,
+        arrays: ArrayRecord,
+        evaluation: Metrics,
+        sized: Callable[[Phase, int], int],
+    ) -> None:
+        self._strategy, self._grid, self._setup, self._nodes = strategy, grid, setup, nodes
+        self._deadline, self._notes, self._folder = deadline, notes, folder
+        self._evaluation, self._sized = evaluation, sized
+        before = 0 if progress is None else progress.round
+        self.before, self.arrays = before, arrays
+        state = empty_state(round=before, attempt=setup.attempt)
+        if folder is not None and setup.attempt:
+            folder.go_on(before)
+        course = Course(grid, setup, nodes=nodes, deadline=deadline, events=notes, state=state, journal=self._journal)
+        self.train = _Rounds(course, setup)
+        self.judge: _Rounds | None = None
+        self.latest: AppRound | None = None
+        self.judged: AppRound | None = None
+        self.uncovered = set(() if progress is None else progress.uncovered)
+        """Figures that have left as they were, by the names of their releases."""
+        self._outcome = Outcome(state, course.journal)
+        account = course.journal.accountant
+        if account is not None and setup.attempt and (progress is None or list(progress.nodes) != nodes):
+            # Who was which client in earlier attempts is not known: everybody is charged for the one that spent most.
+            for spent in account.spent.values():
+                spent[:] = spent.max()
+
+    def _journal(self, job: Job, state: ServerState) -> PrivacyJournal:
+        return privacy_journal_of(job, None if self._folder is None else self._folder.privacy_journal, state)
+
+    def evaluation(self) -> _Rounds:
+        """The course of the evaluations, whose clients agree on keys of their own."""
+        if self.judge is None:
+            clients = len(self._nodes)
+            settings, size = dict(self._setup.settings), self._sized("evaluate", clients)
+            settings.pop("cohort", None)
+            if size != clients:
+                settings["cohort"] = size
+            setup = dataclasses.replace(
+                self._setup, phase="evaluate", settings=settings, size=0, metrics=self._evaluation
+            )
+            state = empty_state(round=self.before, attempt=setup.attempt)
+            course = Course(
+                self._grid, setup, nodes=self._nodes, deadline=self._deadline, events=self._notes, state=state
+            )
+            self.judge = _Rounds(course, setup)
+        return self.judge
+
+    def keep(self, brought: AppRound, arrays: ArrayRecord | None, metrics: MetricRecord | None) -> None:
+        """Write a round down, and what the run would go on with."""
+        done, gathered = brought.done, brought.done.gathered
+        row: dict[str, Any] = {
+            "round": done.round + 1,
+            "loss": None,
+            "clients": len(gathered.arrived),
+            "seconds": round(brought.seconds, 6),
+            "bytes_down": gathered.bytes_down / max(len(done.cohort), 1),
+            "bytes_up": gathered.bytes_up / max(len(done.cohort), 1),
+        }
+        if metrics is not None:
+            row["metrics"] = dict(metrics)
+        if brought.cut:
+            row["cut_off"] = brought.cut
+        if done.failed:
+            row["failed"] = done.failed
+        if gathered.refused:
+            row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
+        self._outcome.rows.append(row)
+        self.arrays = arrays or self.arrays
+        if self._setup.metrics == "pass":
+            self.uncovered.update(f"metrics.{name}" for own in brought.figures.values() for name in own)
+        if self._folder is not None:
+            self._folder.append_metrics(row)
+        self.write()
+
+    def write(self) -> None:
+        """Write down what the run would go on with."""
+        if self._folder is not None:
+            now, left = self.train.course.state.round, sorted(self.uncovered)
+            progress = AppProgress.of(self._strategy, self.arrays, round=now, nodes=self._nodes, uncovered=left)
+            progress.write(self._folder.path / _PROGRESS)
+
+    def ledger(self) -> Ledger:
+        """What is proven of the rounds so far."""
+        return app_ledger(
+            self.train.course,
+            self.uncovered,
+            weighted_by=self._setup.weighted_by,
+            averaged=self._setup.metrics == "average" or self.judge is not None,
+        )
+
+    def end(self, *, done: bool = False) -> None:
+        """Write down what the run leaves; one that has not ended leaves its ledger."""
+        if self._folder is None:
+            return
+        course, ledger = self.train.course, self.ledger()
+        self._outcome.stopped = course.stopped
+        self._folder.write_ledger(ledger.as_data())
+        written(self._folder.path / "report.md", ledger, self._outcome.rows)
+        if done:
+            self._folder.settle()
+            own = {"loss": "the app's own", "parameters": self._setup.size, "ledger": ledger.as_data()}
+            self._folder.write_summary({**summarise(course.job, self._outcome), **own})
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        if self._folder is not None:
+            self._folder.release()
+
+
+def _told(config: Any) -> dict[str, Any]:
+    """What clients are told of a run's settings: what is not a default."""
+    names = ("scheme", "clients", "cohort", "rounds", "secrets")
+    given = {**{name: getattr(config, name) for name in names}, **config.scheme_options}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Metrics:
+    """What becomes of figures where nobody says; a mistake in the options is named at once."""
+    least = max(clients or 0, fewest(scheme), 3)
+    config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
+    tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "")
+    return "average" if agreed_app(tried).scheme.plan is None else "drop"
+
+
+def _check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str]) -> None:
+    if isinstance(strategy, Protected):
+        raise ConfigError("The strategy is protected already.")
+    kind = type(strategy)
+    if isinstance(strategy, _COMPARES):
+        raise ConfigError(
+            f"{kind.__name__} works on single updates, which nobody sees under protection: use FedAvg, FedProx, "
+            "FedAvgM, FedAdam, FedAdagrad or FedYogi."
+        )
+    if stated:
+        return
+    say = f"if it does, say so with {spelled('averages', True)}"
+    if not isinstance(strategy, FedAvg):
+        raise ConfigError(f"{kind.__name__} is not known to use replies for their weighted mean alone: {say}.")
+    for name in _REPLACED:
+        if not any(getattr(kind, name) is getattr(known, name) for known in _KNOWN):
+            raise ConfigError(
+                f"{kind.__name__} has a {name} of its own, which is not known to use replies for their weighted mean "
+                f"alone, and to ask everybody for the same: {say}."
+            )
+    for phase in ("train", "evaluate"):
+        # Where figures pass, it is handed everybody's own.
+        name = f"{phase}_metrics_aggr_fn"
+        if phase not in passed and getattr(strategy, name) is not _AVERAGING:
+            raise ConfigError(
+                f"{name} is a function of your own, and would be handed one reply with the averages: leave it out, let "
+                f"figures pass uncovered, or state with {spelled('averages', True)} that averages are what it needs."
+            )

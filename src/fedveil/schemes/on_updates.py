@@ -1,0 +1,222 @@
+"""Schemes that cover updates which somebody's own code has trained: uplinks over one kind of local work.
+
+They are no schemes of `fedveil run`, where FedVeil trains: protected Flower apps have them (`flower.Protected`).
+An upload is
+
+    weight × (trained − received)      every number of the model; under noise clipped, and every client weighs 1
+    weight × figures                   the app's own metrics, where they are averaged under masks
+    weight × cut off                   under masks: 1 where numbers before it, of the model or of the figures, are
+                                       beyond the range, so that the server knows of a cut, and not whose
+    weight                             how many examples it trained on
+
+The model itself travels in the app's own records: the protocol's broadcast is empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedveil.downlink.architecture import Architecture
+from fedveil.downlink.messages import Broadcast
+from fedveil.downlink.plain import Plain
+from fedveil.errors import FedVeilError, NumericError, ProtocolError, unknown_name
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes.options import Budget, DpOptions, MaskOptions, PairOptions
+from fedveil.schemes.registry import SchemeInfo, Setting
+from fedveil.tensors import Layout
+from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.noise_plan import NoisePlan
+from fedveil.uplink.noised import Noised
+from fedveil.work.clipping import check_bound
+from fedveil.work.messages import ClientData, Workspace
+from fedveil.work.per_sample import clipped
+
+_LOG = logging.getLogger(__name__)
+
+SLOTS = 16
+"""How many figures of an app are averaged under masks."""
+FLAGS = 2
+"""Whether numbers of the model, or figures, were cut off."""
+VALUE_RANGE = 2.0**36
+"""Of weight × number: a million examples and a number of 60,000 fit. Of ten clients 22 bits are left for fractions, so
+that the mean of clients with a hundred examples each is exact to 10⁻⁹."""
+
+
+@dataclass(frozen=True)
+class AppUpdate:
+    """The app's own training, as local work: `size` numbers moved, `slots` figures, and what they weigh.
+
+    `trained` gives the contribution; on the server's side, where nobody trains, there is none.
+    """
+
+    clip: float | None = None
+    size: int = 0
+    slots: int = 0
+    range: float = VALUE_RANGE
+    trained: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
+
+    returns = "update"
+    unit = "client"
+    local_training = (None, None)
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_bound(self.clip)
+
+    @property
+    def reports(self) -> bool:
+        """Whether figures leave with the update."""
+        return self.slots > 0
+
+    @property
+    def flags(self) -> int:
+        """How many numbers say that others were cut off; what is clipped cannot be beyond a range."""
+        return FLAGS if self.clip is None else 0
+
+    @property
+    def largest(self) -> float:
+        """How long an update can be."""
+        return self.clip or 0.0
+
+    def sensitivity(self, samples: int) -> float:
+        """2·clip: how far replacing all of a client's data can move its update; every client weighs the same."""
+        return 2.0 * self.largest * samples
+
+    def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
+        """The moved numbers with the figures behind them, and the weight."""
+        moved = ("gradients", (1, self.size + self.slots + self.flags))
+        return Layout((moved, ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
+
+    def contribution(self, update: Tensor, weight: float, figures: Sequence[float]) -> Tensor:
+        """What an upload holds, in float64.
+
+        An update that is not finite has moved nothing, and under masks weighs nothing: a refusal would tell about it.
+        """
+        if self.clip is not None:
+            return torch.cat([clipped(update, self.clip), torch.ones(1, dtype=torch.float64)])
+        if not bool(update.isfinite().all()):
+            return torch.zeros(self.size + self.slots + self.flags + 1, dtype=torch.float64)
+        values = torch.zeros(self.slots, dtype=torch.float64)
+        values[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
+        cut = [not bool(((part * weight).abs() <= self.range).all()) for part in (update, values)]
+        if any(cut):
+            _LOG.warning(
+                "numbers of this upload, times its weight of %g, are no numbers or beyond ± %g (value_range): cut off",
+                weight,
+                self.range,
+            )
+        said = torch.tensor([*map(float, cut), 1.0], dtype=torch.float64)
+        return torch.cat([update, values.nan_to_num(nan=0.0), said]) * weight
+
+    def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
+        """The contribution."""
+        if self.trained is None:
+            raise ProtocolError("an app trains on its own machine alone")
+        return self.trained()
+
+    def run_many(
+        self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
+    ) -> Iterator[tuple[int, Tensor | NumericError]]:
+        """The same: there is one client in an app's process."""
+        for place, data in enumerate(clients):
+            try:
+                yield place, self.run(workspace, broadcast, data, round=round)
+            except FedVeilError as reason:
+                yield place, reason  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class UpdateBudget(Budget):
+    """(ε, δ) for all data of a client, and the norm that its update is clipped to."""
+
+    clip: float = 1.0
+
+    @property
+    def options(self) -> DpOptions:
+        """The same as other schemes have it."""
+        return DpOptions(self.epsilon, self.delta, self.clip)
+
+
+def _secagg(
+    setting: Setting, *, masking: MaskOptions, value_range: float = VALUE_RANGE, collusion: float = COLLUSION
+) -> Scheme:
+    """Masks modulo 2⁶⁴."""
+    masks = masking.masks(value_range, collusion=collusion)
+    return Scheme(name="secagg", downlink=Plain(), work=AppUpdate(range=value_range), uplink=masks)
+
+
+def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, collusion: float = COLLUSION) -> Scheme:
+    """Clipped, with everybody's share of the noise, under masks."""
+    plan = NoisePlan(
+        dp.target(setting),
+        "sum",
+        collusion=collusion,
+        neighbours=masking.neighbours,
+        quorum=masking.threshold,
+        asked=setting.cohort,
+    )
+    masks = masking.masks(noise=plan, collusion=max(collusion, COLLUSION))
+    return Scheme(name="dp-secagg", downlink=Plain(), work=AppUpdate(dp.clip), uplink=masks)
+
+
+def _dp_fedavg(setting: Setting, *, dp: UpdateBudget) -> Scheme:
+    """Clipped, under enough noise for each client alone."""
+    plan = NoisePlan(dp.target(setting), "local")
+    return Scheme(name="dp-fedavg", downlink=Plain(), work=AppUpdate(dp.clip), uplink=Noised(plan))
+
+
+def _nadp(setting: Setting, *, dp: UpdateBudget, pairs: PairOptions) -> Scheme:
+    """Clipped, under noise that pairs share and that cancels in the sum."""
+    return Scheme(
+        name="nadp",
+        downlink=Plain(),
+        work=AppUpdate(dp.clip),
+        uplink=pairs.noised(setting, dp.options),
+        honest_arrivals=pairs.honest_arrivals,
+    )
+
+
+SCHEMES: dict[str, SchemeInfo] = {
+    name: SchemeInfo(name, "", summary, protects, "auto", build)
+    for name, summary, protects, build in (
+        ("secagg", "updates under masks: the server learns sums", "client data from the server: sums only", _secagg),
+        (
+            "dp-secagg",
+            "clipped updates with shared integer noise, under masks",
+            "all data of a client from everybody, (ε, δ); the server sees sums alone",
+            _dp_secagg,
+        ),
+        (
+            "dp-fedavg",
+            "clipped updates, noised by each client",
+            "all data of a client from everybody, (ε, δ)",
+            _dp_fedavg,
+        ),
+        (
+            "nadp",
+            "clipped updates under noise that pairs share and that cancels",
+            "all data of a client from everybody, (ε, δ)",
+            _nadp,
+        ),
+    )
+}
+"""The schemes that cover the updates of somebody's own app."""
+
+_FEWEST = {"secagg": 3, "dp-secagg": 3, "nadp": 2}
+
+
+def scheme_info(name: str) -> SchemeInfo:
+    """A scheme for apps by name."""
+    if name not in SCHEMES:
+        raise unknown_name("scheme for a Flower app:", name, SCHEMES)
+    return SCHEMES[name]
+
+
+def fewest(name: str) -> int:
+    """How many clients the scheme needs in a round."""
+    return _FEWEST.get(name, 1)

@@ -1,0 +1,675 @@
+"""Somebody's own Flower app, protected: it trains what it would train, and the server never sees an update."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedMedian, FedProx, Krum, Result, Strategy
+
+import fedveil.flower
+from docs.pages import blocks
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError
+from fedveil.flower import Protected, protect
+from fedveil.flower.app_setup import AppSetup, agreed_app
+from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.ledger.policy import Policy
+from fedveil.ledger.statement import Ledger
+from fedveil.protocol.codec import decode
+from fedveil.runs.folder import RunFolder, read_ledger
+from flower_apps import SIZES, AppGrid, app_of, start_arrays, trained
+
+ROUNDS = 2
+
+
+def plain_run(strategy: Strategy, rounds: int = ROUNDS, *, without: Callable[[int, int], bool] | None = None) -> Result:
+    """The same app without protection; `without(round, client)` replies are lost."""
+
+    def lost(message: Message, reply: Message) -> list[Message]:
+        number = message.content["config"]["server-round"]
+        gone = without is not None and without(number, message.metadata.dst_node_id - 100)
+        return [] if gone and message.metadata.message_type == "train" else [reply]
+
+    return strategy.start(AppGrid(app_of(), twist=lost), start_arrays(), num_rounds=rounds)
+
+
+def request_in(message: Message) -> Any:
+    """The protocol's request in a message."""
+    return decode(out_of_array(message.content.array_records[PARTS]["common"]))
+
+
+def kind_of(message: Message) -> tuple[str, int]:
+    """What a message asks for, and in which round, from 1."""
+    if HEADER not in message.content:
+        return message.metadata.message_type, 0
+    request = request_in(message)
+    return type(request).__name__, getattr(request, "round", -1) + 1
+
+
+def lost_where(*places: tuple[str, int, int]) -> Callable[[Message, Message], list[Message]]:
+    """A twist: the replies to (kind, round, client) of the training never arrive."""
+
+    def twist(message: Message, reply: Message) -> list[Message]:
+        where = (*kind_of(message), message.metadata.dst_node_id - 100)
+        return [] if where in places and message.metadata.message_type == "train" else [reply]
+
+    return twist
+
+
+def protected(strategy: Strategy, **settings: Any) -> Protected:
+    return Protected(strategy, **{"scheme": "secagg", "deadline": 0.3, "evaluation": "drop", **settings})
+
+
+def assert_alike(arrays: ArrayRecord, expected: ArrayRecord) -> None:
+    """To the accuracy of Flower's own mean: single precision where the model has that."""
+    assert list(arrays) == list(expected)
+    for name in expected:
+        given, wanted = arrays[name].numpy(), expected[name].numpy()
+        assert given.dtype == wanted.dtype
+        np.testing.assert_allclose(given, wanted, rtol=0, atol=1e-6 if name == "weight" else 1e-8)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(FedAvg, id="FedAvg"),
+        pytest.param(lambda: FedAdam(eta=0.05), id="FedAdam"),
+        pytest.param(lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9), id="FedAvgM"),
+        pytest.param(lambda: FedProx(proximal_mu=0.1), id="FedProx"),
+    ],
+)
+def test_a_strategy_ends_where_it_would_without_protection(make: Callable[[], Strategy]) -> None:
+    plain = plain_run(make())
+    strategy = protected(make(), evaluation=None)
+    result = strategy.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=ROUNDS)
+    assert_alike(result.arrays, plain.arrays)
+    for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        averaged, wanted = getattr(result, name), getattr(plain, name)
+        assert averaged.keys() == wanted.keys() == {1, 2}
+        for number in wanted:
+            assert averaged[number].keys() == wanted[number].keys()
+            for metric, value in wanted[number].items():
+                assert averaged[number][metric] == pytest.approx(value, abs=1e-5)
+    assert strategy.ledger.line("server").verdict == "aggregate only"
+    assert strategy.ledger.rounds == ROUNDS
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        # Before the upload: it is not in the sum, whose pair masks others help to take off.
+        pytest.param("Train", False, id="after keys were agreed on"),
+        # After it: its own mask is opened by its neighbours, and it counts.
+        pytest.param("Unmask", True, id="after its upload"),
+    ],
+)
+def test_a_node_that_dies_costs_at_most_its_own_update(kind: str, counted: bool) -> None:
+    grid = AppGrid(app_of([protect()]), twist=lost_where((kind, 2, 1)))
+    result = protected(FedAvg()).start(grid, start_arrays(), num_rounds=3)
+    plain = plain_run(FedAvg(), 3, without=lambda number, client: not counted and (number, client) == (2, 1))
+    assert_alike(result.arrays, plain.arrays)
+
+
+def test_a_round_that_cannot_be_opened_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    grid = AppGrid(app_of([protect()]), twist=lost_where(*(("Train", 1, client) for client in range(3))))
+    result = protected(FedAvg(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=2)
+    # The second round begins where the first did.
+    assert_alike(result.arrays, plain_run(FedAvg(), 1).arrays)
+    first, second = RunFolder(tmp_path / "run").metrics()
+    assert "failed" in first
+    assert "failed" not in second
+
+
+def _numbers(update: dict[str, np.ndarray]) -> list[bytes]:
+    """How an update's numbers would look on the wire, in every type and form that something might give them."""
+    row = np.concatenate([np.asarray(value, dtype=np.float64).reshape(-1) for value in update.values()])
+    looks = []
+    for place, value in enumerate(row):
+        # Two in single precision: four bytes alone turn up by chance, once in a hundred runs.
+        looks += [np.float64(value).tobytes(), row[place : place + 2].astype(np.float32).tobytes()]
+        looks += [repr(float(value))[:8].encode()]
+    return [look for look in looks if len(look) == 8]
+
+
+def _everything_in(content: RecordDict) -> bytes:
+    parts = []
+    for record in content.array_records.values():
+        for array in record.values():
+            parts += [array.data, b"" if array.stype == "fedveil" else array.numpy().astype(np.float64).tobytes()]
+    return b"".join([*parts, repr(dict(content.config_records)).encode(), repr(dict(content.metric_records)).encode()])
+
+
+@pytest.mark.parametrize("settings", [{}, {"metrics": "pass", "evaluation": "pass"}], ids=["averaged", "passed"])
+@pytest.mark.parametrize(
+    "scheme", [{"scheme": "secagg"}, {"scheme": "dp-secagg"}, {"scheme": "dp-fedavg"}, {"scheme": "nadp"}], ids=str
+)
+def test_nothing_that_crosses_the_grid_holds_an_update(scheme: dict[str, Any], settings: dict[str, Any]) -> None:
+    seen: list[tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+
+    def watched(arrays: dict[str, np.ndarray], number: int) -> Any:
+        moved, figures = trained(arrays, number)
+        if number == 2:
+            raise ValueError(f"no luck with {float(moved['weight'][0, 0])!r}")
+        seen.append((number, arrays, moved))
+        # A matrix that nobody moves is public, and its numbers are everywhere.
+        return moved, figures
+
+    consent = {"metrics": ["pass", "average", "drop"], "evaluation": ["pass", "average", "drop"]}
+    grid = AppGrid(app_of([protect(require=consent)], train=watched), 5)
+    inner = FedAvg(fraction_evaluate=1.0)
+    settings = {"evaluation": None, **scheme, **settings}
+    protected(inner, **settings).start(grid, start_arrays(), num_rounds=1)
+    assert len(seen) == 4  # everybody but the one whose app fails
+    sent = b"".join(
+        _everything_in(reply.content) if reply.has_content() else repr(reply.error).encode()
+        for _, reply in grid.crossed
+    )
+    for number, arrays, moved in seen:
+        update = {name: moved[name] - arrays[name] for name in ("weight", "bias")}
+        secret = {name: moved[name] for name in ("weight", "bias")}
+        weighted = {name: SIZES[number] * update[name].astype(np.float64) for name in update}
+        for look in (*_numbers(update), *_numbers(secret), *_numbers(weighted)):
+            assert look not in sent
+    assert b"no luck" not in sent
+
+
+def test_the_search_for_updates_finds_those_of_an_app_without_protection() -> None:
+    grid = AppGrid(app_of())
+    FedAvg().start(grid, start_arrays(), num_rounds=1)
+    arrays = {name: array.numpy() for name, array in start_arrays().items()}
+    moved, _ = trained(arrays, 0)
+    sent = b"".join(_everything_in(reply.content) for _, reply in grid.crossed)
+    assert all(look in sent for look in _numbers({"bias": moved["bias"]})[::3])
+
+
+def _with_bias(value: Any) -> Callable[[dict[str, np.ndarray], int], Any]:
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        moved, figures = trained(arrays, number)
+        return ({**moved, "bias": np.asarray(value)} if number == 1 else moved), figures
+
+    return train
+
+
+def _with_figures(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, np.ndarray], int], Any]:
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        moved, figures = trained(arrays, number)
+        return moved, (change(figures) if number == 1 else figures)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(_with_bias(np.zeros(4)), id="another shape"),
+        pytest.param(_with_bias(np.array(["a", "b", "c"])), id="no numbers"),
+        pytest.param(_with_figures(lambda known: {"train_loss": 1.0}), id="no num-examples"),
+        pytest.param(_with_figures(lambda known: {**known, "num-examples": 0}), id="no examples"),
+        pytest.param(_with_figures(lambda known: {**known, "num-examples": 2.0**30}), id="too many examples"),
+        pytest.param(_with_figures(lambda known: {**known, "all": [1.0, 2.0]}), id="a list among the metrics"),
+    ],
+)
+def test_an_app_that_replies_in_another_form_is_missed_and_named_by_a_code(train: Any, tmp_path: Path) -> None:
+    grid = AppGrid(app_of([protect()], train=train))
+    result = protected(FedAvg(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    assert_alike(result.arrays, plain_run(FedAvg(), 1, without=lambda number, client: client == 1).arrays)
+    (row,) = RunFolder(tmp_path / "run").metrics()
+    assert row["clients"] == 4
+    assert list(row["refused"]) == ["1"]
+    codes = [reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed]
+    assert [code for code in codes if code] == ["form"]
+
+
+def test_an_update_that_is_no_number_weighs_nothing_and_tells_nobody() -> None:
+    grid = AppGrid(app_of([protect()], train=_with_bias(np.full(3, np.nan))))
+    result = protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    assert_alike(result.arrays, plain_run(FedAvg(), 1, without=lambda number, client: client == 1).arrays)
+    codes = [reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed]
+    assert set(codes) == {""}
+
+
+@pytest.mark.parametrize("mods", [False, True], ids=["an app without the mod", "a server without the strategy"])
+def test_two_lines_of_which_one_is_missing_train_nothing(mods: bool) -> None:
+    if not mods:
+        with pytest.raises(ProtocolError, match=r"mods=\[fedveil.flower.protect\(\)\]"):
+            protected(FedAvg()).start(AppGrid(app_of()), start_arrays(), num_rounds=1)
+        return
+    grid = AppGrid(app_of([protect()]))
+    result = FedAvg(fraction_evaluate=0.0).start(grid, start_arrays(), num_rounds=1)
+    assert not result.arrays
+    assert all("fedveil.flower.Protected" in str(reply.error.reason) for _, reply in grid.crossed)
+
+
+def _cut(message: Message, reply: Message) -> Message:
+    content = out_of_array(reply.content.array_records[PARTS]["reply"])[:-7]
+    return _saying(reply, content)
+
+
+def _saying(reply: Message, content: bytes) -> Message:
+    return Message(
+        RecordDict({HEADER: reply.content[HEADER], PARTS: ArrayRecord({"reply": in_array(content)})}),
+        metadata=reply.metadata,
+    )
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        pytest.param(_cut, id="cut off"),
+        pytest.param(lambda message, reply: _saying(reply, b"rubbish" * 99), id="rubbish"),
+        pytest.param(
+            lambda message, reply: _saying(reply, out_of_array(message.content.array_records[PARTS]["common"])),
+            id="the request itself",
+        ),
+        pytest.param(
+            lambda message, reply: Message(
+                RecordDict({"x": ArrayRecord({"y": Array(np.ones(3))})}), metadata=reply.metadata
+            ),
+            id="no message of ours",
+        ),
+    ],
+)
+def test_forged_uploads_cost_the_forger_its_own_round(forge: Callable[[Message, Message], Message]) -> None:
+    def twist(message: Message, reply: Message) -> list[Message]:
+        mine = (*kind_of(message), message.metadata.dst_node_id) == ("Train", 1, 101)
+        return [forge(message, reply)] if mine else [reply]
+
+    result = protected(FedAvg()).start(AppGrid(app_of([protect()]), twist=twist), start_arrays(), num_rounds=1)
+    assert_alike(result.arrays, plain_run(FedAvg(), 1, without=lambda number, client: client == 1).arrays)
+
+
+def test_a_node_that_answers_twice_counts_once() -> None:
+    grid = AppGrid(app_of([protect()]), twist=lambda message, reply: [reply, reply])
+    result = protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    assert_alike(result.arrays, plain_run(FedAvg(), 1).arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"setup": "{}"}, id="no setup"),
+        pytest.param({"client": -1}, id="no client"),
+        pytest.param({"client": 3}, id="another client's number"),
+        pytest.param({"setup": "x" * 100_000}, id="a setup without end"),
+    ],
+)
+def test_a_client_refuses_messages_that_contradict_the_run(change: dict[str, Any]) -> None:
+    """A server that changes its mind about a client in the middle of a run is told a code and gets nothing."""
+    grid = AppGrid(app_of([protect()]))
+    protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    message = next(message for message, _ in grid.crossed if kind_of(message)[0] == "Hello")
+    for name, value in change.items():
+        message.content.config_records[HEADER][name] = value
+    before = len(grid.crossed)
+    grid.push_messages([message])
+    _, reply = grid.crossed[before]
+    assert reply.content.config_records[HEADER]["code"] == "protocol"
+    assert not reply.content.array_records
+
+
+def test_a_round_is_answered_once_whatever_the_server_says_about_it() -> None:
+    grid = AppGrid(app_of([protect()]))
+    protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    before = len(grid.crossed)
+    for message in [message for message, _ in grid.crossed if kind_of(message)[0] in ("Train", "Unmask")]:
+        content = RecordDict({**message.content, "arrays": start_arrays()})
+        grid.push_messages([Message(content, metadata=message.metadata)])
+    codes = {reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed[before:]}
+    assert codes == {"protocol"}
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "code"),
+    [
+        pytest.param({"require": {"scheme": ["dp-secagg", "nadp"]}}, {}, "required", id="another scheme"),
+        pytest.param({"require": {"clients": {"min": 6}}}, {}, "required", id="too few clients"),
+        pytest.param(
+            {"require": {"collusion": {"min": 0.3}}}, {"collusion": 0.2}, "required", id="too little collusion"
+        ),
+        pytest.param({"require": {"metrics": "average"}}, {"metrics": "pass"}, "required", id="metrics in the clear"),
+        pytest.param({}, {"metrics": "pass"}, "required", id="metrics in the clear, of which nobody spoke"),
+        pytest.param({"require": {"cohort": {"min": 6}}}, {}, "required", id="rounds of all, who are too few"),
+        pytest.param({"require": {"epsilon": {"max": 3}}}, {}, "required", id="an ε under masks alone"),
+        pytest.param({"require": {"epsilon": {"max": 2}}}, {"scheme": "dp-fedavg"}, "required", id="too large an ε"),
+        pytest.param({}, {"scheme": "dp-fedavg", "epsilon": 50.0}, "required", id="an ε that proves nothing"),
+        pytest.param({"policy": Policy(max_epsilon=1.0)}, {}, "settings", id="a limit on ε under masks alone"),
+        pytest.param(
+            {"policy": Policy(max_epsilon=3.0)},
+            {"scheme": "dp-fedavg", "metrics": "pass"},
+            "required",
+            id="a limit on ε beside metrics in the clear",
+        ),
+    ],
+)
+def test_a_client_takes_part_on_its_own_terms(own: dict[str, Any], settings: dict[str, Any], code: str) -> None:
+    grid = AppGrid(app_of([protect(**own)]))
+    with pytest.raises(ProtocolError, match="cannot start"):
+        protected(FedAvg(), **settings).start(grid, start_arrays(), num_rounds=1)
+    codes = [reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed]
+    assert codes
+    assert set(codes) == {code}
+
+
+def test_the_owners_policy_is_a_file_of_the_machine_and_counts_over_all_runs(tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("max_epsilon = 2.5\nmin_cohort = 3\n")
+
+    def node_config(number: int) -> dict[str, Any]:
+        state = str(tmp_path / f"node-{number}")
+        return {"fedveil-state": state, "fedveil-policy": str(tmp_path / "policy.toml")}
+
+    settings = {"scheme": "dp-fedavg", "epsilon": 2.0, "clip": 0.5}
+    app = app_of([protect()])
+    first = protected(FedAvg(), **settings)
+    first.start(AppGrid(app, node_config=node_config), start_arrays(), num_rounds=1)
+    again = AppGrid(app, node_config=node_config)  # nodes that were started anew, and another run
+    second = protected(FedAvg(), **settings).start(again, start_arrays(), num_rounds=1)
+    codes = {reply.content.config_records[HEADER]["code"] for _, reply in again.crossed}
+    assert codes == {"", "ended"}
+    assert not second.train_metrics_clientapp
+
+
+@pytest.mark.parametrize("scheme", ["dp-fedavg", "nadp", "dp-secagg"])
+def test_noise_is_what_the_ledger_says_it_is(scheme: str) -> None:
+    """The mean's error over 3,000 numbers, beside the variance that the plan gives the sum.
+
+    The sample variance of so many Gaussian numbers is within 12 % of the true one but for a chance of 4·10⁻⁶.
+    """
+    size, clients = 3000, 5
+
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        return {"flat": arrays["flat"] + 3.0 * (number + 1)}, {"num-examples": 5 + number}  # far beyond the clip
+
+    arrays = ArrayRecord({"flat": Array(np.zeros(size))})
+    strategy = protected(FedAvg(), scheme=scheme, epsilon=2.0, clip=0.5)
+    result = strategy.start(AppGrid(app_of([protect()], train=train)), arrays, num_rounds=1)
+    moved = result.arrays["flat"].numpy()
+    assert strategy._run is not None
+    layout = strategy._run.train.course.journal.first
+    assert layout is not None
+    planned = float(layout.residual.sum()) / clients**2
+    error = moved - 0.5 / np.sqrt(size)  # everybody's clipped update is the same
+    assert abs(error.mean()) < 5 * np.sqrt(planned / size)
+    assert 0.88 < float(np.mean(error**2)) / planned < 1.12
+    line = strategy.ledger.line("server")
+    assert line.verdict == "differential privacy"
+    assert line.unit == "all data of one client"
+    worst = max(known.epsilon for known in strategy.ledger.lines if known.epsilon is not None)
+    assert worst == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dropouts", ["repair", "tolerate"])
+def test_noise_shared_with_a_node_that_dies_is_dealt_with(dropouts: str) -> None:
+    grid = AppGrid(app_of([protect()]), twist=lost_where(("Train", 1, 1)))
+    settings = {"scheme": "nadp", "epsilon": 8.0, "clip": 100.0, "dropouts": dropouts, "honest_arrivals": False}
+    strategy = protected(FedAvg(), **settings)
+    result = strategy.start(grid, start_arrays(), num_rounds=2)
+    assert strategy._run is not None
+    assert [len(row.get("refused", {})) for row in strategy._run._outcome.rows] == [0, 0]
+    assert result.arrays or dropouts == "repair"  # where repairing would cost more than is left, rounds fail
+
+
+def test_figures_that_pass_are_named_and_settle_the_verdict() -> None:
+    strategy = protected(FedAvg(), metrics="pass", evaluation="pass")
+    plain = plain_run(FedAvg())
+    consent = protect(require={"metrics": "pass", "evaluation": "pass"})
+    result = strategy.start(AppGrid(app_of([consent])), start_arrays(), num_rounds=ROUNDS)
+    assert_alike(result.arrays, plain.arrays)
+    assert result.train_metrics_clientapp[2]["train_loss"] == pytest.approx(
+        plain.train_metrics_clientapp[2]["train_loss"], abs=1e-5
+    )
+    ledger = strategy.ledger
+    named = {release.field: release.about for release in ledger.releases}
+    assert (named["metrics.train_loss"], named["evaluate.eval_loss"]) == ("data", "data")
+    assert named["metrics.num-examples"] == "public"
+    assert ledger.line("server").verdict == "none"
+
+
+def test_the_folder_holds_ledger_report_and_summary(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    strategy = protected(FedAvg(), out=out)
+    strategy.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=ROUNDS)
+    ledger = read_ledger(out)
+    assert isinstance(ledger, Ledger)
+    assert ledger.as_data() == strategy.ledger.as_data()
+    assert any(note.startswith("trust level mod") for note in ledger.notes)
+    report = (out / "report.md").read_text()
+    assert "aggregate only" in report
+    assert "upload.gradients" in report
+    summary = RunFolder(out).summary()
+    assert summary is not None
+    assert (summary["rounds"], summary["scheme"], summary["parameters"]) == (ROUNDS, "secagg", 16)
+
+
+class _KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        pytest.param(lambda: FedAdam(eta=0.05), {}, id="FedAdam under masks"),
+        pytest.param(lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9), {}, id="FedAvgM under masks"),
+        pytest.param(FedAvg, {"scheme": "dp-fedavg", "epsilon": 2.0}, id="FedAvg under noise"),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_where_it_was(
+    make: Callable[[], Strategy], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+
+    def killed(message: Message, reply: Message) -> list[Message]:
+        if kind_of(message) == ("Train", 3):
+            raise _KilledError
+        return [reply]
+
+    with pytest.raises(_KilledError):
+        protected(make(), out=out, **settings).start(AppGrid(app_of([protect()]), twist=killed), start_arrays(), 4)
+    judged: list[int] = []
+    strategy = protected(make(), out=out, resume=True, **settings)
+    fresh = AppGrid(app_of([protect()]))  # another run of Flower's: nodes remember nothing
+    result = strategy.start(fresh, start_arrays(), 4, evaluate_fn=lambda number, arrays: judged.append(number))
+    assert judged == [2, 3, 4]
+    rows = [row["round"] for row in RunFolder(out).metrics()]
+    if settings:
+        # The round that was asked for before the kill is paid for, and the last one then is one too many.
+        assert (set(result.train_metrics_clientapp), rows) == ({3}, [1, 2, 3])
+        line = read_ledger(out).line("server")
+        assert line.epsilon is not None
+        assert line.epsilon <= 2.0 + 1e-6
+    else:
+        assert (set(result.train_metrics_clientapp), rows) == ({3, 4}, [1, 2, 3, 4])
+        assert_alike(result.arrays, plain_run(make(), 4).arrays)
+        again = protected(make(), out=out, resume=True).start(fresh, start_arrays(), 4)
+        assert_alike(again.arrays, result.arrays)
+
+
+@pytest.mark.parametrize("first", [100, 102, 500], ids=["the same nodes", "some of them", "others"])
+def test_whoever_cannot_be_recognised_is_charged_for_the_one_that_spent_most(first: int, tmp_path: Path) -> None:
+    settings = {"scheme": "dp-fedavg", "epsilon": 2.0, "out": tmp_path / "run"}
+    begun = protected(FedAvg(fraction_train=0.6), **settings)
+    begun.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=1)
+    resumed = protected(FedAvg(fraction_train=0.6), resume=True, **settings)
+    with pytest.raises(ProtocolError, match="cannot start again: round 2 would bring clients over the privacy target"):
+        resumed.start(AppGrid(app_of([protect()]), first=first), start_arrays(), num_rounds=2)
+    assert begun._run is not None
+    assert resumed._run is not None
+    before, after = (run._run.train.course.journal.accountant for run in (begun, resumed))
+    assert before is not None
+    assert after is not None
+    assert before.spent["server"].tolist().count(0.0) == 2
+    assert after.spent["server"].tolist().count(0.0) <= (2 if first == 100 else 0)
+    assert [resumed._run._nodes[number] for number in range(5)] == {
+        100: [100, 101, 102, 103, 104],
+        102: [105, 106, 102, 103, 104],
+        500: [500, 501, 502, 503, 504],
+    }[first]
+
+
+def test_a_run_is_resumed_with_its_own_settings_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    protected(FedAvg(), out=out).start(AppGrid(app_of([protect()])), start_arrays(), 1)
+    with pytest.raises(CheckpointError, match="other settings"):
+        protected(FedAvg(), out=out, resume=True, threshold=0.9).start(AppGrid(app_of([protect()])), start_arrays(), 2)
+    (out / "app.state").write_bytes(b"rubbish")
+    with pytest.raises(CheckpointError, match="damaged"):
+        protected(FedAvg(), out=out, resume=True).start(AppGrid(app_of([protect()])), start_arrays(), 2)
+    with pytest.raises(CheckpointError, match="holds another run"):
+        protected(FedAvg(), out=out).start(AppGrid(app_of([protect()])), start_arrays(), 2)
+
+
+class _Median(FedAvg):
+    """A mean by its class, and none by what it does."""
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        raise AssertionError
+
+
+class _Custom(Strategy):
+    """A strategy of somebody's own, of which nobody knows what it does."""
+
+    configure_train = configure_evaluate = aggregate_train = aggregate_evaluate = summary = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        pytest.param(lambda: Protected(FedMedian()), "single updates", id="medians"),
+        pytest.param(lambda: Protected(Krum()), "single updates", id="Krum"),
+        pytest.param(lambda: Protected(_Custom()), "averages=True", id="an unknown strategy"),
+        pytest.param(lambda: Protected(_Median()), "aggregate_train of its own", id="an aggregation of one's own"),
+        pytest.param(
+            lambda: Protected(FedAvg(train_metrics_aggr_fn=lambda records, key: None)), "one reply", id="own figures"
+        ),
+        pytest.param(lambda: Protected(Protected(FedAvg())), "already", id="twice"),
+        pytest.param(lambda: Protected(FedAvg(), scheme="secag"), "secagg", id="a mistyped scheme"),
+        pytest.param(lambda: Protected(FedAvg(), epsilon=3.0), "epsilon", id="an option of another scheme"),
+        pytest.param(lambda: Protected(FedAvg(), threshold=7.0), "threshold", id="a threshold out of range"),
+        pytest.param(lambda: Protected(FedAvg(), metrics="mean"), "average", id="an unknown way with metrics"),
+        pytest.param(lambda: Protected(FedAvg(), scheme="nadp", metrics="average"), "claim", id="averages under noise"),
+        pytest.param(lambda: Protected(FedAvg(), resume=True), "out", id="resuming nothing"),
+        pytest.param(lambda: protect(require={"schem": "secagg"}), "scheme", id="an unknown requirement"),
+        pytest.param(lambda: Protected(FedAvg()).ledger, "start", id="a ledger before the run"),
+    ],
+)
+def test_mistakes_are_named_where_they_are_made(make: Callable[[], Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        make()
+
+
+@pytest.mark.parametrize("own", [{}, {"require": {"evaluation": ["average", "drop"]}}], ids=["default", "refused"])
+def test_evaluations_in_the_clear_need_the_clients_consent(own: dict[str, Any]) -> None:
+    grid = AppGrid(app_of([protect(**own)]))
+    strategy = protected(FedAvg(), evaluation="pass")
+    result = strategy.start(grid, start_arrays(), num_rounds=1)
+    assert result.arrays
+    assert not result.evaluate_metrics_clientapp
+    assert all(reply.has_error() for message, reply in grid.crossed if message.metadata.message_type == "evaluate")
+
+
+class _Personal(FedAvg):
+    """Sends every node a configuration of its own."""
+
+    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Any) -> Any:
+        for message in super().configure_train(server_round, arrays, config, grid):
+            own = ConfigRecord({"for": message.metadata.dst_node_id})
+            yield Message(
+                RecordDict({**message.content, "config": own}),
+                dst_node_id=message.metadata.dst_node_id,
+                message_type="train",
+            )
+
+
+def test_what_is_sent_is_the_same_for_everybody() -> None:
+    strategy = protected(_Personal(), averages=True)
+    with pytest.raises(ConfigError, match="of their own"):
+        strategy.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=1)
+
+
+def test_a_strategy_is_started_once() -> None:
+    strategy, grid = protected(FedAvg()), AppGrid(app_of([protect()]))
+    strategy.start(grid, start_arrays(), num_rounds=1)
+    with pytest.raises(ConfigError, match="of its own"):
+        strategy.start(grid, start_arrays(), num_rounds=1)
+
+
+def test_a_run_that_cannot_be_resumed_says_so(tmp_path: Path) -> None:
+    protected(FedAvg(), out=tmp_path / "run").start(AppGrid(app_of([protect()])), start_arrays(), 1)
+    with pytest.raises(ProtocolError, match="cannot start again"):
+        protected(FedAvg(), out=tmp_path / "run", resume=True).start(AppGrid(app_of()), start_arrays(), 2)
+
+
+def _large(arrays: dict[str, np.ndarray], number: int) -> Any:
+    """A counter of batches, as BatchNorm has it, and a figure in milliseconds, of 60,000 examples."""
+    moved, figures = trained(arrays, number)
+    moved["steps"] = arrays["steps"] + 1875
+    return moved, {**figures, "num-examples": 60_000, "ms": 1500.0}
+
+
+def test_ordinary_numbers_of_many_examples_are_within_the_range() -> None:
+    grid = AppGrid(app_of([protect()], train=_large))
+    result = protected(FedAvg()).start(grid, start_arrays(), num_rounds=1)
+    assert result.arrays["steps"].numpy() == pytest.approx(1877.0, abs=1e-9)
+    assert result.train_metrics_clientapp[1]["ms"] == pytest.approx(1500.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("what", ["steps", "ms"])
+def test_the_server_knows_that_numbers_were_cut_off_and_not_whose(what: str, tmp_path: Path) -> None:
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        moved, figures = _large(arrays, number)
+        if number == 1 and what == "steps":
+            moved["steps"] = arrays["steps"] + 2**40
+        if number == 1 and what == "ms":
+            figures["ms"] = math.nan
+        return moved, figures
+
+    grid = AppGrid(app_of([protect()], train=train))
+    result = protected(FedAvg(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    (row,) = RunFolder(tmp_path / "run").metrics()
+    assert row.get("cut_off") == (pytest.approx(0.2) if what == "steps" else None)
+    assert math.isnan(result.train_metrics_clientapp[1]["ms"]) == (what == "ms")
+    assert {reply.content.config_records[HEADER]["code"] for _, reply in grid.crossed} == {""}
+
+
+@pytest.mark.parametrize(
+    "size", [{"clients": 10**6}, {"rounds": 10**6}, {"clients": 9000, "cohort": 10, "rounds": 9000}], ids=str
+)
+def test_settings_without_measure_are_refused_before_any_work(size: dict[str, int]) -> None:
+    settings = {"scheme": "nadp", "clients": 5, "rounds": 2, "secrets": "os", **size}
+    with pytest.raises(ConfigError, match="more than"):
+        agreed_app(AppSetup("0" * 32, 0, "train", settings, 1, "drop", ""))
+
+
+def test_the_pages_lines_do_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+    first, terms, alone = (text for language, text in blocks("how-to/protect-flower-app.md") if language == "python")
+    known: dict[str, Any] = {
+        "ClientApp": app_of,
+        "FedAvg": FedAvg,
+        "Policy": Policy,
+        "fedveil": fedveil.flower and fedveil,
+    }
+    client, _, server = first.partition("\n\n")[2].partition("\n\n")
+    exec(client, known)
+    known |= {"grid": AppGrid(known["client_app"]), "initial_arrays": start_arrays()}
+    exec(server.replace("num_rounds=10", "num_rounds=1"), known)
+    assert capsys.readouterr().out == "aggregate only\n"
+    for text in (terms, alone):
+        exec(text, known)
+
+
+def test_of_a_fraction_the_size_is_taken_and_who_is_asked_is_the_beacons(tmp_path: Path) -> None:
+    inner = FedAvg(fraction_train=0.6, min_train_nodes=3)
+    strategy = protected(inner, out=tmp_path / "run")
+    grid = AppGrid(app_of([protect()]))
+    strategy.start(grid, start_arrays(), num_rounds=3)
+    assert [row["clients"] for row in RunFolder(tmp_path / "run").metrics()] == [3, 3, 3]
+    settings = json.loads(grid.crossed[0][0].content.config_records[HEADER]["setup"])["settings"]
+    assert settings["cohort"] == 3
