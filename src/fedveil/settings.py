@@ -106,6 +106,15 @@ class Settings(TypedDict, total=False):
     """δ. (default: 1e-5)"""
     clip: float | None
     """Largest L2 norm of a sample's gradient; of an update, with local training. (default: 1)"""
+    adaptive_clip: bool | None
+    """dp-fedavg, ldp, cdp, nadp with local training: the clip begins with --clip and follows the updates. (default:
+    no)"""
+    clip_quantile: float | None
+    """adaptive clip: the share of updates that should be within it. (default: 0.5)"""
+    clip_rate: float | None
+    """adaptive clip: how fast it moves, up to 1. (default: 0.2)"""
+    clip_share: float | None
+    """adaptive clip: share of every round's μ² that pays for it. (default: 0.1)"""
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None
@@ -146,6 +155,20 @@ class Settings(TypedDict, total=False):
     cipher: str | None
     """paraaegis, ckks-fedavg, serial: ckks (extra he; one client's help opens it), or pads (faster; it does not).
     (default: ckks)"""
+    max_update_norm: float | None
+    """Longest gradient or update of a client where nothing is clipped: longer uploads are refused, under masks rounds
+    whose mean is longer. (default: none; clipped ones are held to --clip)"""
+    on_bad_round: Literal["skip", "stop"] | None
+    """A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop. (default:
+    skip)"""
+    max_bad_rounds: int | None
+    """Stop after so many bad rounds in a row. (default: 3)"""
+    max_loss_jump: float | None
+    """Take a round back that makes the loss on the validation part more than so many times as large: 3. (default:
+    never)"""
+    robust_groups: int | None
+    """fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their
+    means are averaged without the extremes, so that a bad upload moves nothing. (default: one sum)"""
     policy: str | None
     """TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. No message can widen
     it."""
