@@ -19,8 +19,8 @@ from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, TraceError
 from fedveil.ledger import caveats
 from fedveil.runs import session
-from fedveil.runs.job import HANDED, job_from_config
-from fedveil.runs.pretrained import PUBLISHED, fill_from
+from fedveil.runs.job import job_from_config
+from fedveil.runs.pretrained import HANDED, PUBLISHED, fill_from
 from shell import fedveil as command
 
 SIZES: dict[str, Any] = {"input_shape": (64,), "outputs": 10, "depth": 2, "width": 8}

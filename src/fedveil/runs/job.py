@@ -39,7 +39,7 @@ from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note, guard_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
-from fedveil.runs.pretrained import PUBLISHED, fill_from, nothing_hidden
+from fedveil.runs.pretrained import HANDED, PUBLISHED, fill_from, nothing_hidden
 from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
@@ -58,11 +58,6 @@ EPSILON = (
 )
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
-)
-HANDED = (
-    "the model was handed over with its first weights: if PyTorch drew them after a seed, they have 32 bits, which a "
-    "client searches in hours and then has the whole model; fedveil.secrets.drawn_from draws them from the operating "
-    "system"
 )
 FROZEN = (
     "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "

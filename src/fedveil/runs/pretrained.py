@@ -20,6 +20,11 @@ from fedveil.errors import ConfigError, spelled
 _NO_WEIGHTS = ("num_batches_tracked", "epsilon")
 _SHOWN = 3
 
+HANDED = (
+    "the model was handed over with its first weights: if PyTorch drew them after a seed, they have 32 bits, which a "
+    "client searches in hours and then has the whole model; fedveil.secrets.drawn_from draws them from the operating "
+    "system"
+)
 PUBLISHED = (
     "the model begins with weights that others know: a client matches what it is sent with them and reads off the "
     "veil's secrets, exactly at first and nearly so later, so that 0 of the model is hidden"
