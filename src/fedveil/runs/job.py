@@ -39,7 +39,7 @@ from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note, guard_note
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
-from fedveil.runs.pretrained import HANDED, PUBLISHED, fill_from, nothing_hidden
+from fedveil.runs.pretrained import FROZEN, HANDED, PUBLISHED, fill_from, nothing_hidden
 from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule_of
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
@@ -58,10 +58,6 @@ EPSILON = (
 )
 DROPOUT = (
     "dropout meets other units under secret orders: training is that without a veil in law, and not number by number"
-)
-FROZEN = (
-    "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
-    "received by them and has the scales of the layers beside, so that a veil hides nothing there"
 )
 
 PREPARED = (

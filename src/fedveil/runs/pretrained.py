@@ -25,6 +25,10 @@ HANDED = (
     "client searches in hours and then has the whole model; fedveil.secrets.drawn_from draws them from the operating "
     "system"
 )
+FROZEN = (
+    "{:,} parameters are frozen: whoever knows them beforehand, as everybody knows published weights, divides what is "
+    "received by them and has the scales of the layers beside, so that a veil hides nothing there"
+)
 PUBLISHED = (
     "the model begins with weights that others know: a client matches what it is sent with them and reads off the "
     "veil's secrets, exactly at first and nearly so later, so that 0 of the model is hidden"
