@@ -16,6 +16,7 @@ from typing import Any
 
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
+from fedveil.plain import numbers_of
 
 ModelOption = int | float | str | bool
 
@@ -24,7 +25,6 @@ OBJECT = "python:"
 
 _LARGEST_SEED = (1 << 63) - 1
 _LARGEST_WHOLE = 1 << 53
-_MOST_DIGITS = 7
 
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
 _HIDDEN, _LIMITS, _MACHINE, _AUDIT = "Hidden share", "Clients' own limits", "Machine", "Audit"
@@ -650,19 +650,6 @@ def unknown_setting(
     words = {known: setting.metadata.get("words", "") for known, setting in _FIELDS.items() if known not in without}
     hint = "All of them: `fedveil run --help`."
     return unknown_name(f"setting in {where}:", name, {*words, *further}, hint=hint, words=words)
-
-
-def numbers_of(text: str, name: str) -> tuple[int, ...]:
-    """Whole numbers as they are typed, 1,2,10 or 0-9: ascending, each once."""
-    numbers: set[int] = set()
-    for word in text.split(","):
-        first, dash, last = (part.strip() for part in word.partition("-"))
-        ends = (first, last) if dash else (first, first)
-        fit = all(end.isascii() and end.isdigit() and len(end) <= _MOST_DIGITS for end in ends)
-        if not fit or int(ends[0]) > int(ends[1]):
-            raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
-        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
-    return tuple(sorted(numbers))
 
 
 def toml_of(value: object) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fedveil.errors import CheckpointError
+from fedveil.errors import CheckpointError, ConfigError
 
 T = TypeVar("T")
 LARGEST_WHOLE = 1 << 63
+_MOST_DIGITS = 7
 
 
 def parsed(text: str | bytes, *, where: str) -> Any:
@@ -164,3 +165,16 @@ def _shown(value: object) -> str:
 def _short(reason: BaseException) -> str:
     text = " ".join(str(reason).split()) or type(reason).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def numbers_of(text: str, name: str) -> tuple[int, ...]:
+    """Whole numbers as they are typed, 1,2,10 or 0-9: ascending, each once."""
+    numbers: set[int] = set()
+    for word in text.split(","):
+        first, dash, last = (part.strip() for part in word.partition("-"))
+        ends = (first, last) if dash else (first, first)
+        fit = all(end.isascii() and end.isdigit() and len(end) <= _MOST_DIGITS for end in ends)
+        if not fit or int(ends[0]) > int(ends[1]):
+            raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
+        numbers.update(range(int(ends[0]), int(ends[1]) + 1))
+    return tuple(sorted(numbers))

@@ -31,12 +31,11 @@ from fedveil.audit.views import (
     weights_from,
 )
 from fedveil.client_held.messages import Begin, Divide
-from fedveil.config import numbers_of
 from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Broadcast, Downlink, Mean, Recovered, Veil
 from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.own_code import refuse_code
-from fedveil.plain import made, parsed, read_named, read_raw
+from fedveil.plain import made, numbers_of, parsed, read_named, read_raw
 from fedveil.protocol.codec import as_bytes, decode, encode, from_stored
 from fedveil.protocol.directory import Announce
 from fedveil.protocol.messages import Train, Upload

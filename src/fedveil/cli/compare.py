@@ -321,8 +321,8 @@ def _settings(config: Path | None, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _seeds(seeds: str | None, seed: int | None, repeats: int | None) -> list[int] | None:
-    from fedveil.config import numbers_of
     from fedveil.errors import ConfigError
+    from fedveil.plain import numbers_of
 
     if seeds is not None:
         if seed is not None or repeats is not None:
