@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensors": {"errors", "captured"},
     "secrets": set(),
     "shapes": {"errors"},
-    "config": {"errors", "own_code"},
+    "config": {"errors", "own_code", "plain"},
     "data": {"errors", "own_code"},
     "models": {"errors", "own_code", "secrets"},
     "crypto": {"errors", "secrets", "framing", "processes"},

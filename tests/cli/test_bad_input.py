@@ -350,7 +350,7 @@ def test_an_unknown_flag_or_command_is_a_usage_error() -> None:
 def test_every_error_has_its_own_exit_code() -> None:
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, FedVeilError)]
     codes = [one.exit_code for one in kinds if one is not errors.NotApplicableError]  # a kind of ConfigError
-    assert len(set(codes)) == len(codes) == 9
+    assert len(set(codes)) == len(codes) == 10
     assert 0 not in codes
 
 

@@ -25,7 +25,7 @@ def test_the_settings_flags_are_those_of_run(name: str) -> None:
     top = typer.main.get_command(app)
     run = flags(top.commands["run"])  # type: ignore[attr-defined]
     here = flags(top.commands["flower"].commands[name])  # type: ignore[attr-defined]
-    settings = run.keys() - {"out", "resume", "quiet", "help", "tensorboard", "mlflow"}
+    settings = run.keys() - {"out", "resume", "quiet", "help", "tensorboard", "mlflow", "wandb"}
     assert len(settings) > 60
     assert {one: here.get(one) for one in settings} == {one: run[one] for one in settings}
 

@@ -12,6 +12,7 @@ import pytest
 
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, ConfigError
+from fedveil.runs import folder as run_folder
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder, write_atomically
 from shell import fedveil
@@ -106,7 +107,11 @@ def test_a_full_disk_is_told_with_the_file_and_what_to_do(
         ours = mode[0] in "awx" and (self.name == name or self.name.startswith(f".{name}."))
         return original(Path("/dev/full") if ours else self, mode.replace("x", "w"), *rest, **named)
 
+    def opened_new(path: Path, mode: str, **named: Any) -> Any:
+        return opened(path, mode)
+
     monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(run_folder, "open", opened_new, raising=False)
     done = fedveil("run", "--scheme", "ldp", "--rounds", 1, "--clients", 3, "-o", "width=4", "--out", tmp_path / "run")
     assert done.code == 1
     said = done.error.splitlines()[-1]

@@ -26,7 +26,7 @@ app = typer.Typer(
     help="Bidirectional privacy in federated learning: data privacy proven, model secrecy measured.",
     epilog="Start with: fedveil demo · fedveil run --scheme lossless --dataset digits --seed 1 --out runs/first\n\n"
     "Exit codes: 0 fine · 1 files, or a problem found · 2 settings · 3 data · 4 network · 5 NaN or diverged · "
-    "6 protocol · 7 run folder · 8 missing extra · 9 attack · 130 interrupted · 143 SIGTERM",
+    "6 protocol · 7 run folder · 8 missing extra · 9 attack · 10 ε contradicted · 130 interrupted · 143 SIGTERM",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

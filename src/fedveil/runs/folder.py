@@ -181,10 +181,11 @@ class RunFolder:
             )
         engine = self._remembered().get("engine", "local")
         if engine != self._engine:
-            ways = {"flower": "fedveil flower run --resume", "flower-app": "Protected(…, resume=True)"}
+            how = "fedveil flower run" if engine == "flower" else "fedveil run"
+            way = "`Protected(…, resume=True)`" if engine == "flower-app" else f"`{how} --resume`"
             raise CheckpointError(
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
-                f"there: resume it with `{ways.get(str(engine), 'fedveil run --resume')}`."
+                f"there: resume it with {way}."
             )
         return BEFORE | RunConfig.read(self.config_file)
 
