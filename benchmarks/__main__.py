@@ -7,6 +7,7 @@ import dataclasses
 import json
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -71,6 +72,20 @@ def show(title: str, rows: list[Row]) -> None:
         verdict = {True: "holds", False: "BROKEN", None: ""}[row.holds]
         spread = f"{measured.low:.3f}–{measured.high:.3f}"
         print(f"{row.what:58} {row.against:22} {measured.middle:7.3f}  {spread:>15}  {bound:>8} {verdict} {row.note}")
+
+
+def alone(
+    rows_of: Callable[[torch.device, int], list[Row]], about: str | None, *, device: str = "cpu", repeats: int
+) -> int:
+    """The table of one benchmark, with its own defaults of what it runs on and how often; the exit code."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
+    parser.add_argument("--repeats", type=int, default=repeats)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = rows_of(torch.device(options.device), options.repeats)
+    show(f"{options.device}, torch {torch.__version__}, one thread, {options.repeats} repetitions", rows)
+    return 1 if any(row.holds is False for row in rows) else 0
 
 
 if __name__ == "__main__":

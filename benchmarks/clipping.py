@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 
@@ -144,17 +143,12 @@ def _factors(gradients: Tensor) -> Tensor:
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    device = torch.device(options.device)
-    rows = [*clipping(device, repeats=options.repeats), *clipped_rounds(device, repeats=options.repeats)]
-    show(f"{device.type}, torch {torch.__version__}, {options.repeats} repetitions", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    def rows_of(device: torch.device, repeats: int) -> list[Row]:
+        return [*clipping(device, repeats=repeats), *clipped_rounds(device, repeats=repeats)]
+
+    return alone(rows_of, __doc__, repeats=7)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.rows import LOSS, WORK, Bed, Row
+from benchmarks.rows import WORK, Bed, Row
 from benchmarks.timing import Ratio, interleaved, ratio
 from fedveil import models
 from fedveil.downlink import Mean, Plain, Rescaling, draw
@@ -89,16 +88,9 @@ def _network(name: str, device: torch.device, *, repeats: int) -> list[Row]:
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = families(torch.device(options.device), repeats=options.repeats)
-    show(f"torch {torch.__version__}, one thread, {options.repeats} repetitions, {LOSS.name} loss", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    return alone(lambda device, repeats: families(device, repeats=repeats), __doc__, repeats=15)
 
 
 if __name__ == "__main__":

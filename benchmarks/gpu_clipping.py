@@ -7,7 +7,6 @@ benchmarks.gpu_clipping` shows these rows alone; on a CPU (`--device cpu`) too, 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -94,16 +93,9 @@ def _flops(architecture: Architecture, sent: Broadcast, data: ClientData) -> int
 
 
 def main() -> int:
-    from benchmarks.__main__ import show
+    from benchmarks.__main__ import alone
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = gpu_clipping(torch.device(options.device), repeats=options.repeats)
-    show(f"{options.device}, torch {torch.__version__}, {options.repeats} repetitions", rows)
-    return 1 if any(row.holds is False for row in rows) else 0
+    return alone(lambda device, repeats: gpu_clipping(device, repeats=repeats), __doc__, device="cuda", repeats=7)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ a new process. All that crosses is kept (`AppGrid.crossed`).
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
-from flwr.serverapp import Grid
-from flwr.supercore.task_identity import TaskIdentity
 
-RUN = 7
+from flower.in_process import RUN, LoopbackGrid
+
 SIZES = (30, 50, 20, 40, 60)
 Train = Callable[[dict[str, np.ndarray], int], tuple[dict[str, np.ndarray], dict[str, Any]]]
 
@@ -29,7 +28,7 @@ def copied(content: RecordDict) -> RecordDict:
     )
 
 
-class AppGrid(Grid):
+class AppGrid(LoopbackGrid):
     """A ClientApp behind every node, each with a folder of its own; `twist` changes replies."""
 
     def __init__(
@@ -41,28 +40,19 @@ class AppGrid(Grid):
         node_config: Callable[[int], dict[str, Any]] = lambda number: {},
         first: int = 100,
     ) -> None:
-        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
+        super().__init__()
         self.app = app
         self.states = {first + number: RecordDict() for number in range(clients)}
         self._first = first
         self.crossed: list[tuple[Message, Message]] = []
         self.dead: set[int] = set()
         self._node_config, self._twist = node_config, twist
-        self._replies: list[Message] = []
-        self._count = 0
         self._folder = tempfile.TemporaryDirectory()
 
     def get_node_ids(self) -> list[int]:
         return [node for node in self.states if node not in self.dead]
 
-    def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        return [self._push(message) for message in messages]
-
-    def _push(self, message: Message) -> str:
-        self._count += 1
-        identifier = f"message-{self._count}"
-        message.metadata.__dict__["_message_id"] = identifier
-        node = message.metadata.dst_node_id
+    def answered(self, message: Message, node: int) -> list[Message]:
         arrived = Message(copied(message.content), metadata=message.metadata)
         context = Context(
             run_id=RUN,
@@ -80,33 +70,11 @@ class AppGrid(Grid):
         except Exception as reason:  # as Flower does: the words go to the server
             reply = Message(Error(2, str(reason)), reply_to=message)
         self.states[node] = copied(context.state)
-        reply.metadata.__dict__["_message_id"] = f"reply-{self._count}"
-        replies = [reply] if self._twist is None else self._twist(message, reply)
-        for sent in replies:
-            self.crossed.append((message, sent))
-            if sent.has_content():
-                sent = Message(copied(sent.content), metadata=sent.metadata)
-            self._replies.append(sent)
-        return identifier
-
-    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        wanted = set(message_ids)
-        taken = [reply for reply in self._replies if reply.metadata.reply_to_message_id in wanted]
-        self._replies = [reply for reply in self._replies if reply.metadata.reply_to_message_id not in wanted]
-        return taken
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        return self.pull_messages(self.push_messages(messages))
-
-    def set_run(self, run: Any) -> None:
-        raise NotImplementedError
-
-    @property
-    def run(self) -> Any:
-        raise NotImplementedError
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
+        replies = [self.named(reply)] if self._twist is None else self._twist(message, self.named(reply))
+        self.crossed += [(message, sent) for sent in replies]
+        return [
+            Message(copied(sent.content), metadata=sent.metadata) if sent.has_content() else sent for sent in replies
+        ]
 
 
 def start_arrays() -> ArrayRecord:

@@ -15,6 +15,17 @@ from fedveil.runs import session
 from fedveil.runs.callbacks import Callback
 from fedveil.runs.folder import RunFolder
 
+UNSEEDED = RunConfig(
+    scheme="nadp",
+    rounds=5,
+    clients=3,
+    seed=1,
+    secrets="os",
+    checkpoint_every=2,
+    model_options={"depth": 2, "width": 8},
+)
+"""Secrets of the operating system: a round that is repeated then has other figures."""
+
 
 def same_tensors(ours: Path, theirs: Path) -> bool:
     """Whether two files hold the same tensors, bit for bit; the order of what they say of themselves is chance."""

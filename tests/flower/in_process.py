@@ -18,53 +18,38 @@ RUN = 7
 Twist = Callable[[Message], "list[Message]"]
 
 
-class InProcessGrid(Grid):
-    """Every message goes to its node's desk at once; `twist` may drop, repeat, delay or change replies."""
+class LoopbackGrid(Grid):
+    """Messages are answered where they are pushed, by whoever inherits this, and replies wait to be pulled."""
 
-    def __init__(self, homes: Iterable[Path], *, twist: Twist | None = None) -> None:
+    def __init__(self) -> None:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN, 1, 1
-        self.homes = {100 + place: home for place, home in enumerate(homes)}
-        self.desks: dict[Path, MessageHandler] = {}
-        self.twist = twist
-        self.sent: list[Message] = []
-        self.away: set[int] = set()
         self._replies: list[Message] = []
         self._count = 0
 
-    def get_node_ids(self) -> list[int]:
-        return [node for node in self.homes if node not in self.away]
+    def answered(self, message: Message, node: int) -> list[Message]:
+        """What reaches the server of a node's reply, or in its place."""
+        raise NotImplementedError
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
-        return [self._push(one) for one in messages]
+        return [self._push(message) for message in messages]
 
     def _push(self, message: Message) -> str:
         self._count += 1
         identifier = f"message-{self._count}"
         message.metadata.__dict__["_message_id"] = identifier
-        self.sent.append(message)
-        node = message.metadata.dst_node_id
-        context = Context(
-            run_id=RUN,
-            node_id=node,
-            node_config={"fedveil-home": str(self.homes[node])},
-            state=RecordDict(),
-            run_config={},
-        )
-        reply = answer(message, context, deliver=self._deliver)
-        reply.metadata.__dict__["_message_id"] = f"reply-{self._count}"
-        self._replies += [reply] if self.twist is None else self.twist(reply)
+        self._replies += self.answered(message, message.metadata.dst_node_id)
         return identifier
 
-    def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
-        if home not in self.desks:
-            self.desks[home] = MessageHandler(home)
-        return self.desks[home].handle(parcel)
+    def named(self, reply: Message) -> Message:
+        """A reply with an identifier, as Flower gives it one."""
+        reply.metadata.__dict__["_message_id"] = f"reply-{self._count}"
+        return reply
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         wanted = set(message_ids)
-        found = [one for one in self._replies if one.metadata.reply_to_message_id in wanted]
-        self._replies = [one for one in self._replies if one.metadata.reply_to_message_id not in wanted]
-        return found
+        taken = [reply for reply in self._replies if reply.metadata.reply_to_message_id in wanted]
+        self._replies = [reply for reply in self._replies if reply.metadata.reply_to_message_id not in wanted]
+        return taken
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         return self.pull_messages(self.push_messages(messages))
@@ -78,6 +63,38 @@ class InProcessGrid(Grid):
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError
+
+
+class InProcessGrid(LoopbackGrid):
+    """Every message goes to its node's desk at once; `twist` may drop, repeat, delay or change replies."""
+
+    def __init__(self, homes: Iterable[Path], *, twist: Twist | None = None) -> None:
+        super().__init__()
+        self.homes = {100 + place: home for place, home in enumerate(homes)}
+        self.desks: dict[Path, MessageHandler] = {}
+        self.twist = twist
+        self.sent: list[Message] = []
+        self.away: set[int] = set()
+
+    def get_node_ids(self) -> list[int]:
+        return [node for node in self.homes if node not in self.away]
+
+    def answered(self, message: Message, node: int) -> list[Message]:
+        self.sent.append(message)
+        context = Context(
+            run_id=RUN,
+            node_id=node,
+            node_config={"fedveil-home": str(self.homes[node])},
+            state=RecordDict(),
+            run_config={},
+        )
+        reply = self.named(answer(message, context, deliver=self._deliver))
+        return [reply] if self.twist is None else self.twist(reply)
+
+    def _deliver(self, home: Path, parcel: bytes, *, timeout: float) -> bytes:
+        if home not in self.desks:
+            self.desks[home] = MessageHandler(home)
+        return self.desks[home].handle(parcel)
 
 
 def context_of(**run_config: Any) -> Context:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.tracking import Tracked, figures_of, ledger_in_words, trackers
-from interrupting import interrupted_run
+from interrupting import UNSEEDED, interrupted_run
 from shell import fedveil
 
 accumulator = pytest.importorskip(
@@ -22,16 +21,6 @@ accumulator = pytest.importorskip(
 )
 
 HERE = Tracked(tensorboard="")
-# Secrets of the operating system: a round that is repeated then has other figures.
-UNSEEDED = RunConfig(
-    scheme="nadp",
-    rounds=5,
-    clients=3,
-    seed=1,
-    secrets="os",
-    checkpoint_every=2,
-    model_options={"depth": 2, "width": 8},
-)
 SMALL = ("--scheme", "nadp", "--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
 
 

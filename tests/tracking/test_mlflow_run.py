@@ -12,27 +12,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fedveil.config import RunConfig
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.tracking import LINEAGE, Tracked, figures_of, ledger_in_words, trackers
-from interrupting import interrupted_run
+from interrupting import UNSEEDED, interrupted_run
 from shell import fedveil
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 # Looked for and not imported, which takes seconds of every process that only collects tests.
 pytestmark = pytest.mark.skipif(not (find_spec("mlflow") and find_spec("sqlalchemy")), reason="needs the extra mlflow")
 
-# Secrets of the operating system: a round that is repeated then has other figures.
-UNSEEDED = RunConfig(
-    scheme="nadp",
-    rounds=5,
-    clients=3,
-    seed=1,
-    secrets="os",
-    checkpoint_every=2,
-    model_options={"depth": 2, "width": 8},
-)
 SMALL = ("--scheme", "nadp", "--rounds", 3, "--clients", 3, "--seed", 1, "-o", "depth=2", "-o", "width=8")
 
 

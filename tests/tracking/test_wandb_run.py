@@ -13,26 +13,14 @@ import pytest
 import torch
 
 import fedveil
-from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
 from fedveil.runs import session
 from fedveil.runs.folder import RunFolder
 from fedveil.tracking import Tracked, figures_of, trackers
-from interrupting import interrupted_run
+from interrupting import UNSEEDED, interrupted_run
 from shell import fedveil as command
 
 needs_wandb = pytest.mark.skipif(not find_spec("wandb"), reason="needs the extra wandb")
-
-# Secrets of the operating system: a round that is repeated then has other figures.
-UNSEEDED = RunConfig(
-    scheme="nadp",
-    rounds=5,
-    clients=3,
-    seed=1,
-    secrets="os",
-    checkpoint_every=2,
-    model_options={"depth": 2, "width": 8},
-)
 
 
 @pytest.fixture(autouse=True)

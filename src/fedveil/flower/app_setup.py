@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from fedveil.config import RunConfig
 from fedveil.downlink import Architecture, Weights, draw
 from fedveil.errors import ConfigError, ProtocolError, unknown_option
+from fedveil.flower.messages import Told
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import attended
@@ -46,21 +45,15 @@ def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohor
 
 
 @dataclass(frozen=True)
-class AppSetup:
+class AppSetup(Told):
     """One attempt at a run of an app, or at the evaluations that go with it: what every client is told, and holds the
     run's name to (`name`)."""
 
-    lineage: str
-    attempt: int
     phase: Phase
     settings: Mapping[str, Any]
     size: int
     metrics: Metrics
     weighted_by: str
-
-    def to_text(self) -> str:
-        """As it travels."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     @staticmethod
     def parse(text: str) -> AppSetup:
@@ -72,11 +65,7 @@ class AppSetup:
         except (ValueError, TypeError, RecursionError) as reason:
             raise ProtocolError("a run's setup is malformed") from reason
         well = (
-            isinstance(setup.lineage, str)
-            and len(setup.lineage) == 32
-            and set(setup.lineage) <= set("0123456789abcdef")
-            and type(setup.attempt) is int
-            and 0 <= setup.attempt < 1 << 31
+            setup.well_named
             and setup.phase in ("train", "evaluate")
             and isinstance(setup.settings, dict)
             and type(setup.size) is int
@@ -88,10 +77,6 @@ class AppSetup:
         if not well:
             raise ProtocolError("a run's setup is malformed")
         return setup
-
-    def digest(self) -> str:
-        """SHA-256 over everything."""
-        return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from torch import Tensor
 
@@ -37,26 +37,38 @@ _SERVERS_OWN = frozenset(
 _FACTS = ("input_shape", "outputs", "task", "vocabulary")
 
 
-class Told(Protocol):
-    """What goes with every message of a run: its name through all attempts, and the settings of this one."""
-
-    @property
-    def lineage(self) -> str:
-        """The run's name."""
-        ...
-
-    def to_text(self) -> str:
-        """As it travels."""
-        ...
-
-
 @dataclass(frozen=True)
-class Setup:
-    """One attempt at a run. `lineage` names the run through all its attempts, `start` the version of the model that
-    its clients begin with where they hold it themselves."""
+class Told:
+    """What goes with every message of a run: its name through all attempts, which attempt this is, and its settings."""
 
     lineage: str
     attempt: int
+
+    def to_text(self) -> str:
+        """As it travels."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def digest(self) -> str:
+        """SHA-256 over everything."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()
+
+    @property
+    def well_named(self) -> bool:
+        """Whether name and attempt are what a server may say."""
+        hexadecimal = isinstance(self.lineage, str) and set(self.lineage) <= set("0123456789abcdef")
+        return hexadecimal and len(self.lineage) == 32 and is_count(self.attempt)
+
+
+def is_count(number: object) -> bool:
+    """Whether something is a whole number that counts attempts or versions."""
+    return type(number) is int and 0 <= number < 1 << 31
+
+
+@dataclass(frozen=True)
+class Setup(Told):
+    """One attempt at a run. `start` is the version of the model that its clients begin with where they hold it
+    themselves."""
+
     settings: Mapping[str, Any]
     facts: Mapping[str, Any]
     start: int = 0
@@ -70,10 +82,6 @@ class Setup:
             kept["record"] = True  # an owner may forbid it
         return Setup(lineage, attempt, kept, {name: facts.get(name) for name in _FACTS}, start)
 
-    def to_text(self) -> str:
-        """As it travels."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
-
     @staticmethod
     def parse(text: str) -> Setup:
         """A setup from what arrived; anything malformed is refused."""
@@ -82,12 +90,9 @@ class Setup:
             setup = Setup(**given)
         except (ValueError, TypeError, RecursionError) as reason:
             raise ProtocolError("a run's setup is malformed") from reason
-        name = setup.lineage
         well = (
-            isinstance(name, str)
-            and len(name) == 32
-            and set(name) <= set("0123456789abcdef")
-            and all(type(number) is int and 0 <= number < 1 << 31 for number in (setup.attempt, setup.start))
+            setup.well_named
+            and is_count(setup.start)
             and isinstance(setup.settings, dict)
             and isinstance(setup.facts, dict)
             and set(setup.facts) == set(_FACTS)
@@ -95,10 +100,6 @@ class Setup:
         if not well:
             raise ProtocolError("a run's setup is malformed")
         return setup
-
-    def digest(self) -> str:
-        """SHA-256 over everything."""
-        return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     @property
     def name(self) -> str:

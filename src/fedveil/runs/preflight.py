@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil.downlink import assemble
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, spelled
@@ -21,6 +21,7 @@ from fedveil.runs.loop import client_role
 from fedveil.runs.monitor import monitor_of
 from fedveil.runs.pretrained import loaded_from
 from fedveil.uplink.graph import n_out
+from fedveil.work.batches import convolves
 from fedveil.work.groups import TOGETHER
 from fedveil.work.per_sample import CPU_BYTES
 
@@ -129,7 +130,11 @@ def _memory(job: Job, *, saved: float) -> str:
     step, at_once = _BEYOND_SAVED * saved * batch, 1
     if scheme.work.clip is not None and scheme.work.local_training == (None, None):
         step = min(step, CPU_BYTES) + size * number  # samples are taken a few at a time, each with its own gradient
-    elif scheme.work.returns == "gradient" and job.config.vectorise is not False and not _convolves(job):
+    elif (
+        scheme.work.returns == "gradient"
+        and job.config.vectorise is not False
+        and not convolves(job.architecture.skeleton)
+    ):
         at_once = max(1, min(_MOST_AT_ONCE, job.cohort.size, _CHUNK_BYTES // (upload * number)))
     if weights.is_cuda and scheme.work.clip is None:
         at_once = min(TOGETHER, job.cohort.size)
@@ -149,10 +154,6 @@ def _memory(job: Job, *, saved: float) -> str:
         f"the memory will probably not suffice: about {needed / 1e9:.1f} GB are needed for {size:,} parameters, and "
         f"{free / 1e9:.1f} GB are free. What helps most is {first}."
     )
-
-
-def _convolves(job: Job) -> bool:
-    return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in job.architecture.skeleton.modules())
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -79,6 +79,11 @@ def has_random_layers(module: nn.Module) -> bool:
     return any(_drops(layer) for layer in module.modules())
 
 
+def convolves(module: nn.Module) -> bool:
+    """Whether a layer of it is a convolution."""
+    return any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules())
+
+
 def _drops(layer: nn.Module) -> bool:
     if isinstance(layer, (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True

@@ -18,7 +18,7 @@ from fedveil.downlink.architecture import (
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import NumericError
 from fedveil.tensors import Layout, flatten, plain_attention, without_compiler
-from fedveil.work.batches import Batches, has_random_layers, seeded_dropout
+from fedveil.work.batches import Batches, convolves, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
 from fedveil.work.messages import ClientData, SideBySide, Units, Workspace, check_finite, prepare, reported
@@ -242,7 +242,7 @@ class Gradients(SideBySide):
             return False
         if self.vectorise is not None:
             return self.vectorise
-        if not any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules()):
+        if not convolves(module):
             return True
         # Per-client convolutions pay for small pictures only: beyond, a loop keeps both cores busy.
         pixels = math.prod(workspace.architecture.input_shape[1:])

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
 from fedveil.tensors import Layout, all_in_range, flatten, plain_attention, without_compiler
-from fedveil.work.batches import Batches, Schedule, descend, has_random_layers, seeded_dropout
+from fedveil.work.batches import Batches, Schedule, convolves, descend, has_random_layers, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
 from fedveil.work.losses import Loss
@@ -79,16 +79,15 @@ class LocalSteps(SideBySide):
             alike.setdefault((size, self.count(len(data))) if small else None, []).append(position)
         units: list[list[int]] = []
         for key, positions in alike.items():
-            parts = 1 if len(positions) <= _MOST else math.ceil(len(positions) / _MOST)
+            parts = math.ceil(len(positions) / _MOST)
             together = math.ceil(len(positions) / parts) if key is not None and len(positions) >= _FEWEST else 1
             units += (positions[start : start + together] for start in range(0, len(positions), together))
         return units
 
     def _vectorises(self, workspace: Workspace) -> bool:
         module = workspace.module
-        slow = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in module.modules())
         gathers = bool(workspace.architecture.statistics_sizes)
-        return workspace.vectorisable and not (slow or gathers or has_random_layers(module))
+        return workspace.vectorisable and not (convolves(module) or gathers or has_random_layers(module))
 
     def _captured(self, workspace: Workspace) -> bool:
         return captures(workspace, self.loss)
