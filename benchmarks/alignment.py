@@ -37,16 +37,20 @@ TOKENS: dict[str, Any] = {"text": "said", "target": "digit", "batch_size": 32}
 NETWORKS: dict[str, dict[str, Any]] = {
     "mlp": {**DIGITS, "model": "mlp", "model_options": {"depth": 3, "width": 64}},
     "cnn with BatchNorm": {**DIGITS, "model": "cnn", "model_options": {"norm": "batch"}},
+    "vit": {**DIGITS, "model": "vit", "model_options": {"width": 32, "depth": 2, "patch": 2}},
     "transformer": {**TOKENS, "model": "transformer", "model_options": {"width": 32, "depth": 2}},
     "decoder": {**TOKENS, "model": "decoder", "model_options": {"width": 32, "depth": 2, "hidden": 64}},
 }
 OPEN: dict[str, Any] = {"scheme": "lossless", "head_noise": False, "loss": "cross-entropy", "min_coverage": 0.0}
-BESIDE: dict[str, dict[str, Any]] = {
-    "lossless with head noise": {"scheme": "lossless", "loss": "square", "lr": 0.001},
-    "veil-dp, ε = 8, isometry": {"scheme": "veil-dp", "family": "isometry", "epsilon": 8.0, "momentum": 0.0},
-    "mpdp, ε = 8": {"scheme": "mpdp", "epsilon": 8.0, "lr": 0.01, "momentum": 0.0},
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "mlp": {
+        "lossless with head noise": {"scheme": "lossless", "loss": "square", "lr": 0.001},
+        "veil-dp, ε = 8, isometry": {"scheme": "veil-dp", "family": "isometry", "epsilon": 8.0, "momentum": 0.0},
+        "mpdp, ε = 8": {"scheme": "mpdp", "epsilon": 8.0, "lr": 0.01, "momentum": 0.0},
+    },
+    "vit": {"full, streams rotated": {**OPEN, "family": "full", "stream_rotations": True}},
 }
-"""Other ways to veil an mlp: noise on the last layer, on uploads, and transitional layers."""
+"""Other ways to veil: noise on the last layer, on uploads, and transitional layers; gains folded into their readers."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ def row(network: str, veil: str, settings: Mapping[str, Any], base: Weights, fol
 
 
 def rows(networks: Sequence[str], families: Sequence[str], folder: Path) -> Iterator[Row]:
-    """All of them, one after the other; the other veils on the mlp."""
+    """All of them, one after the other; other veils where `BESIDE` has them."""
     tokens = spoken_digits(folder)
     for network in networks:
         plain = job_of({**NETWORKS[network], "scheme": "fedavg", "rounds": BASE_ROUNDS}, tokens)
@@ -134,9 +138,8 @@ def rows(networks: Sequence[str], families: Sequence[str], folder: Path) -> Iter
         base = draw(trained, example, traced=False)[1]
         for family in families:
             yield row(network, family, {**OPEN, "family": family}, base, folder)
-        if network == "mlp":
-            for veil, settings in BESIDE.items():
-                yield row(network, veil, settings, base, folder)
+        for veil, settings in BESIDE.get(network, {}).items():
+            yield row(network, veil, settings, base, folder)
 
 
 def written(found: Sequence[Row], folder: Path) -> str:

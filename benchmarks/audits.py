@@ -47,8 +47,7 @@ def settings_of(scheme: str, *, by_heart: bool) -> dict[str, Any]:
     """One run's settings; gradient schemes train with the square loss, which head noise needs."""
     loss = {} if "local_epochs" in SCHEMES[scheme] else {"loss": "square"}
     base = BY_HEART if by_heart else USUAL
-    # The stored figures are of scales.
-    quiet = {"evaluate_every": 0, "checkpoint_every": 0, "record": True, "family": "scale"}
+    quiet = {"evaluate_every": 0, "checkpoint_every": 0, "record": True}
     return {**base, **loss, **quiet, **SCHEMES[scheme], "scheme": scheme}
 
 

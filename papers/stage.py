@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedveil import data
-from fedveil.config import RunConfig
+from fedveil.config import RunConfig, as_before
 from fedveil.data import Dataset, Split
 from fedveil.data.sources import EMBEDDED
 from fedveil.engine import ClientPool
@@ -92,7 +92,7 @@ class Stage:
     def job(self, cell: Cell, *, seed: int) -> Job:
         """A cell's run, ready to start; equal seeds give equal data, batches and first weights to all schemes."""
         config = RunConfig.from_mapping(
-            {**_WHEN_STORED, **cell.settings, "seed": seed, "device": self.device},
+            as_before({**_WHEN_STORED, **cell.settings, "seed": seed, "device": self.device}),
             where=f"cell {cell.name}",
         )
         split = self.split(config.dataset, samples=cell.samples)

@@ -14,7 +14,10 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.serverapp.strategy import Result, Strategy
 
+from fedveil.flower.client_app import HEADER, PARTS, out_of_array
+from fedveil.protocol.codec import decode
 from flower.in_process import RUN, LoopbackGrid
 
 SIZES = (30, 50, 20, 40, 60)
@@ -121,3 +124,67 @@ def app_of(mods: list[Any] | None = None, *, train: Train = trained) -> ClientAp
         return Message(RecordDict({"metrics": MetricRecord(figures)}), reply_to=message)
 
     return app
+
+
+def plain_run(strategy: Strategy, rounds: int = 2, *, without: Callable[[int, int], bool] | None = None) -> Result:
+    """The same app without protection; `without(round, client)` replies are lost."""
+
+    def lost(message: Message, reply: Message) -> list[Message]:
+        number = message.content["config"]["server-round"]
+        gone = without is not None and without(number, message.metadata.dst_node_id - 100)
+        return [] if gone and message.metadata.message_type == "train" else [reply]
+
+    return strategy.start(AppGrid(app_of(), twist=lost), start_arrays(), num_rounds=rounds)
+
+
+def request_in(message: Message) -> Any:
+    """The protocol's request in a message."""
+    return decode(out_of_array(message.content.array_records[PARTS]["common"]))
+
+
+def kind_of(message: Message) -> tuple[str, int]:
+    """What a message asks for, and in which round, from 1."""
+    if HEADER not in message.content:
+        return message.metadata.message_type, 0
+    request = request_in(message)
+    return type(request).__name__, getattr(request, "round", -1) + 1
+
+
+def lost_where(*places: tuple[str, int, int]) -> Callable[[Message, Message], list[Message]]:
+    """A twist: the replies to (kind, round, client) of the training never arrive."""
+
+    def twist(message: Message, reply: Message) -> list[Message]:
+        where = (*kind_of(message), message.metadata.dst_node_id - 100)
+        return [] if where in places and message.metadata.message_type == "train" else [reply]
+
+    return twist
+
+
+def assert_alike(arrays: ArrayRecord, expected: ArrayRecord) -> None:
+    """To the accuracy of Flower's own mean: single precision where the model has that."""
+    assert list(arrays) == list(expected)
+    for name in expected:
+        given, wanted = arrays[name].numpy(), expected[name].numpy()
+        assert given.dtype == wanted.dtype
+        np.testing.assert_allclose(given, wanted, rtol=0, atol=1e-6 if name == "weight" else 1e-8)
+
+
+def numbers(update: dict[str, np.ndarray]) -> list[bytes]:
+    """How an update's numbers would look on the wire, in every type and form that something might give them."""
+    row = np.concatenate([np.asarray(value, dtype=np.float64).reshape(-1) for value in update.values()])
+    looks = []
+    for place, value in enumerate(row):
+        # Two in single precision: four bytes alone turn up by chance, once in a hundred runs.
+        looks += [np.float64(value).tobytes(), row[place : place + 2].astype(np.float32).tobytes()]
+        looks += [repr(float(value))[:8].encode()]
+    return [look for look in looks if len(look) == 8]
+
+
+def everything_in(content: RecordDict) -> bytes:
+    """The bytes of a message's records, and of its numbers as others would write them."""
+    parts = []
+    for record in content.array_records.values():
+        for array in record.values():
+            ours = array.stype == "fedveil" or not array.data
+            parts += [array.data, b"" if ours else array.numpy().astype(np.float64).tobytes()]
+    return b"".join([*parts, repr(dict(content.config_records)).encode(), repr(dict(content.metric_records)).encode()])

@@ -59,6 +59,8 @@ _VARIANTS: dict[str, Case] = {
         *("--min-coverage", 0.5),
     ),
     "nadp-dropout": ("--scheme", "nadp", *_SIX, "--simulate-dropout", 0.15),
+    "ppdl-laplace": ("--scheme", "ppdl", *_DIGITS, "--upload-noise", "laplace", "--round-epsilon", 50),
+    "nadp-noise-decay": ("--scheme", "nadp", *_DIGITS, "--noise-decay", 0.8),
     "nadp-local-epochs": ("--scheme", "nadp", *_DIGITS, "--local-epochs", 1),
     "veil-secagg-batchnorm-dropout": (
         *("--scheme", "veil-secagg", *_SIX, "-o", "norm=batch", "--simulate-dropout", 0.15, "--threshold", 0.5),

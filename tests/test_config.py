@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedveil.config import RunConfig, parse_model_options
+from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
+from fedveil.plain import parse_model_options
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 POSITIVE = st.floats(1e-12, 1e6)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import math
-import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,9 +15,7 @@ from typing import Any
 
 from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.own_code import OwnCode
-from fedveil.plain import numbers_of
-
-ModelOption = int | float | str | bool
+from fedveil.plain import ModelOption, augmenting, numbers_of, toml_of
 
 OBJECT = "python:"
 """How a setting begins that was given as an object from Python: no file or command can stand for it."""
@@ -27,8 +24,7 @@ _LARGEST_SEED = (1 << 63) - 1
 _LARGEST_WHOLE = 1 << 53
 
 _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS = "Data", "Training", "Veil", "Privacy", "Masks"
-_HIDDEN, _LIMITS, _MACHINE, _AUDIT = "Hidden share", "Clients' own limits", "Machine", "Audit"
-_BAD = "Bad uploads"
+_HIDDEN, _LIMITS, _MACHINE, _AUDIT, _BAD = "Hidden share", "Clients' own limits", "Machine", "Audit", "Bad uploads"
 PANELS = ("", _DATA, _TRAIN, _VEIL, _PRIVACY, _MASKS, _HIDDEN, _BAD, _LIMITS, _MACHINE, _AUDIT)
 """In which order settings stand in the help; within a panel, as they are declared."""
 
@@ -59,18 +55,6 @@ _SHARES: Check = (
     lambda value: bool(shares_of(value)),
     "must be shares of the rounds in ascending order, like 0.5,0.75",
 )
-_AUGMENTING = re.compile(r"(crop|flip|cutout)(?::(\d{1,4}))?")
-
-
-def augmenting(text: str) -> dict[str, int | None]:
-    """What is done to pictures, as it is typed, crop:4,flip: by name, with the size where there is one; none where the
-    text is something else."""
-    words = [_AUGMENTING.fullmatch(word.strip()) for word in text.split(",")]
-    named = {word[1]: None if word[2] is None else int(word[2]) for word in words if word is not None}
-    fits = len(named) == len(words) and named.get("flip") is None and 0 not in named.values()
-    return named if fits else {}
-
-
 _AUGMENTED: Check = (
     lambda value: value.startswith(OBJECT) or bool(augmenting(value)),
     "must be a list of crop, flip and cutout, each once, with sizes of 1 or more if you like: crop:4,flip,cutout:8",
@@ -99,18 +83,20 @@ def _setting(
     of_scheme: bool = False,
     shapes_run: bool = True,
     before: Any = dataclasses.MISSING,
+    before_of: tuple[str, ...] = (),
 ) -> Any:
     """One setting: where its flag stands in the help, what is said of it, and what it may be.
 
     `shown` is the default in words, where the value does not say it; settings `of_scheme` are options that some
     schemes have; one that does not shape the run does not decide about the trained model. `before` is what runs did
-    before there was this setting: folders without it mean that, and it leaves no mark in their fingerprint.
+    before there was this setting (those of the schemes `before_of`, where it is an option): folders without it mean
+    that, and it leaves no mark in their fingerprint.
     """
     if not shown and default is not None:
         shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else f"{default:{_form(default)}}"
     told = f"{words} (default: {shown})" if shown else words
     kept: dict[str, Any] = {"help": told, "words": words, "panel": panel, "check": check, "choices": choices}
-    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before}
+    kept |= {"of_scheme": of_scheme, "shapes_run": shapes_run, "before": before, "before_of": before_of}
     return field(default=default, metadata=kept)
 
 
@@ -119,6 +105,7 @@ def _form(default: object) -> str:
 
 
 _option = functools.partial(_setting, of_scheme=True)
+_later = functools.partial(_option, _PRIVACY, before=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +165,13 @@ class RunConfig:
     test_fraction: float = _setting(_DATA, "Share held out where there is no test part.", 0.2)
     validation_fraction: float = _setting(
         _DATA, "Share held out to validate by, beside the test part.", 0.0, shown="none", check=_BELOW_ONE, before=0.0
+    )
+    client_test_fraction: float | None = _setting(
+        _DATA,
+        "Schemes under masks: share of its own samples that each client holds back, to judge the model by.",
+        shown="none",
+        check=(lambda value: 0 < value < 1, "must lie between 0 and 1"),
+        before=None,
     )
     split: str = _setting(
         _DATA,
@@ -290,13 +284,13 @@ class RunConfig:
 
     local_steps: int | None = _option(
         _TRAIN,
-        "fedavg, ldp, cdp, nadp, paraaegis: local steps per round.",
+        "fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round.",
         shown="1; more make a client the unit",
         check=_STEPS,
     )
     local_epochs: int | None = _option(
         _TRAIN,
-        "fedavg, ldp, cdp, nadp, paraaegis: local epochs per round.",
+        "fedavg, secagg, ldp, cdp, nadp, paraaegis: local epochs per round.",
         shown="paraaegis and its baselines 1",
         check=_STEPS,
     )
@@ -314,6 +308,13 @@ class RunConfig:
         _TRAIN, "Local training: weight decay.", shown="0", check=_NOT_NEGATIVE, before=None
     )
     head_noise: bool | None = _option(_VEIL, "Noise on the last layer.", shown="on")
+    stream_rotations: bool | None = _option(
+        _VEIL,
+        "Fold the gains of LayerNorm and RMSNorm into the linear layers that read them, so that residual streams are "
+        "rotated in secret; with family full or isometry and one gradient a round.",
+        shown="off",
+        before=None,
+    )
     head_groups: int | None = _option(
         _VEIL, "Head noise: number m of secret γ.", shown="one per output; pbpfl: 1", check=_up_to(1 << 20)
     )
@@ -328,25 +329,21 @@ class RunConfig:
     clip: float | None = _option(
         _PRIVACY, "Largest L2 norm of a sample's gradient; of an update, with local training.", shown="1"
     )
-    adaptive_clip: bool | None = _option(
-        _PRIVACY,
-        "dp-fedavg, ldp, cdp, nadp with local training: the clip begins with --clip and follows the updates.",
+    adaptive_clip: bool | None = _later(
+        "dp-fedavg, varying-dp; ldp, cdp, nadp with local training: the clip begins with --clip and follows updates.",
         shown="no",
-        before=None,
     )
-    clip_quantile: float | None = _option(
-        _PRIVACY, "adaptive clip: the share of updates that should be within it.", shown="0.5", before=None
-    )
-    clip_rate: float | None = _option(_PRIVACY, "adaptive clip: how fast it moves, up to 1.", shown="0.2", before=None)
-    clip_share: float | None = _option(
-        _PRIVACY, "adaptive clip: share of every round's μ² that pays for it.", shown="0.1", before=None
-    )
+    clip_quantile: float | None = _later("adaptive clip: the share of updates that should be within it.", shown="0.5")
+    clip_rate: float | None = _later("adaptive clip: how fast it moves, up to 1.", shown="0.2")
+    clip_share: float | None = _later("adaptive clip: share of every round's μ² that pays for it.", shown="0.1")
+    clip_range: float | None = _later("adaptive clip: within how many times --clip it stays.", shown="10")
+    noise_decay: float | None = _later("Factor on the deviation of noise, each round.", shown="1; varying-dp: 0.9")
     accounting: str | None = _option(
         _PRIVACY, "exact: the least noise that meets ε; paper: what the paper's formula says.", shown="exact"
     )
     collusion: float | None = _option(
         _PRIVACY,
-        "nadp, veil-dp, veil-secagg: share of clients that may side with the server.",
+        "nadp, veil-dp, veil-secagg, secagg: share of clients that may side with the server.",
         shown="noise: 0; masks: 0.1",
     )
     pair_strength: float | None = _option(
@@ -370,6 +367,16 @@ class RunConfig:
         "With how many others each client shares masks (an even number), or how many it picks to share noise with.",
         shown="as many as collusion calls for; all up to 128 clients for noise, up to 32 for masks; mpdp: 5",
     )
+    sensitivity: float | None = _option(
+        _PRIVACY, "mpdp, mpdp-naive, mp-cdp: S, how long gradients are taken to be.", shown="1", before=None
+    )
+    calibration: str | None = _option(
+        _PRIVACY,
+        "mpdp, mpdp-naive, mp-cdp: σ by their paper's equations, or by a tail bound (as FedVeil had it first).",
+        shown="equations",
+        before="tail",
+        before_of=("mpdp", "mpdp-naive", "mp-cdp"),
+    )
     skip_cancelling: bool | None = _option(
         _PRIVACY, "nadp, mpdp: leave out noise that cancels: same accuracy, no protection.", shown="no"
     )
@@ -387,6 +394,13 @@ class RunConfig:
     share: float | None = _option(
         _HIDDEN, "paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg.", shown="0.1"
     )
+    upload_share: float | None = _later("ppdl: share of the coordinates that is sent at most.", shown="0.1")
+    upload_choice: str | None = _later("ppdl: largest, or random ones above --select-above.", shown="largest")
+    upload_noise: str | None = _later("ppdl: gaussian; laplace: the sparse vector technique.", shown="gaussian")
+    noise_variance: float | None = _later("ppdl: variance of Gaussian noise on what is sent.", shown="0.001")
+    round_epsilon: float | None = _later("ppdl, laplace: ε of one round, for all data of a client.", shown="1")
+    cut: float | None = _later("ppdl: every coordinate is cut to ± this.", shown="no; with laplace 0.001")
+    select_above: float | None = _later("ppdl: threshold of random choices, and of laplace.", shown="0.0001")
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
     strategy: str | None = _option(
         _HIDDEN, "paraaegis: hide the max (largest), min or random coordinates.", shown="max"
@@ -412,13 +426,18 @@ class RunConfig:
     on_bad_round: str | None = _setting(
         _BAD,
         "A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop.",
-        shown="skip",
+        shown="skip; stop where masks alone hide uploads",
         choices=("skip", "stop"),
         shapes_run=False,
         before=None,
     )
     max_bad_rounds: int | None = _setting(
-        _BAD, "Stop after so many bad rounds in a row.", shown="3", check=_up_to(10**7), shapes_run=False, before=None
+        _BAD,
+        "Stop after so many bad rounds without a good one between them.",
+        shown="3",
+        check=_up_to(10**7),
+        shapes_run=False,
+        before=None,
     )
     max_loss_jump: float | None = _setting(
         _BAD,
@@ -429,8 +448,8 @@ class RunConfig:
     )
     robust_groups: int | None = _setting(
         _BAD,
-        "fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their "
-        "means are averaged without the extremes, so that a bad upload moves nothing.",
+        "fedavg, lossless, pbpfl, secagg, veil-secagg: so many groups, four or more, of at least five clients and a "
+        "sum each; their means are averaged without the extremes, so that a bad upload moves nothing.",
         shown="one sum",
         check=_up_to(1 << 20, least=0),
         before=None,
@@ -579,7 +598,7 @@ class RunConfig:
         if self.options is None:  # as it was before schemes could have options of their own
             del kept["options"]
         for name, value in BEFORE.items():
-            if name in kept and kept[name] == value:
+            if name in kept and kept[name] in ((value, None) if _FIELDS[name].metadata["before_of"] else (value,)):
                 del kept[name]
         for name in ("scheme", "model", "dataset"):
             value = getattr(self, name)
@@ -643,6 +662,13 @@ BEFORE: dict[str, Any] = {
 """What settings mean that a run folder or model file does not have, because there was no such setting yet."""
 
 
+def as_before(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Stored settings, with what those mean that there were not yet when they were stored."""
+    scheme = stored.get("scheme", RunConfig.scheme)
+    schemes = {name: _FIELDS[name].metadata["before_of"] for name in BEFORE}
+    return {name: value for name, value in BEFORE.items() if not schemes[name] or scheme in schemes[name]} | {**stored}
+
+
 def unknown_setting(
     name: str, *, where: str, further: Iterable[str] = (), without: Collection[str] = ()
 ) -> ConfigError:
@@ -650,13 +676,6 @@ def unknown_setting(
     words = {known: setting.metadata.get("words", "") for known, setting in _FIELDS.items() if known not in without}
     hint = "All of them: `fedveil run --help`."
     return unknown_name(f"setting in {where}:", name, {*words, *further}, hint=hint, words=words)
-
-
-def toml_of(value: object) -> str:
-    """A setting's value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _checked(name: str, value: object, kind: str, where: str) -> object:
@@ -675,17 +694,3 @@ def _checked(name: str, value: object, kind: str, where: str) -> object:
                 raise ConfigError(f"{where}: {name} holds numbers, texts and true or false by name.")
     # A whole number where a float belongs (lr = 1); a cohort keeps the difference between 1 and 1.0.
     return float(value) if float in accepted and type(value) is int and name != "cohort" else value
-
-
-def parse_model_options(pairs: list[str], *, example: str = "depth=5") -> dict[str, ModelOption]:
-    """key=value pairs from a command line, with values read as TOML (true, 3, 0.5, text)."""
-    options: dict[str, ModelOption] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"An option is written key=value, like {example} (got {pair!r}).")
-        try:
-            options[key] = tomllib.loads(f"v = {text}")["v"]
-        except tomllib.TOMLDecodeError:
-            options[key] = text
-    return options

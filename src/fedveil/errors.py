@@ -71,15 +71,19 @@ class FedVeilError(Exception):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a client did not answer, or why its answer was not taken: programs go by the code, people read the text."""
+    """Why a client did not answer, or why its answer was not taken: programs go by the code, people read the text.
+
+    `came` tells the two apart: what came and was not taken, the server has all the same.
+    """
 
     code: Code
     text: str
+    came: bool = False
 
     @staticmethod
-    def of(error: FedVeilError) -> Refusal:
+    def of(error: FedVeilError, *, came: bool = False) -> Refusal:
         """An error as a refusal."""
-        return Refusal(error.code, str(error))
+        return Refusal(error.code, str(error), came)
 
     def __str__(self) -> str:
         return self.text

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +18,11 @@ from typing import Any, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
 
 from fedveil.errors import CheckpointError, ConfigError
 
+ModelOption = int | float | str | bool
 T = TypeVar("T")
 LARGEST_WHOLE = 1 << 63
 _MOST_DIGITS = 7
+_AUGMENTING = re.compile(r"(crop|flip|cutout)(?::(\d{1,4}))?")
 
 
 def parsed(text: str | bytes, *, where: str) -> Any:
@@ -178,3 +182,33 @@ def numbers_of(text: str, name: str) -> tuple[int, ...]:
             raise ConfigError(f"{name} is a list of whole numbers like 1,2,10 or 0-9 (got {text[:60]!r}).")
         numbers.update(range(int(ends[0]), int(ends[1]) + 1))
     return tuple(sorted(numbers))
+
+
+def toml_of(value: object) -> str:
+    """A setting's value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def parse_model_options(pairs: list[str], *, example: str = "depth=5") -> dict[str, ModelOption]:
+    """key=value pairs from a command line, with values read as TOML (true, 3, 0.5, text)."""
+    options: dict[str, ModelOption] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"An option is written key=value, like {example} (got {pair!r}).")
+        try:
+            options[key] = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            options[key] = text
+    return options
+
+
+def augmenting(text: str) -> dict[str, int | None]:
+    """What is done to pictures, as it is typed, crop:4,flip: by name, with the size where there is one; none where the
+    text is something else."""
+    words = [_AUGMENTING.fullmatch(word.strip()) for word in text.split(",")]
+    named = {word[1]: None if word[2] is None else int(word[2]) for word in words if word is not None}
+    fits = len(named) == len(words) and named.get("flip") is None and 0 not in named.values()
+    return named if fits else {}

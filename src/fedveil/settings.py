@@ -27,6 +27,9 @@ class Settings(TypedDict, total=False):
     """os, or seeded (a simulation)."""
     task: Literal["classification", "regression", "multilabel"] | None
     """classification, regression or multilabel (several labels of 0 and 1)."""
+    client_test_fraction: float | None
+    """Schemes under masks: share of its own samples that each client holds back, to judge the model by. (default:
+    none)"""
     cohort: float | int | None
     """Clients per round: 0.1 (a fraction) or 5 (a count). (default: all)"""
     batch_size: int
@@ -82,9 +85,9 @@ class Settings(TypedDict, total=False):
     """The figure that tells the best round, as metrics.jsonl has it: validation_loss, validation_accuracy, loss. Its
     model is kept too (best.safetensors). (default: validation_loss where there is a validation part)"""
     local_steps: int | None
-    """fedavg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
+    """fedavg, secagg, ldp, cdp, nadp, paraaegis: local steps per round. (default: 1; more make a client the unit)"""
     local_epochs: int | None
-    """fedavg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"""
+    """fedavg, secagg, ldp, cdp, nadp, paraaegis: local epochs per round. (default: paraaegis and its baselines 1)"""
     client_lr: float | None
     """Local training: the clients' own rate; --lr and its schedule are then the server's, on their mean update.
     (default: --lr, and the server takes updates whole)"""
@@ -94,6 +97,9 @@ class Settings(TypedDict, total=False):
     """Local training: weight decay. (default: 0)"""
     head_noise: bool | None
     """Noise on the last layer. (default: on)"""
+    stream_rotations: bool | None
+    """Fold the gains of LayerNorm and RMSNorm into the linear layers that read them, so that residual streams are
+    rotated in secret; with family full or isometry and one gradient a round. (default: off)"""
     head_groups: int | None
     """Head noise: number m of secret γ. (default: one per output; pbpfl: 1)"""
     head_strength: float | None
@@ -107,18 +113,23 @@ class Settings(TypedDict, total=False):
     clip: float | None
     """Largest L2 norm of a sample's gradient; of an update, with local training. (default: 1)"""
     adaptive_clip: bool | None
-    """dp-fedavg, ldp, cdp, nadp with local training: the clip begins with --clip and follows the updates. (default:
-    no)"""
+    """dp-fedavg, varying-dp; ldp, cdp, nadp with local training: the clip begins with --clip and follows updates.
+    (default: no)"""
     clip_quantile: float | None
     """adaptive clip: the share of updates that should be within it. (default: 0.5)"""
     clip_rate: float | None
     """adaptive clip: how fast it moves, up to 1. (default: 0.2)"""
     clip_share: float | None
     """adaptive clip: share of every round's μ² that pays for it. (default: 0.1)"""
+    clip_range: float | None
+    """adaptive clip: within how many times --clip it stays. (default: 10)"""
+    noise_decay: float | None
+    """Factor on the deviation of noise, each round. (default: 1; varying-dp: 0.9)"""
     accounting: str | None
     """exact: the least noise that meets ε; paper: what the paper's formula says. (default: exact)"""
     collusion: float | None
-    """nadp, veil-dp, veil-secagg: share of clients that may side with the server. (default: noise: 0; masks: 0.1)"""
+    """nadp, veil-dp, veil-secagg, secagg: share of clients that may side with the server. (default: noise: 0; masks:
+    0.1)"""
     pair_strength: float | None
     """nadp, veil-dp, mpdp: how strong the noise is that cancels. (default: 10, on a sparse graph what that calls for;
     the paper's with --accounting paper or --dropouts tolerate)"""
@@ -131,6 +142,11 @@ class Settings(TypedDict, total=False):
     neighbours: int | None
     """With how many others each client shares masks (an even number), or how many it picks to share noise with.
     (default: as many as collusion calls for; all up to 128 clients for noise, up to 32 for masks; mpdp: 5)"""
+    sensitivity: float | None
+    """mpdp, mpdp-naive, mp-cdp: S, how long gradients are taken to be. (default: 1)"""
+    calibration: str | None
+    """mpdp, mpdp-naive, mp-cdp: σ by their paper's equations, or by a tail bound (as FedVeil had it first). (default:
+    equations)"""
     skip_cancelling: bool | None
     """nadp, mpdp: leave out noise that cancels: same accuracy, no protection. (default: no)"""
     cover: str | None
@@ -145,6 +161,20 @@ class Settings(TypedDict, total=False):
     """ldp: each record is in a round's batch with this chance, drawn in secret. (default: no sampling)"""
     share: float | None
     """paraaegis: share r of the update that travels hidden; 0 is dp-fedavg, 1 ckks-fedavg. (default: 0.1)"""
+    upload_share: float | None
+    """ppdl: share of the coordinates that is sent at most. (default: 0.1)"""
+    upload_choice: str | None
+    """ppdl: largest, or random ones above --select-above. (default: largest)"""
+    upload_noise: str | None
+    """ppdl: gaussian; laplace: the sparse vector technique. (default: gaussian)"""
+    noise_variance: float | None
+    """ppdl: variance of Gaussian noise on what is sent. (default: 0.001)"""
+    round_epsilon: float | None
+    """ppdl, laplace: ε of one round, for all data of a client. (default: 1)"""
+    cut: float | None
+    """ppdl: every coordinate is cut to ± this. (default: no; with laplace 0.001)"""
+    select_above: float | None
+    """ppdl: threshold of random choices, and of laplace. (default: 0.0001)"""
     share_decay: float | None
     """paraaegis: factor λ on the share per round. (default: 1)"""
     strategy: str | None
@@ -160,15 +190,15 @@ class Settings(TypedDict, total=False):
     whose mean is longer. (default: none; clipped ones are held to --clip)"""
     on_bad_round: Literal["skip", "stop"] | None
     """A round whose sum honest clients cannot have sent leaves the model as it was. Then: skip it, or stop. (default:
-    skip)"""
+    skip; stop where masks alone hide uploads)"""
     max_bad_rounds: int | None
-    """Stop after so many bad rounds in a row. (default: 3)"""
+    """Stop after so many bad rounds without a good one between them. (default: 3)"""
     max_loss_jump: float | None
     """Take a round back that makes the loss on the validation part more than so many times as large: 3. (default:
     never)"""
     robust_groups: int | None
-    """fedavg, lossless, pbpfl, veil-secagg: so many groups a round, of at least five clients and a sum each; their
-    means are averaged without the extremes, so that a bad upload moves nothing. (default: one sum)"""
+    """fedavg, lossless, pbpfl, secagg, veil-secagg: so many groups, four or more, of at least five clients and a sum
+    each; their means are averaged without the extremes, so that a bad upload moves nothing. (default: one sum)"""
     policy: str | None
     """TOML file: max_epsilon, delta, collusion, min_cohort, max_clip, min_clip, max_size_ratio. No message can widen
     it."""

@@ -266,6 +266,17 @@ def plain_attention() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def vectorising() -> Iterator[None]:
+    """What a function under vmap is run in; where vmap runs an operation one by one, users cannot help it."""
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[attr-defined]
+    try:
+        with without_compiler(), plain_attention():
+            yield
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)  # type: ignore[attr-defined]
+
+
 def raw(tensor: Tensor) -> NDArray[np.uint8]:
     """A tensor's bytes, in order, without a copy where it lies on the CPU in one piece."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)

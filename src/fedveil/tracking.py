@@ -57,7 +57,8 @@ def closing_figures(summary: Mapping[str, Any]) -> dict[str, float]:
     final = {
         f"final_{name}": float(value)
         for name, value in summary.items()
-        if name.startswith(("test_", "validation_", "client_view_")) or name in ("coverage", "train_loss")
+        if name.startswith(("test_", "validation_", "client_view_", "client_test_"))
+        or name in ("coverage", "train_loss")
         if figure(value)
     }
     judged = summary.get("judged", {}).get("figures", {})
@@ -330,14 +331,14 @@ class WandbRun(Callback):
         self._notes.parent.mkdir(parents=True, exist_ok=True)
         self._told = int(read_named(self._notes).get("round", 0)) if self._notes.exists() else 0
         quiet = wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, x_disable_stats=True)
-        mode = os.environ.get("WANDB_MODE", "offline")
+        chosen = os.environ.get("WANDB_MODE")  # which it reads, and checks, itself
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _EXPERIMENT),
             id=folder.lineage,
             name=self._title,
             dir=str(self.folder),
-            mode=mode,
-            resume=None if mode == "offline" else "allow",
+            mode=None if chosen else "offline",
+            resume="allow" if chosen and chosen != "offline" else None,
             config=settings_of(config),
             settings=quiet,
         )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from downlink.exactness import scramble
 from downlink.modern import NETWORKS
+from downlink.test_streams import NETWORKS as STREAMS
 from fedveil import models
 from fedveil.audit.matching import aligning_basis, balancing_basis
 from fedveil.downlink import Architecture, Rescaling, ScaleTable, Weights, draw
@@ -24,19 +25,20 @@ CATALOGUE = {
 }
 
 
-def drawn(name: str, family: str, seed: int = 1) -> tuple[Architecture, Weights]:
+def drawn(name: str, family: str, seed: int = 1, *, streams: bool = False) -> tuple[Architecture, Weights]:
     if name in CATALOGUE:
         options = dict(CATALOGUE[name])
         shape = options["input_shape"]
         model = models.build(name.removeprefix("our "), outputs=5, seed=seed, **options)  # type: ignore[arg-type]
         example = torch.zeros((2, *shape), dtype=torch.int64 if "vocabulary" in options else torch.float64)  # type: ignore[misc]
     else:
-        make, example, _ = NETWORKS[name]
+        make, example = (STREAMS if streams else NETWORKS)[name][:2]
         torch.manual_seed(seed)
         model = make()
     model = model.double()
     scramble(model, seed)
-    return draw(model, example.double() if example.is_floating_point() else example, traced=True, family=family)
+    example = example.double() if example.is_floating_point() else example
+    return draw(model, example, traced=True, family=family, streams=streams)
 
 
 def sent(architecture: Architecture, flat: Tensor, family: str, seed: int) -> Tensor:
@@ -85,6 +87,22 @@ def test_what_lies_between_two_rounds_comes_out(name: str, family: str) -> None:
         assert off(truly, change) < 1e-9
     assert cosine > (0.9 if family in ("scale", "full") else 0.97)
     assert off(matched(table, second, flat), flat + change) < 1e-3
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_rotated_streams_are_matched_too(name: str) -> None:
+    """In the folded network, which is what clients are sent; what moves along its symmetries cannot be told apart."""
+    (architecture, weights), fresh = (drawn(name, "full", seed, streams=True) for seed in (1, 9))
+    table, true = scale_table(architecture), weights.parameters
+    changed = true + 1e-3 * noise(true)
+    first, second = (sent(architecture, model, "full", seed) for seed, model in ((5, true), (6, changed)))
+    flat, change = table.folded(true), table.folded(changed) - table.folded(true)
+    table = table.sent
+    assert off(first, flat) > 0.1, "this test could not fail"
+    assert off(matched(table, first, flat), flat) < 1e-9
+    frame = table.hide(first, balancing_basis(table, first, scale_table(architecture).folded(fresh[1].parameters)))
+    truly = table.hide(matched(table, second, frame) - frame, aligning_basis(table, frame, flat))
+    assert float(truly @ change / (truly.norm() * change.norm())) > 0.9
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[tuple[object, ...], type[FedVeilError], tuple[str, ...]]] =
     "a wrong type in a config file": (("-c", "{p}/type.toml"), ConfigError, ("type.toml: rounds must be int",)),
     "an absent config file": (("-c", "{p}/no.toml"), ConfigError, ("Cannot read the configuration",)),
     "no privacy at all": (("--scheme", "nadp", "--epsilon", 0), ConfigError, ("epsilon must be a positive number",)),
-    "a negative ε": (("--scheme", "mpdp", "--epsilon", -1), ConfigError, ("epsilon must be a positive number",)),
+    "a negative ε": (("--scheme", "mpdp", "--epsilon", -1), ConfigError, ("epsilon is -1", "number above 0")),
     "an ε that is no number": (("--scheme", "ldp", "--epsilon", "nan"), ConfigError, ("epsilon must be a finite",)),
     "a δ of one": (("--scheme", "cdp", "--delta", 1), ConfigError, ("delta must lie strictly between 0 and 1",)),
     "a δ of zero": (("--scheme", "veil-dp", "--delta", 0), ConfigError, ("delta must lie strictly", "1e-5 is usual")),

@@ -172,6 +172,28 @@ def test_inspect_says_what_a_family_does_and_what_it_does_not_hide() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "groups"),
+    [
+        (
+            ("decoder", "-o", "depth=1"),
+            {"16 pairs of rotary channels, turned and scaled"},
+        ),
+        (("vit", "-o", "depth=1", "--stream-rotations"), {"1 rotated stream of 64 channels, their mean kept"}),
+    ],
+)
+def test_inspect_lists_what_is_drawn_every_round(given: tuple[str, ...], groups: set[str]) -> None:
+    data = json.loads(fedveil("inspect", "--model", *given, "--no-head-noise", "--json").output)
+    assert groups <= set(data["groups"])
+
+
+def test_inspect_says_where_no_stream_is_rotated() -> None:
+    words = fedveil("inspect", "--model", "mlp", "-o", "width=8", "--stream-rotations", "--no-head-noise").output
+    assert "no residual stream" in words
+    refused = fedveil("inspect", "--model", "mlp", "--scheme", "veil-dp", "--stream-rotations")
+    assert refused.code == 2
+
+
+@pytest.mark.parametrize(
     ("given", "family", "epsilon"),
     [
         ((), "scale", True),

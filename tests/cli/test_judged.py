@@ -17,6 +17,7 @@ from fedveil.compare.plan import planned
 from fedveil.compare.results import CellProgress, results_of
 from fedveil.data import Dataset
 from fedveil.errors import ConfigError
+from fedveil.ledger.statement import Ledger
 from fedveil.runs.judgement import Judgement, judge
 
 SCHEMES = ("fedavg", "lossless", "nadp", "ldp", "mpdp")
@@ -38,7 +39,12 @@ def comparison(*judgements: Judgement | None, seeds: tuple[int, ...] = (1,)) -> 
     for progress in standings:
         own = judgements[SCHEMES.index(progress.cell.scheme)]
         summary: dict[str, Any] = {"rounds": 5, "loss": "square", "train_loss": 0.5, "test_accuracy": 0.512}
-        summary |= {"seconds": 1.0, "bytes_up": 1.0, "bytes_down": 1.0, "ledger": {"lines": []}}
+        summary |= {
+            "seconds": 1.0,
+            "bytes_up": 1.0,
+            "bytes_down": 1.0,
+            "ledger": Ledger("", 5, (), (), None, True, ()).as_data(),
+        }
         progress.finish(summary if own is None else {**summary, "judged": own.as_data()})
     return Comparison(Path("c"), plan, standings, results_of(plan, standings))
 

@@ -12,14 +12,17 @@ import pytest
 from fedveil.compare.plan import planned
 from fedveil.compare.results import CellProgress, read_results, results_of, write_results
 from fedveil.errors import CheckpointError
+from fedveil.ledger.gaussian import epsilon_of, mu_of
+from fedveil.ledger.statement import Ledger, Line, Verdict
 
 
-def line(adversary: str, verdict: str, epsilon: float | None = None) -> dict[str, Any]:
-    figures = {"epsilon": epsilon, "delta": None if epsilon is None else 1e-5, "outright": None, "unit": ""}
-    return {"adversary": adversary, "verdict": verdict, **figures}
+def line(adversary: str, verdict: Verdict, epsilon: float | None = None) -> Line:
+    if epsilon is None:
+        return Line(adversary, verdict, "")
+    return Line(adversary, verdict, "", epsilon, 1e-5, mu_of(epsilon, 1e-5))
 
 
-def summary(accuracy: float, *lines: dict[str, Any], seconds: float = 1.0) -> dict[str, Any]:
+def summary(accuracy: float, *lines: Line, seconds: float = 1.0) -> dict[str, Any]:
     return {
         "rounds": 5,
         "loss": "square",
@@ -28,7 +31,7 @@ def summary(accuracy: float, *lines: dict[str, Any], seconds: float = 1.0) -> di
         "seconds": seconds,
         "bytes_up": 10.0,
         "bytes_down": 20.0,
-        "ledger": {"lines": list(lines)},
+        "ledger": Ledger("nadp", 5, lines, (), None, True, ()).as_data(),
     }
 
 
@@ -58,7 +61,10 @@ def test_one_run_has_no_deviation(results: dict[str, Any]) -> None:
 
 
 def test_a_scheme_is_as_private_as_its_worst_run(results: dict[str, Any]) -> None:
-    assert results["schemes"]["nadp"]["privacy"]["server"]["epsilon"] == 2.9
+    worst = results["schemes"]["nadp"]["privacy"]["server"]
+    assert worst["epsilon"] == 2.9
+    assert worst["add_remove_epsilon"] == pytest.approx(epsilon_of(mu_of(2.9, 1e-5) / 2, 1e-5))
+    assert results["schemes"]["fedavg"]["privacy"]["server"]["add_remove_epsilon"] is None
     plan = planned(["nadp"], seeds=[1, 2], settings={}, only={})
     standings = [CellProgress(cell) for cell in plan.cells]
     standings[0].finish(summary(0.5, line("server", "differential privacy", 3.0)))

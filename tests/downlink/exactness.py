@@ -138,6 +138,7 @@ def trial(
     vectorise: bool | None = None,
     decomposed: bool = False,
     family: str = "scale",
+    streams: bool = False,
 ) -> Trial:
     """One veiled round of one client beside plain torch; `groups` = 0 means no head noise."""
     objective = loss or SquareLoss()
@@ -163,7 +164,7 @@ def trial(
 
     statistics = true_statistics(original, again)
     # The veiled round.
-    architecture, weights = draw(model, example, traced=True, family=family)
+    architecture, weights = draw(model, example, traced=True, family=family, streams=streams)
     assert architecture.table is not None
     weighted = isinstance(objective, SquareLoss) and objective.true_weight != 1.0
     head = HeadNoise(groups=groups, strength=strength, weighted_outputs=weighted) if groups else None

@@ -26,13 +26,13 @@ OPTIMISERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 class Client:
     """Somebody who computes plain gradients of whatever it is sent, and knows nothing else."""
 
-    def __init__(self, name: str, family: str, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, name: str, family: str, dtype: torch.dtype = torch.float64, *, streams: bool = False) -> None:
         make, example, _ = NETWORKS[name]
         torch.manual_seed(0)
         model = make().double()
         scramble(model)
         self.example = example.double() if example.is_floating_point() else example
-        self.architecture, self.weights = draw(model, self.example, traced=True, family=family)
+        self.architecture, self.weights = draw(model, self.example, traced=True, family=family, streams=streams)
         self.module = self.architecture.new_skeleton().to(dtype)
         self.dtype = dtype
 
@@ -92,6 +92,8 @@ def trained(client: Client, optimiser: str, rounds: int, family: str | None, *, 
         ("vit", "momentum"),
         ("decoder, tied", "sgd"),
         ("decoder, no rotary", "momentum"),
+        ("decoder", "momentum"),
+        ("decoder", "adam"),
         ("lstm", "momentum"),
         ("gru, both ways", "adam"),
     ],
@@ -101,6 +103,16 @@ def test_thirty_rounds_with_fresh_secrets_are_plain_training(name: str, optimise
     plain = trained(client, optimiser, 30, None)
     assert relative(trained(client, optimiser, 30, "full"), plain) < 1e-10
     assert relative(plain, client.weights.parameters) > 1e-3  # it went somewhere
+
+
+@pytest.mark.parametrize(
+    ("name", "optimiser"), [("encoder as a whole", "momentum"), ("decoder", "sgd"), ("decoder", "adam")]
+)
+def test_folded_gains_train_as_they_would_plainly(name: str, optimiser: str) -> None:
+    client = Client(name, "full", streams=True)
+    assert client.architecture.table.folds  # type: ignore[union-attr]
+    plain = trained(client, optimiser, 30, None)
+    assert relative(trained(client, optimiser, 30, "full"), plain) < 1e-10
 
 
 def test_in_single_precision_a_veil_errs_as_another_order_of_sums_does() -> None:

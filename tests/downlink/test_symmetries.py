@@ -30,6 +30,7 @@ from fedveil.downlink.symmetry import (
     rotations,
 )
 from fedveil.errors import ConfigError, TraceError
+from fedveil.models import build
 from fedveil.secrets import SeededSecrets
 
 FAMILIES = ("signed", "isometry", "full")
@@ -87,15 +88,43 @@ def test_an_index_that_is_too_long_to_keep_is_found_again(monkeypatch: pytest.Mo
         hidden = table.hide(weights.parameters, basis)
         assert (basis.index is not None) is bool(kept)
         assert not torch.equal(hidden, weights.parameters)
-        assert torch.equal(table.pull(hidden, basis), weights.parameters.double())
+        assert torch.equal(table.pull(hidden, basis, at=weights.parameters), weights.parameters.double())
+
+
+def test_tables_and_heads_are_changed_alike_however_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by themselves or number by number, heads of all parameters in one product or one after the other."""
+    model = build("transformer", outputs=3, seed=1, input_shape=(5,), vocabulary=9, width=8, depth=2, heads=2).double()
+    architecture, weights = draw(model, torch.zeros(2, 5, dtype=torch.int64), traced=True, family="full")
+    given, found = architecture.table, []
+    assert given is not None
+    for table_of, kept, tables in ((1, 1 << 22, 9), (1 << 40, 1 << 22, 0), (1, 0, 9), (1 << 40, 0, 0)):
+        monkeypatch.setattr("fedveil.downlink.symmetry._TABLE", table_of)
+        monkeypatch.setattr("fedveil.downlink.symmetry._KEPT", kept)
+        table = dataclasses.replace(given)
+        assert table.symmetry is not None
+        assert (len(table._transport._tables), bool(table._transport._stacks)) == (tables, bool(kept))
+        basis = draw_basis(table.symmetry, table.classes, spread=4.0, stream=SeededSecrets(1).stream("veil"))
+        hidden = table.hide(weights.parameters, basis)
+        found.append((hidden, table.pull(hidden.sin(), basis, at=weights.parameters)))
+    assert not torch.allclose(found[0][0], weights.parameters)
+    for hidden, pulled in found[1:]:
+        torch.testing.assert_close(hidden, found[0][0], rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(pulled, found[0][1], rtol=1e-14, atol=1e-14)
 
 
 # -- one limit fewer must fail -----------------------------------------------------------------------------------
 
 
-def error_under(model: nn.Module, example: Tensor, change: Callable[[Symmetry], Symmetry], seed: int = 3) -> float:
+def error_under(
+    model: nn.Module,
+    example: Tensor,
+    change: Callable[[Symmetry], Symmetry],
+    seed: int = 3,
+    *,
+    streams: bool = False,
+) -> float:
     """How far the veiled output is off when the groups are not those of the trace."""
-    architecture, weights = draw(model, example, traced=True, family="full")
+    architecture, weights = draw(model, example, traced=True, family="full", streams=streams)
     table = architecture.table
     assert table is not None
     assert table.symmetry is not None
@@ -253,6 +282,50 @@ def test_a_mask_for_every_head_keeps_their_order() -> None:
     assert len(table.symmetry.blocks) == 1
 
 
+class Tokens(nn.Module):
+    """Two layers over tokens. Where all before the second is pinned, its own six places are a sum that has an order."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], *, bias: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head, self.between = nn.Linear(5, 8), nn.Linear(8, 3), between
+        self.over, self.back = nn.Linear(6, 10, bias=bias), nn.Linear(10, 6, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.over(self.embed(x).transpose(1, 2))
+        return self.head(self.back(self.between(y)).transpose(1, 2).mean(1))  # type: ignore[no-any-return]
+
+
+_STEPS = torch.arange(1.0, 11.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("between", "bias", "orders"),
+    [
+        (F.gelu, True, [8, 10]),
+        (torch.tanh, False, [8, 10]),
+        (lambda y: y.clamp(max=_STEPS), True, [6]),
+        (lambda y: y * _STEPS, True, [8]),
+        (lambda y: y.softmax(-1), True, [8]),
+        (lambda y: y.flip(-1), True, [8]),
+        (lambda y: torch.cumsum(y, -1), True, [6]),
+        (lambda y: F.gelu(y) + y.roll(1, -1), True, [8]),
+    ],
+)
+def test_a_layer_over_tokens_has_an_order_of_its_own(
+    between: Callable[[Tensor], Tensor], bias: bool, orders: list[int]
+) -> None:
+    table = exact(lambda: Tokens(between, bias=bias), SEQUENCE)
+    assert table.symmetry is not None
+    assert sorted(len(order) for order in table.symmetry.orders) == orders
+
+
+def test_channels_before_a_layer_over_tokens_with_a_bias_only_move() -> None:
+    model, x = made(lambda: Tokens(lambda y: y), SEQUENCE)
+    assert error_under(model, x, lambda symmetry: symmetry) < EXACT
+    for bit in (_SIGN, _SCALE):
+        assert error_under(model, x, unlimited(bit)) > 1e-6
+
+
 def test_a_tied_head_is_an_isometry() -> None:
     table = exact(lambda: Decoder(tied=True), TOKENS)
     assert table.symmetry is not None
@@ -351,8 +424,8 @@ def test_a_wrong_gradient_is_seen() -> None:
     assert table is not None
 
     class Half(ScaleTable):
-        def pull(self, flat: Tensor, basis: object) -> Tensor:
-            return 0.5 * super().pull(flat, basis)  # type: ignore[arg-type]
+        def pull(self, flat: Tensor, basis: object, *, at: Tensor) -> Tensor:
+            return 0.5 * super().pull(flat, basis, at=at)  # type: ignore[arg-type]
 
     spoilt = Half(**{part.name: getattr(table, part.name) for part in dataclasses.fields(table)})
     with pytest.raises(TraceError, match="recovered gradient"):

@@ -115,6 +115,21 @@ def test_a_recipe_gives_the_same_model_as_with_the_local_engine(case: str, tmp_p
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_clients_judge_by_what_they_hold_back_as_with_the_local_engine(tmp_path: Path) -> None:
+    settings = {**COMMON, "scheme": "veil-secagg", "head_noise": False, "client_test_fraction": 0.2}
+    on_flower = run_on_grid(InProcessGrid(make_homes(tmp_path / "homes", 3)), tmp_path / "flower", **settings)
+    local = session.run(RunConfig(**settings), tmp_path / "local", quiet=True)
+    judged = {name for name in local if name.startswith("client_test_")}
+    assert {"client_test_loss", "client_test_accuracy", "client_test_f1", "client_test_samples"} <= judged
+    assert {name: on_flower[name] for name in judged} == pytest.approx({name: local[name] for name in judged}, rel=1e-5)
+    rows = [
+        [json.loads(line) for line in (tmp_path / engine / "metrics.jsonl").read_text().splitlines()]
+        for engine in ("flower", "local")
+    ]
+    for there, here in zip(*rows, strict=True):
+        assert there["client_test_loss"] == pytest.approx(here["client_test_loss"], rel=1e-5)
+
+
 def test_shuffled_cohorts_of_a_real_run_are_the_same_as_with_the_local_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +358,21 @@ class Dying(InProcessGrid):
             if self._left < 0:
                 raise KilledError
         return super().push_messages(given)
+
+
+def test_clients_of_a_killed_run_stay_in_the_groups_they_remember(tmp_path: Path) -> None:
+    """Killed before a checkpoint was written: the next attempt begins with the first round, and the same groups."""
+    settings = {"scheme": "veil-secagg", "head_noise": False, "loss": "cross-entropy", "robust_groups": 4}
+    settings |= {"clients": 20, "rounds": 2, "model_options": {"depth": 2, "width": 8}, "checkpoint_every": 2}
+    homes, out = make_homes(tmp_path / "homes", 20), tmp_path / "run"
+    with pytest.raises(KilledError):
+        run_on_grid(Dying(homes, what="Unmask", at=1), out, **settings)
+    before = json.loads((out / "attempts.json").read_text())["groups"]
+    summary = run_on_grid(InProcessGrid(homes), out, **settings, resume=True)
+    assert json.loads((out / "attempts.json").read_text())["groups"] == before
+    assert summary["rounds"] == 2
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [("failed" in row, row["clients"]) for row in rows] == [(False, 20)] * 2
 
 
 @pytest.mark.parametrize(

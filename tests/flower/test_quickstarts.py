@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +19,14 @@ pytest.importorskip("flwr")
 
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
+import fedveil.flower
 from docs.pages import ROOT
+from fedveil.errors import ProtocolError
 from fedveil.flower import Protected, protect
 from fedveil.flower.cluster import CONNECTION
 from fedveil.flower.commands import entering, program
@@ -92,13 +96,59 @@ def test_scikit_learns_quickstart_ends_where_it_would_without_protection() -> No
         np.testing.assert_allclose(result.arrays[name].numpy(), plain.arrays[name].numpy(), atol=1e-9)
 
 
-@pytest.mark.slow
-def test_the_example_in_flowers_simulation(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Flower's simulation needs Ray, which no extra of FedVeil's brings")
+def simulated(main: Callable[[Grid, Context], None], client_app: ClientApp, *, nodes: int, **settings: Any) -> None:
+    """A server's function and an app under Flower's own simulation, every message of a client in some Ray actor.
+
+    `run_simulation` takes no settings of a run: the function is handed these.
+    """
     from flwr.simulation import run_simulation
 
-    app = example()
-    run_simulation(server_app=app.server_app, client_app=app.client_app, num_supernodes=5)
+    server_app = ServerApp()
+
+    @server_app.main()
+    def given(grid: Grid, context: Context) -> None:
+        context.run_config = settings
+        main(grid, context)
+
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0}, "init_args": {"num_cpus": 2}}
+    run_simulation(server_app=server_app, client_app=client_app, num_supernodes=nodes, backend_config=resources)
+
+
+NO_RAY = "Flower's simulation needs Ray, which no extra of FedVeil's brings"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["secagg", "dp-secagg"])
+def test_the_example_in_flowers_simulation(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Actors hold no state of a client: it is in folders of the nodes, whichever actor a message meets."""
+    pytest.importorskip("ray", reason=NO_RAY)
+    monkeypatch.syspath_prepend(str(EXAMPLE))  # actors import the app by its name
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    app = importlib.import_module("digits_app")
+    settings = {"rounds": 2, "clients": 5, "scheme": scheme, "out": str(tmp_path / "run"), "resume": False}
+    settings |= {"deadline": 600.0, "fraction-evaluate": 1.0 if scheme == "secagg" else 0.0}
+    simulated(app.main, app.client_app, nodes=5, **settings)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["clients"] for row in rows] == [5, 5]
+    assert not any("failed" in row or "refused" in row for row in rows)
+    verdict = {"secagg": "aggregate only", "dp-secagg": "differential privacy"}[scheme]
+    assert read_ledger(tmp_path / "run").line("server").verdict == verdict
+    nodes = list((tmp_path / "state" / "fedveil" / "flower-apps").iterdir())
+    assert len(nodes) == 5
+    if scheme == "secagg":
+        accuracy = float(capsys.readouterr().out.split("round 2: ")[1].partition("%")[0])
+        assert accuracy > 50.0
+
+
+@pytest.mark.slow
+def test_fedveils_own_app_says_why_it_has_no_clients_in_flowers_simulation(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason=NO_RAY)
+    from fedveil.flower.server_app import serve
+
+    with pytest.raises(ProtocolError, match="fedveil-home"):
+        simulated(serve, fedveil.flower.client_app, nodes=3, clients=3, deadline=20.0, out=str(tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def trained(folder: Path, **settings: object) -> float:
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_a_run_on_the_gpu_ends_in_the_model_of_a_run_on_the_cpu(tmp_path: Path, model: str) -> None:
     options = {"depth": 2, "width": 16} if model == "mlp" else {"width": 4, "norm": "batch"}
-    shared = {"model": model, "model_options": options, "rounds": 10, "clients": 4, "lr": 0.05}
+    shared = {"model": model, "model_options": options, "rounds": 10, "clients": 4, "lr": 0.05, "bn_eps": "secret"}
     losses = {
         (scheme, device): trained(tmp_path / f"{scheme}-{device}", scheme=scheme, device=device, **shared)
         for scheme in ("fedavg", "lossless")

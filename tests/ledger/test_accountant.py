@@ -85,6 +85,27 @@ def test_a_server_that_is_honest_about_arrivals_has_not_seen_the_missing() -> No
     assert accountant.spent[SERVER][3:].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("arrived", [(0, 1, 2), (0, 1, 2, 3)])
+def test_an_upload_that_stays_away_makes_no_failed_round_dearer_than_a_whole_one(arrived: tuple[int, ...]) -> None:
+    """What is seen of it is a part of what would have been: so a round that was affordable is so when it fails."""
+    accountant = Accountant(5, limit=10.0, least=1, honest_arrivals=True)
+    whole = accountant.prices(EVEN)
+    part = accountant.prices(EVEN, arrived=arrived, published=False)
+    for adversary in (SERVER, COLLUSION):
+        assert (part[adversary] <= whole[adversary] * (1 + 1e-12)).all()
+        assert (part[adversary][list(arrived)] > 0).all()
+        assert part[adversary][4] == 0
+
+
+def test_an_upload_that_was_refused_is_seen() -> None:
+    revealed = [(k, 4) for k in range(4)]
+    accountant = Accountant(5, least=1, honest_arrivals=True)
+    for seen, price in ((None, 0.0), ((0, 1, 2, 3, 4), 1.0)):
+        prices = accountant.prices(EVEN, arrived=(0, 1, 2, 3), revealed=revealed, seen=seen)
+        assert [prices[name][4] for name in (SERVER, COLLUSION)] == pytest.approx([price, price])
+        assert prices[CLIENTS][4] == 0
+
+
 def test_revealed_pairs_leave_the_missing_their_residual_noise_alone() -> None:
     revealed = [(k, 4) for k in range(4)]
     accountant = Accountant(5)

@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.gaussian import delta_of, epsilon_of, mu_of, paper_sigma, sigma_of
+from fedveil.ledger.gaussian import delta_of, epsilon_of, mpdp_sigma, mu_of, paper_sigma, sigma_of
 
 EPSILONS = st.floats(1e-3, 200)
 DELTAS = st.floats(-300, -0.01).map(lambda power: 10.0**power)
@@ -124,15 +124,25 @@ def test_the_papers_formula_composes_over_rounds() -> None:
     assert paper_sigma(0.5, 1e-5) == pytest.approx(math.sqrt(2 * math.log(1e5)) / 0.5)
 
 
+@pytest.mark.parametrize(("epsilon", "expected"), [(3.0, 1.683), (10.0, 0.564)])
+def test_mpdps_noise_solves_its_equation_and_is_never_below_the_exact_minimum(epsilon: float, expected: float) -> None:
+    delta, strength = 1e-5, 2.0
+    assert mpdp_sigma(epsilon, delta) == pytest.approx(expected, abs=5e-4)
+    assert mpdp_sigma(epsilon, delta) > sigma_of(epsilon, delta)
+    theta = (1 + 1 / strength**2) / mpdp_sigma(epsilon, delta, strength) ** 2
+    tail = 2 * math.log(2 / (delta * math.sqrt(2 * math.pi)))
+    assert (epsilon - theta / 2) ** 2 == pytest.approx(tail * theta)
+
+
 @pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, math.inf])
-@pytest.mark.parametrize("function", [mu_of, sigma_of, paper_sigma])
+@pytest.mark.parametrize("function", [mu_of, sigma_of, paper_sigma, mpdp_sigma])
 def test_a_target_without_a_positive_epsilon_is_refused(function: object, epsilon: float) -> None:
     with pytest.raises(ConfigError, match="epsilon"):
         function(epsilon, 1e-5)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan])
-@pytest.mark.parametrize("function", [mu_of, sigma_of, paper_sigma, epsilon_of])
+@pytest.mark.parametrize("function", [mu_of, sigma_of, paper_sigma, mpdp_sigma, epsilon_of])
 def test_a_delta_outside_its_range_is_refused(function: object, delta: float) -> None:
     with pytest.raises(ConfigError, match="delta"):
         function(1.0, delta)  # type: ignore[operator]

@@ -18,6 +18,7 @@ from fedveil.ledger.gaussian import delta_of, epsilon_of, mu_of
 from fedveil.ledger.one_run import (
     Guesses,
     epsilon_at_least,
+    excludes,
     gaussian_excludes,
     mu_at_least,
     plan_guesses,
@@ -126,6 +127,21 @@ def test_an_honest_mechanism_is_below_its_claim_as_often_as_is_said() -> None:
     assert above <= 20
     shown = epsilon_of(mu_at_least(Guesses(canaries, guesses, int(np.median(right)))), 1e-5)
     assert shown == pytest.approx(plan_guesses(canaries, mu=mu, delta=1e-5, gaussian=True).expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("canaries", "epsilon"), [(600, 3.0), (600, 8.0), (1000, 8.0), (20_000, 1.0)])
+def test_so_many_guesses_are_planned_that_a_third_of_the_noise_contradicts_its_claim(
+    canaries: int, epsilon: float
+) -> None:
+    """With the scores of noise that is a third of what is claimed, N(±3·μ/2, 1); fixed seed."""
+    mu = mu_of(epsilon, 1e-5)
+    plan = plan_guesses(canaries, mu=mu, delta=1e-5, gaussian=True)
+    assert 0 < plan.expected < epsilon
+    rng = np.random.default_rng(3)
+    right = rng.standard_normal(canaries) + 3 * mu / 2
+    farthest = np.argsort(-np.abs(right))[: plan.guesses]
+    game = Guesses(canaries, plan.guesses, int((right[farthest] > 0).sum()))
+    assert excludes(game, epsilon=epsilon, delta=1e-5, gaussian=True)
 
 
 def test_outcomes_that_cannot_be_are_refused() -> None:

@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "cohort": 0.8,
     },
     "mpdp": {"scheme": "mpdp", "neighbours": 3, "epsilon": 100.0, "lr": 0.02},
-    "mpdp-naive": {"scheme": "mpdp-naive", "neighbours": 3, "epsilon": 1000.0, "lr": 0.02},
+    "mpdp-naive": {"scheme": "mpdp-naive", "calibration": "tail", "neighbours": 3, "epsilon": 1000.0, "lr": 0.02},
 }
 
 

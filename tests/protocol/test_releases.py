@@ -29,6 +29,7 @@ from fedveil.schemes import find, schemes
 from fedveil.shapes import words
 from fedveil.tensors import Layout
 from fedveil.uplink.noised import Repair, Repaired
+from fedveil.uplink.selected import SelectedUpload
 from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, Unmask
 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
@@ -36,8 +37,11 @@ NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
 INSIDE = {Broadcast: "train", ClipBroadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
 REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
-REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, Revealed, Repaired)
-PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {MaskedUpload: "upload"}
+REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired)
+PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {
+    MaskedUpload: "upload",
+    SelectedUpload: "upload",
+}
 COMMON = {Train, Upload}
 SIZES = {Hello, Directory, Announce, Ready}
 KEYS = SIZES | {Nonce, Nonces}
@@ -48,13 +52,17 @@ SPEAKS: dict[str, set[type]] = {
     "fedavg": COMMON,
     "lossless": COMMON,
     "pbpfl": COMMON,
+    "ppdl": {Train, SelectedUpload},
+    "ppdl, laplace": {Train, SelectedUpload},
     "ldp": COMMON | SIZES,
     "cdp": COMMON | SIZES,
     "nadp": COMMON | KEYS | REPAIR,
     "dp-fedavg": COMMON | SIZES,
+    "varying-dp": COMMON | SIZES,
     "mpdp": COMMON | KEYS,
-    "mpdp-naive": COMMON | KEYS,
+    "mpdp-naive": COMMON | SIZES,
     "mp-cdp": COMMON | SIZES,
+    "secagg": (COMMON | KEYS | MASKS) - {Upload},
     "veil-secagg": (COMMON | KEYS | MASKS) - {Upload},
     "veil-dp": COMMON | KEYS | REPAIR,
     "veil-dp, masks": (COMMON | KEYS | MASKS) - {Upload},
@@ -63,12 +71,16 @@ SPEAKS: dict[str, set[type]] = {
     "dp-fedavg, adaptive": COMMON | SIZES,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
+    "ppdl, laplace": {"scheme": "ppdl", "upload_noise": "laplace"},
     "veil-dp, masks": {"scheme": "veil-dp", "cover": "masks"},
     "veil-secagg, on dropout": {"scheme": "veil-secagg", "unmask": "on-dropout"},
     "nadp, tolerant": {"scheme": "nadp", "dropouts": "tolerate"},
     "dp-fedavg, adaptive": {"scheme": "dp-fedavg", "adaptive_clip": True},
 }
-NOISED = {"ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant", "dp-fedavg", "dp-fedavg, adaptive"}
+NOISED = {
+    *("ldp", "nadp", "veil-dp", "veil-dp, masks", "nadp, tolerant"),
+    *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
+}
 
 
 def of(name: str, **settings: Any) -> Job:
@@ -173,7 +185,8 @@ def test_every_field_that_was_really_sent_is_declared(name: str) -> None:
     seen.remove("upload.payload")
     for message in sent:
         if isinstance(message, Upload):
-            seen |= {f"upload.{section}" for section in one.scheme.layout(one.architecture).split(message.payload)}
+            layout = one.scheme.layout(one.architecture)
+            seen |= {f"upload.{section}" for section in layout.split(message.dense(layout.length))}
     assert {"train.parameters", "train.epsilon", "upload.gradients", "upload.statistics", "upload.weight"} <= seen
     assert seen - declared(one) == set()
 
@@ -254,7 +267,10 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
-    plain = {"fedavg", "ldp", "cdp", "nadp", "nadp, tolerant", "dp-fedavg", "dp-fedavg, adaptive"}
+    plain = {
+        *("fedavg", "secagg", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
+        *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
+    }
     for name in SPEAKS:
         one = of(name)
         by_field = {release.field: release for release in one.scheme.releases(one.architecture)}

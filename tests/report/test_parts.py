@@ -186,7 +186,7 @@ def test_every_setting_has_a_flag_and_the_command_gives_the_same_settings() -> N
     from typer.main import get_command
 
     from fedveil.cli.app import app
-    from fedveil.config import parse_model_options
+    from fedveil.plain import parse_model_options
 
     changed = RunConfig(
         scheme="nadp",

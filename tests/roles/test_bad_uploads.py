@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,20 @@ from torch import Tensor
 
 from federation import accuracy, job, same_bits, trained
 from fedveil.config import RunConfig
-from fedveil.errors import Code, ConfigError, ProtocolError
+from fedveil.errors import Code, ConfigError, ProtocolError, StopTraining
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.parts import RoundContext
+from fedveil.protocol.phases import Gathered, RoundDone
 from fedveil.protocol.plausible import Reach
 from fedveil.roles.client import ClientRole
+from fedveil.roles.server import ServerState
 from fedveil.runs import session
+from fedveil.runs.bad_rounds import LossGuard
 from fedveil.runs.callbacks import WARNING
 from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
+from fedveil.runs.privacy_journal import PrivacyJournal
 from interrupting import interrupted_run, same_tensors
 
 Spoil = Callable[[Tensor], Tensor]
@@ -59,7 +64,8 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def masked(**settings: Any) -> Job:
-    return job(scheme="veil-secagg", head_noise=False, loss="cross-entropy", max_update_norm=20.0, **settings)
+    rules = {"max_update_norm": 20.0, "on_bad_round": "skip"}
+    return job(scheme="veil-secagg", head_noise=False, loss="cross-entropy", **rules, **settings)
 
 
 def noised_under_masks(**settings: Any) -> Job:
@@ -115,6 +121,7 @@ def test_a_sum_under_masks_that_nobody_honest_reaches_costs_its_round(
         ({"scheme": "ldp", "epsilon": 50.0}, huge, Code.IMPLAUSIBLE),
         ({"scheme": "nadp", "epsilon": 50.0, "dropouts": "tolerate"}, huge, Code.IMPLAUSIBLE),
         ({"scheme": "dp-fedavg", "epsilon": 50.0}, huge, Code.IMPLAUSIBLE),
+        ({"scheme": "varying-dp", "epsilon": 50.0}, huge, Code.IMPLAUSIBLE),
     ],
     ids=lambda value: value["scheme"] if isinstance(value, dict) else "",
 )
@@ -126,6 +133,61 @@ def test_an_upload_that_can_be_read_is_refused_by_itself(
     _, rounds = trained(one)
     assert [(done.failed, list(done.gathered.refused)) for done in rounds] == [("", []), ("", [BAD])]
     assert rounds[1].gathered.refused[BAD].code is code
+
+
+@pytest.mark.parametrize("scheme", ["nadp", "veil-dp"])
+def test_an_upload_that_was_refused_is_charged_as_seen_also_where_arrivals_are_believed(
+    scheme: str, hostile: Callable[..., None], tmp_path: Path
+) -> None:
+    """The server has it, and others give away the noise that covered it: S²/x, by its own noise alone."""
+    hostile({1}, huge)
+    one = job(scheme=scheme, loss=None, clients=6, rounds=60, epsilon=20.0, honest_arrivals=True)
+    journal = tmp_path / "privacy.jsonl"
+
+    def after_two(row: dict[str, Any], state: ServerState) -> None:
+        if row["round"] == 2:
+            raise StopTraining("enough")
+
+    outcome = train_job(one, state=fresh_state(one), journal=journal, on_round=after_two)
+    assert [list(row.get("refused", {})) for row in outcome.rows] == [[], [str(BAD)]]
+    assert ["failed" in row for row in outcome.rows] == [False, False]
+    account, first = outcome.privacy_journal.accountant, outcome.privacy_journal.first
+    assert account is not None
+    assert first is not None
+    alone = first.sensitivity[BAD] ** 2 / first.residual[BAD]
+    assert account.spent["server"][BAD] > alone
+    assert account.spent["server"][0] < 0.8 * account.spent["server"][BAD]
+    again = PrivacyJournal(one, journal).accountant
+    assert again is not None
+    assert list(again.spent["server"]) == list(account.spent["server"])
+
+
+def test_who_cannot_pay_for_a_refused_upload_takes_no_further_part(hostile: Callable[..., None]) -> None:
+    hostile(set(range(9)), huge)
+    one = job(scheme="nadp", loss=None, clients=6, rounds=3, epsilon=3.0, honest_arrivals=True)
+    outcome = train_job(one, state=fresh_state(one))
+    assert "takes no further part" in outcome.rows[0]["failed"]
+    assert [("failed" in row, row["clients"]) for row in outcome.rows[1:]] == [(False, 5)] * (len(outcome.rows) - 1)
+    assert len(outcome.rows) > 1, "the others go on without it"
+    account = outcome.privacy_journal.accountant
+    assert account is not None
+    assert account.limit is not None
+    assert all(float(spent.max()) <= account.limit * (1 + 1e-9) for spent in account.spent.values())
+
+
+def test_without_masks_of_its_own_a_refused_upload_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    protect = ClientRole._protect
+
+    def spoilt(self: ClientRole, state: ClientState, vector: Tensor, context: RoundContext) -> Any:
+        after, reply = protect(self, state, vector, context)
+        if state.client == BAD and context.round == 1:
+            reply = replace(reply, payload=reply.payload[:-1])
+        return after, reply
+
+    monkeypatch.setattr(ClientRole, "_protect", spoilt)
+    for unmask, failed in (("always", False), ("on-dropout", True)):
+        _, rounds = trained(masked(rounds=2, clients=8, unmask=unmask))
+        assert [bool(done.failed) for done in rounds] == [False, failed]
 
 
 def test_without_a_bound_the_same_upload_ruins_the_model(hostile: Callable[..., None]) -> None:
@@ -177,7 +239,7 @@ SMALL: dict[str, Any] = {
 
 def test_a_run_with_a_bad_round_resumes_to_the_same_bits(tmp_path: Path, hostile: Callable[..., None]) -> None:
     hostile({1, 3, 4}, huge)
-    config = RunConfig.from_mapping(SMALL)
+    config = RunConfig.from_mapping({**SMALL, "on_bad_round": "skip"})
     whole = session.run(config, tmp_path / "whole", quiet=True)
     assert whole["bad_rounds"] == [2, 4, 5]
     for at in (2, 3, 4):  # within a row of bad rounds too
@@ -188,7 +250,9 @@ def test_a_run_with_a_bad_round_resumes_to_the_same_bits(tmp_path: Path, hostile
 
 
 @pytest.mark.parametrize(
-    ("rules", "ended"), [({}, 5), ({"max_bad_rounds": 2}, 4), ({"on_bad_round": "stop"}, 3)], ids=["3", "2", "stop"]
+    ("rules", "ended"),
+    [({"on_bad_round": "skip"}, 5), ({"max_bad_rounds": 2}, 4), ({"on_bad_round": "stop"}, 3), ({}, 3)],
+    ids=["3", "2", "stop", "masks alone"],
 )
 def test_a_run_ends_after_bad_rounds_in_a_row(
     rules: dict[str, Any], ended: int, tmp_path: Path, hostile: Callable[..., None]
@@ -205,6 +269,37 @@ def test_a_run_ends_after_bad_rounds_in_a_row(
     assert session.resume(tmp_path / "run", quiet=True)["rounds"] == ended + 1
     assert [row["round"] for row in folder.metrics()] == list(range(1, ended + 2))
     assert json.loads(folder.summary_file.read_text())["bad_rounds"] == list(range(3, ended + 2))
+
+
+def test_only_a_good_round_ends_a_row_of_bad_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two bad rounds and one that fails otherwise, by turns: the third bad one ends the run, with what it has."""
+    protect = ClientRole._protect
+
+    def spoilt(self: ClientRole, state: ClientState, vector: Tensor, context: RoundContext) -> Any:
+        if state.client == BAD and context.round > 0:
+            if context.round % 3 == 0:
+                raise ProtocolError("away")
+            vector = huge(vector)
+        return protect(self, state, vector, context)
+
+    monkeypatch.setattr(ClientRole, "_protect", spoilt)
+    one = masked(clients=3, rounds=20)
+    outcome = train_job(one, state=fresh_state(one))
+    assert [row.get("code", "failed" in row) for row in outcome.rows] == [
+        False,
+        *["implausible"] * 2,
+        True,
+        "implausible",
+    ]
+    assert "no good one between them" in outcome.stopped
+
+
+def test_a_ledger_says_what_going_on_after_a_bad_round_shows_under_masks_alone() -> None:
+    told = "followed by one on the same model"
+    plain = {"scheme": "veil-secagg", "head_noise": False, "loss": "cross-entropy"}
+    for settings, said in (({}, False), ({"on_bad_round": "skip"}, True), ({"max_bad_rounds": 9}, True)):
+        assert any(told in note for note in job(**plain, **settings).notes) == said
+    assert not any(told in note for note in noised_under_masks(on_bad_round="skip").notes)
 
 
 GUARDED: dict[str, Any] = {
@@ -246,3 +341,17 @@ def test_a_bound_on_the_held_out_loss_needs_samples_and_a_model(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         session.run(RunConfig.from_mapping({**GUARDED, **changes}), tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("begins", "after", "taken_back"), [(1.0, 2.9, 0), (1.0, 3.1, 1), (0.0, 1e-6, 0), (0.0, 1.0, 1)]
+)
+def test_losses_are_compared_by_their_ratio_down_to_next_to_nothing(
+    begins: float, after: float, taken_back: int
+) -> None:
+    state, losses = fresh_state(job()), iter([begins, after])
+    guard = LossGuard(3.0, state, lambda: next(losses))
+    done = RoundDone(0, 1.0, (0,), Gathered((0,), {}, (), 0, 0))
+    assert guard.judged(done, state).bad == taken_back
+    with pytest.raises(ConfigError, match="never negative"):
+        LossGuard(3.0, state, lambda: begins - 2.0)

@@ -101,9 +101,9 @@ def test_an_error_that_is_not_ours_costs_the_reply_and_the_request_alone(
         def add(self, reply: Reply) -> None:
             raise error
 
-    malformed = Refusal(Code.PROTOCOL, f"its answer is malformed ({error.__name__})")
+    malformed = Refusal(Code.PROTOCOL, f"its answer is malformed ({error.__name__})", came=True)
     assert folded(Failing(), Reply(3), 3) == malformed
-    assert folded(Failing(), Reply(3), 2) == Refusal(Code.PROTOCOL, "its answer names another client")
+    assert folded(Failing(), Reply(3), 2) == Refusal(Code.PROTOCOL, "its answer names another client", came=True)
 
     def fail(*_: Any, **__: Any) -> None:
         raise error

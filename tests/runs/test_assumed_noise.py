@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from federation import job
-from fedveil.ledger.gaussian import epsilon_of, paper_sigma
+from fedveil.ledger.gaussian import epsilon_of, mpdp_sigma
 from fedveil.runs.privacy_journal import composed, floors, notes_on
 
 
@@ -13,7 +15,8 @@ from fedveil.runs.privacy_journal import composed, floors, notes_on
 def test_the_papers_figure_is_composed_over_rounds(scheme: str) -> None:
     found = composed(job(scheme=scheme, epsilon=1.0).scheme, rounds=100, delta=1e-5)
     assert found is not None
-    assert found.sigma == pytest.approx(paper_sigma(1.0, 1e-5))
+    strength = math.sqrt(1000.0) if scheme == "mpdp" else math.inf
+    assert found.sigma == pytest.approx(mpdp_sigma(1.0, 1e-5, strength))
     assert found.one_round == pytest.approx(epsilon_of(1 / found.sigma, 1e-5))
     assert found.all_rounds == pytest.approx(epsilon_of(10 / found.sigma, 1e-5))
     assert found.one_round < 1 < found.all_rounds

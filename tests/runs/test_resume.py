@@ -233,12 +233,25 @@ def test_a_failed_round_leaves_the_checkpoints(tmp_path: Path, small: Small) -> 
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_folder_from_before_there_were_families_goes_on_with_scales(tmp_path: Path, small: Small) -> None:
-    """Its model has a secret ε, and its fingerprint no family: both stay what they were."""
-    began = small(head_noise=False, family="scale", bn_eps="secret", rounds=4, checkpoint_every=2)
-    session.run(began, tmp_path / "straight", quiet=True)
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("family", {"head_noise": False, "family": "scale", "bn_eps": "secret"}),
+        ("calibration", {"scheme": "mp-cdp", "calibration": "tail"}),
+    ],
+)
+def test_a_folder_from_before_there_was_a_setting_goes_on_as_it_began(
+    name: str, given: dict[str, object], tmp_path: Path, small: Small
+) -> None:
+    """Its fingerprint has no such name, and its run is what it was: scales and a secret ε; noise by a tail bound."""
+    began = small(**given, rounds=4, checkpoint_every=2)
     session.run(began.with_changes(rounds=2), tmp_path / "run", quiet=True)
     file = tmp_path / "run" / "config.toml"
-    file.write_text("".join(line for line in file.read_text().splitlines(True) if not line.startswith("family")))
+    lines = file.read_text().splitlines(True)
+    file.write_text("".join(line for line in lines if not line.startswith(name)))
+    assert len(file.read_text().splitlines()) == len(lines) - 1
+    assert getattr(RunFolder(tmp_path / "run").config(), name) == given[name]
     resume(tmp_path / "run", rounds=4)
-    check_equal(tmp_path / "run", tmp_path / "straight", rounds=4)
+    if name == "family":  # noise is drawn anew
+        session.run(began, tmp_path / "straight", quiet=True)
+        check_equal(tmp_path / "run", tmp_path / "straight", rounds=4)

@@ -64,7 +64,7 @@ def test_a_plan_aims_at_the_target_that_was_asked_for(name: str) -> None:
     setting = replace(SQUARE, rounds=20, participations=7, rate=0.5)
     plan = assemble(name, setting, {"epsilon": 2.0, "delta": 1e-6, "clip": 0.5}).plan
     assert plan is not None
-    assert plan.target == Target(2.0, 1e-6, 20, 7, 0.5)
+    assert plan.target == Target(2.0, 1e-6, 20, 7, 0.5, 0.9 if name == "varying-dp" else 1.0)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -96,8 +96,11 @@ def test_a_target_that_makes_no_sense_is_refused_by_name(name: str, options: dic
         ("veil-secagg", {"threshold": 0.4}, "threshold must lie"),
         ("veil-secagg", {"neighbours": 3}, "neighbours must be an even number"),
         ("mpdp", {"pair_strength": -1.0}, "pair_strength must not be negative"),
-        ("mpdp", {"epsilon": 0.0}, "epsilon must be a positive number"),
-        ("mp-cdp", {"delta": 2.0}, "delta must lie strictly between"),
+        ("mpdp", {"epsilon": 0.0}, "epsilon is 0.0: a privacy target needs a finite number above 0"),
+        ("mp-cdp", {"delta": 2.0}, "delta is 2.0: it must lie strictly between 0 and 1"),
+        ("mpdp", {"sensitivity": 0.0}, "sensitivity must be a positive number"),
+        ("mp-cdp", {"calibration": "tale"}, "Unknown calibration 'tale'"),
+        ("mpdp-naive", {"neighbours": 2}, "share no noise"),
     ],
 )
 def test_options_of_the_uplinks_that_make_no_sense_are_refused(

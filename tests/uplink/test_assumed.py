@@ -14,7 +14,7 @@ from federation import distance, job
 from fedveil.downlink import noise_kinds
 from fedveil.downlink.decomposed import BOUNDED
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.ledger.gaussian import paper_sigma
+from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Train, Upload
 from fedveil.protocol.parts import RoundContext
@@ -74,7 +74,7 @@ def noise_of(one: Job, bare: dict[int, Tensor], sent: dict[int, Tensor]) -> dict
 
 @pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive"])
 def test_noise_covers_the_first_tensor_and_nothing_else(scheme: str) -> None:
-    one = job(scheme=scheme, rounds=1, clients=4, neighbours=2)
+    one = job(scheme=scheme, rounds=1, clients=4, **({"neighbours": 2} if scheme == "mpdp" else {}))
     _, bare, sent, _ = first_round(one)
     for k in sent:
         ours, theirs = split(one, sent[k]), split(one, bare[k])
@@ -85,16 +85,19 @@ def test_noise_covers_the_first_tensor_and_nothing_else(scheme: str) -> None:
         assert torch.equal(ours["gradients"][1:], theirs["gradients"][1:])
 
 
+@pytest.mark.parametrize("calibration", ["equations", "tail"])
 @pytest.mark.parametrize("how", ["iid", "size"])
-def test_the_mean_carries_the_papers_deviation_over_k(how: str) -> None:
-    """σ/K on the mean of K gradients, whatever the clients' sizes; pair noise is gone.
+def test_the_mean_carries_the_papers_deviation(how: str, calibration: str) -> None:
+    """σ/√K on the mean of K gradients where each client adds σ (Eq. (7)), σ/K where they share it, whatever the
+    clients' sizes; pair noise is gone.
 
     1,210 coordinates: the χ² test has a false-alarm rate of 1e-4, and so has the Kolmogorov–Smirnov test.
     """
-    one = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=2, how=how, ratio=3.0, epsilon=2.0)
+    how_shared = {"calibration": "tail", "neighbours": 2} if calibration == "tail" else {"sensitivity": 0.25}
+    one = job(scheme="mpdp-naive", rounds=1, clients=5, how=how, ratio=3.0, epsilon=2.0, **how_shared)
     _, bare, sent, _ = first_round(one)
     noise = torch.stack(list(noise_of(one, bare, sent).values())).sum(0) / sum(len(c) for c in one.pool.clients)
-    wanted = paper_sigma(2.0, 1e-5) / 5
+    wanted = paper_sigma(2.0, 1e-5) / 5 if calibration == "tail" else 0.25 * mpdp_sigma(2.0, 1e-5) / math.sqrt(5)
     count = len(noise)
     assert count == 1210
     low, high = stats.chi2(count).ppf([5e-5, 1 - 5e-5])
@@ -104,7 +107,7 @@ def test_the_mean_carries_the_papers_deviation_over_k(how: str) -> None:
 
 def test_pair_noise_is_as_strong_as_asked_for_and_cancels() -> None:
     """One upload's variance is (1 + degree·λ²)·σ²/K; χ² test with a false-alarm rate of 1e-4 for each of 5 clients."""
-    one = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, pair_strength=3.0)
+    one = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, pair_strength=3.0, calibration="tail")
     _, bare, sent, _ = first_round(one)
     noise = noise_of(one, bare, sent)
     mean_size = sum(len(c) for c in one.pool.clients) / 5
@@ -112,7 +115,7 @@ def test_pair_noise_is_as_strong_as_asked_for_and_cancels() -> None:
     low, high = stats.chi2(1210).ppf([5e-5, 1 - 5e-5])
     for k in sent:
         assert low < float(noise[k].square().sum()) / expected < high
-    quiet = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, skip_cancelling=True)
+    quiet = job(scheme="mpdp-naive", rounds=1, clients=5, neighbours=4, skip_cancelling=True, calibration="tail")
     _, quiet_bare, quiet_sent, _ = first_round(quiet)
     summed = torch.stack(list(noise.values())).sum(0)
     assert distance(summed, torch.stack(list(noise_of(quiet, quiet_bare, quiet_sent).values())).sum(0)) < 1e-9
@@ -124,7 +127,7 @@ def test_for_the_server_decomposed_noise_is_bounded() -> None:
     _, bare, sent, _ = first_round(one)
     kinds = noise_kinds(one.architecture)
     mean_size = sum(len(c) for c in one.pool.clients) / 4
-    limit = math.sqrt(2.0) * paper_sigma(3.0, 1e-5) / 2 * mean_size
+    limit = math.sqrt(2.0) * mpdp_sigma(3.0, 1e-5, math.sqrt(1000.0)) / 2 * mean_size
     for noise in noise_of(one, bare, sent).values():
         within = noise[kinds == BOUNDED].abs()
         assert len(within) > 1000
@@ -133,7 +136,7 @@ def test_for_the_server_decomposed_noise_is_bounded() -> None:
 
 @pytest.mark.parametrize("scheme", ["mpdp", "mpdp-naive", "mp-cdp"])
 def test_nothing_is_claimed_for_it(scheme: str) -> None:
-    settings = {} if scheme == "mp-cdp" else {"neighbours": 2}
+    settings = {"neighbours": 2} if scheme == "mpdp" else {}
     one = job(scheme=scheme, rounds=1, clients=4, **settings)
     assert one.scheme.plan is None
     privacy_journal = train_job(one, state=fresh_state(one)).privacy_journal
@@ -150,7 +153,7 @@ def test_everybody_is_a_neighbour_where_fewer_clients_than_neighbours_take_part(
 
 
 def test_a_graph_that_falls_apart_is_refused() -> None:
-    one = job(scheme="mpdp-naive", rounds=1, clients=40, neighbours=1, seed=3)
+    one = job(scheme="mpdp", rounds=1, clients=40, neighbours=1, seed=3)
     with pytest.raises(ConfigError, match=r"not connected\. Raise neighbours"):
         first_round(one)
 
@@ -190,7 +193,7 @@ def test_noise_added_once_has_the_papers_deviation_over_k() -> None:
 
 
 def test_missing_clients_leave_their_pairs_noise_and_the_round_goes_on() -> None:
-    one = job(scheme="mpdp-naive", rounds=3, clients=5, neighbours=2, simulate_dropout=0.3)
+    one = job(scheme="mpdp", rounds=3, clients=5, neighbours=2, simulate_dropout=0.3)
     outcome = train_job(one, state=fresh_state(one))
     assert any(row["clients"] < 5 for row in outcome.rows)
     assert not any("failed" in row for row in outcome.rows)

@@ -20,6 +20,7 @@ MORE: dict[str, dict[str, Any]] = {
     "paraaegis": {"cipher": "pads", "share": 0.2, "local_steps": 2},
     "serial": {"cipher": "pads", "local_steps": 2},
     "dp-fedavg": {"local_steps": 2},
+    "varying-dp": {"local_steps": 2},
 }
 SMALL: dict[str, Any] = {"clients": 4, "rounds": 1, "loss": None, "options": {"depth": 2, "width": 8}, "seed": 3}
 
@@ -38,7 +39,7 @@ def claimed() -> list[str]:
 
 def test_every_claim_rests_on_whole_numbers() -> None:
     names = claimed()
-    assert set(names) == {"ldp", "cdp", "nadp", "veil-dp", "dp-fedavg", "serial", "paraaegis"}
+    assert set(names) == {"ldp", "cdp", "nadp", "veil-dp", "dp-fedavg", "serial", "paraaegis", "varying-dp"}
     for name in names:
         for more in ({"cover": "noise"}, {"cover": "masks"}) if name == "veil-dp" else ({},):
             one = job(scheme=name, **{**SMALL, **MORE.get(name, {}), **more})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +12,24 @@ import torch
 from torch import Tensor
 
 from federation import accuracy, job, trained
-from fedveil.errors import ConfigError, ProtocolError
+from fedveil.config import RunConfig
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.directory import Directory, Epoch, Hello
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.trimming import trimmed_mean
 from fedveil.roles.client import ClientRole
+from fedveil.runs import session
+from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.loop import fresh_state, train_job
 from fedveil.secrets import SeededSecrets
 from fedveil.uplink.graph import split
 from fedveil.uplink.grouped import Grouped
 from fedveil.uplink.unmasking import MaskedUpload, Unmask
+from interrupting import interrupted_run, same_tensors
 
 BAD = 7
 MASKS: dict[str, Any] = {"scheme": "veil-secagg", "head_noise": False, "family": "isometry"}
@@ -85,12 +93,106 @@ def test_groups_are_masked_and_opened_by_themselves() -> None:
     role = Listening(one.scheme, one.architecture, secrets=SeededSecrets(3))
     _, rounds = trained(one, role=role)
     assert [done.failed for done in rounds] == ["", "", ""]
-    # Groups of the last round: everybody deals shares to its group and nobody else.
+    # Everybody deals shares to its group and nobody else.
     groups = {frozenset({*holders, client}) for client, holders in uploaded.items()}
     assert sorted(map(len, groups)) == [5, 5, 5, 5]
     assert frozenset.union(*groups) == frozenset(range(20))
     assert {frozenset(survivors) for survivors in asked[-4:]} == groups
-    assert len({frozenset(survivors) for survivors in asked}) > 4, "every round draws them anew"
+    assert {frozenset(survivors) for survivors in asked} == groups, "they stay for the whole run"
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["without a checkpoint", "from a checkpoint"])
+def test_groups_stay_through_epochs_and_attempts_and_so_do_the_bits(at: int, tmp_path: Path) -> None:
+    settings = {**MASKS, "dataset": "digits", "model": "mlp", "model_options": {"depth": 2, "width": 8}, "clients": 20}
+    settings |= {"robust_groups": 4, "loss": "cross-entropy", "rounds": 4, "seed": 3, "checkpoint_every": 2}
+    config = RunConfig.from_mapping({**settings, "evaluate_every": 0})
+    session.run(config, tmp_path / "whole", quiet=True)
+    interrupted_run(config, tmp_path / "run", at=at)
+    before = RunFolder(tmp_path / "run").groups()
+    assert sorted(client for group in before for client in group) == list(range(20))
+    session.resume(tmp_path / "run", quiet=True)
+    assert RunFolder(tmp_path / "run").groups() == before
+    assert same_tensors(tmp_path / "run" / "model.safetensors", tmp_path / "whole" / "model.safetensors")
+
+
+def test_a_run_does_not_go_on_with_groups_that_nobody_remembers(tmp_path: Path) -> None:
+    settings = {**MASKS, "dataset": "digits", "model": "mlp", "model_options": {"depth": 2, "width": 8}, "clients": 20}
+    settings |= {"robust_groups": 4, "loss": "cross-entropy", "rounds": 3, "seed": 3, "checkpoint_every": 1}
+    interrupted_run(RunConfig.from_mapping({**settings, "evaluate_every": 0}), tmp_path / "run", at=1)
+    file = tmp_path / "run" / "attempts.json"
+    facts = json.loads(file.read_text())
+    for wrong in ([], [[0, 1], [1, 2]], "four"):
+        file.write_text(json.dumps({**facts, "groups": wrong}))
+        with pytest.raises(CheckpointError, match="groups"):
+            session.resume(tmp_path / "run", quiet=True)
+
+
+def entered(first: int, beacon: bytes, present: int = 20) -> RoundContext:
+    """The context of a round in an epoch that begins with it."""
+    samples, no = torch.ones(present, dtype=torch.int64), torch.zeros(present, 0, dtype=torch.uint8)
+    here = torch.arange(present)
+    epoch = Epoch(first, first, 100, 20, 20, 0)
+    return RoundContext(
+        first, 0, tuple(range(present)), Directory("run", here, samples, no, no, no, epoch, here, no), beacon
+    )
+
+
+def test_clients_hold_the_server_to_their_groups_and_newcomers_stay_out() -> None:
+    uplink = federation(**MASKS).scheme.summing
+    assert isinstance(uplink, Grouped)
+    first, later = entered(0, b"one"), entered(7, b"two")
+    own = uplink._own(first, ClientState(3)).cohort
+    state = replace(ClientState(3), grouped=own)
+    assert uplink._own(later, state).cohort == own, "whatever a later beacon says"
+    assert uplink._own(replace(later, attempt=2), ClientState.unseal(state.seal(b"k" * 32), b"k" * 32)).cohort == own
+    with pytest.raises(ProtocolError, match="comes after this run's groups were drawn"):
+        uplink._own(later, ClientState(3))
+    last = replace(later, cohort=tuple(client for client in range(20) if client == 3 or client not in own))
+    with pytest.raises(ProtocolError, match="would hide each among too few"):
+        uplink._own(last, state)
+    # The server asks nobody who is in no group, or in one that is too small.
+    groups = uplink.lasting_groups(first)
+    assert own in groups
+    assert uplink.asked(replace(last, groups=groups), last.cohort) == tuple(c for c in last.cohort if c != 3)
+
+
+def test_a_latecomer_begins_a_new_epoch_and_changes_no_group() -> None:
+    one = job(clients=21, rounds=12, scheme="veil-secagg", head_noise=False, loss="cross-entropy", robust_groups=4)
+
+    def late(request: Any, client: int) -> bool:
+        return client == 20 and isinstance(request, Hello) and request.epoch.first == 0
+
+    sums: list[frozenset[int]] = []
+
+    class Listening(ClientRole):
+        def handle_many(self, states: Any, request: Any, *told: Any) -> Any:
+            if isinstance(request, Unmask):
+                sums.append(frozenset(request.survivors.tolist()))
+            return super().handle_many(states, request, *told)
+
+    role = Listening(one.scheme, one.architecture, secrets=SeededSecrets(3))
+    _, rounds = trained(one, role=role, absent=late)
+    assert 20 not in rounds[9].cohort
+    assert 20 in rounds[11].cohort
+    assert [done.failed for done in rounds] == [""] * 12
+    assert len(sums) == 4 * 12
+    assert len(set(sums)) == 4
+    assert frozenset.union(*sums) == frozenset(range(20))
+
+
+def test_a_client_that_deals_damaged_shares_costs_its_group_and_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    protect = ClientRole._protect
+
+    def spoilt(self: ClientRole, state: ClientState, vector: Tensor, context: RoundContext) -> Any:
+        after, reply = protect(self, state, vector, context)
+        if state.client == BAD:
+            assert isinstance(reply, MaskedUpload)
+            reply = replace(reply, bundles=reply.bundles ^ 255)
+        return after, reply
+
+    monkeypatch.setattr(ClientRole, "_protect", spoilt)
+    _, rounds = trained(federation(rounds=2, **MASKS))
+    assert [done.failed for done in rounds] == ["", ""]
 
 
 @pytest.mark.parametrize(("missing", "opened"), [(1, 4), (2, 3)], ids=["a group without one", "a group that fails"])
@@ -104,7 +206,7 @@ def test_dropouts_cost_at_most_their_own_group(missing: int, opened: int) -> Non
             begun = super()._begin(state, request, samples, private)
             if request.round == 1 and not gone:
                 assert isinstance(self._uplink, Grouped)
-                gone.extend(self._uplink._own(begun[1], state.client).cohort[:missing])
+                gone.extend(self._uplink._own(begun[1], begun[0]).cohort[:missing])
             if request.round == 1 and state.client in gone:
                 raise ProtocolError("gone")
             return begun
@@ -150,12 +252,13 @@ def test_the_ledger_says_that_sums_are_of_groups_and_who_may_collude_in_one() ->
         ({"scheme": "cdp", "lr": None}, "noise that is made for one sum"),
         ({"scheme": "dp-fedavg", "lr": None}, "noise that is made for one sum"),
         ({"scheme": "ckks-fedavg", "cipher": "pads", "lr": None}, "reads no sums to compare"),
-        ({"robust_groups": 2}, "at least 3"),
+        ({"robust_groups": 3}, "at least 4"),
+        ({**MASKS, "cohort": 10, "lr": None}, "rounds that ask everybody"),
         ({"robust_groups": 5}, "do not make 5 groups"),
     ],
 )
 def test_groups_are_refused_where_they_would_cost_or_do_nothing(settings: dict[str, Any], words: str) -> None:
-    given = {"scheme": "fedavg", "robust_groups": 3, **settings}
+    given = {"scheme": "fedavg", "robust_groups": 4, **settings}
     with pytest.raises(ConfigError, match=words):
         job(clients=20, **{**given, "loss": "cross-entropy"})
 

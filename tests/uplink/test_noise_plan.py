@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -85,6 +86,34 @@ def test_local_and_summed_noise_meet_the_target_too(sizes: list[int], layout: An
     mu2 = float(charges(found).max()) if trusted or layout == "local" else worst_mu2(found, min(1, len(sizes) - 1))
     assert math.sqrt(7 * mu2) <= aim.mu
     assert math.sqrt(7 * mu2) == pytest.approx(aim.mu, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["local", "pairs", "sum"])
+def test_decaying_noise_falls_by_its_factor_and_all_rounds_together_meet_the_target(layout: Any) -> None:
+    aim = replace(target(2.0, rounds=20), decay=0.9)
+    rounds = [
+        NoisePlan(aim, layout).noise_layout((0, 1, 2), [5, 5, 5], [2.0] * 3, seed=SEED, round=t) for t in range(20)
+    ]
+    noises = np.asarray([noise_in_the_sum(found) for found in rounds])
+    np.testing.assert_allclose(noises[1:] / noises[:-1], 0.9, rtol=1e-9)
+    mu = math.sqrt(sum(worst_mu2(found, 0 if layout == "local" else 1) for found in rounds))
+    assert mu <= aim.mu
+    assert mu == pytest.approx(aim.mu, rel=1e-6)
+    even = noise_in_the_sum(noise_layout(NoisePlan(target(2.0, rounds=20), layout), [5] * 3))
+    assert noises[-1] < even < noises[0]
+
+
+def test_whoever_takes_part_in_the_dearest_rounds_alone_meets_the_target_as_well() -> None:
+    aim = Target(2.0, 1e-5, rounds=20, participations=6, rate=0.3, decay=0.8)
+    prices = [aim.per_round(round) for round in range(20)]
+    assert sum(sorted(prices)[-6:]) == pytest.approx(aim.mu**2, rel=1e-12)
+    assert replace(aim, decay=1.0).per_round(7) == aim.mu**2 / 6
+
+
+@pytest.mark.parametrize(("decay", "rounds"), [(0.0, 5), (1.01, 5), (-0.5, 5), (0.5, 30), (math.nan, 5)])
+def test_noise_that_grows_or_falls_too_far_is_refused(decay: float, rounds: int) -> None:
+    with pytest.raises(ConfigError, match="--noise-decay"):
+        replace(target(rounds=rounds), decay=decay)
 
 
 def test_a_sum_over_thousands_of_rounds_does_not_end_above_the_target() -> None:

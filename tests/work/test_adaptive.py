@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from federation import job, next_ask, same_bits, server_of
@@ -17,6 +18,7 @@ from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.ledger.policy import Policy
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Train
+from fedveil.protocol.plausible import Reach
 from fedveil.roles.client import ClientRole
 from fedveil.roles.server import ServerState
 from fedveil.runs.checkpoint import load_checkpoint, save_checkpoint
@@ -96,7 +98,8 @@ def test_the_answers_are_paid_for_out_of_the_same_epsilon() -> None:
 @pytest.mark.parametrize("start", [CLIP / 20, CLIP * 100])
 def test_the_clip_comes_to_the_quantile_of_the_updates(start: float) -> None:
     """At an ε of 10⁴, where noise is nearly nothing."""
-    one = adapted(rounds=20, clip=start, epsilon=1e4, clip_rate=1.0, clip_quantile=0.6, client_lr=0.01)
+    rule = {"clip_rate": 1.0, "clip_quantile": 0.6, "clip_range": 1000.0}
+    one = adapted(rounds=20, clip=start, epsilon=1e4, client_lr=0.01, **rule)
     rows: list[float] = []
     outcome = train_job(one, state=fresh_state(one), on_round=lambda row, state: rows.append(row["clip"]))
     lengths = sorted(
@@ -158,6 +161,7 @@ def test_clients_take_no_clip_that_answers_cannot_lead_to_or_that_their_policy_f
         ({"adaptive_clip": None, "clip_share": 0.2}, "adaptive-clip too"),
         ({"clip_quantile": 1.0}, "clip_quantile must"),
         ({"clip_rate": 0.0}, "clip_rate must"),
+        ({"clip_range": 1.0}, "clip_range must"),
         ({"clip_share": 0.0}, "clip_share must"),
     ],
 )
@@ -168,5 +172,30 @@ def test_rules_that_cannot_be_are_refused(settings: dict[str, Any], words: str) 
 
 def test_noise_moves_a_clip_by_no_more_than_a_true_answer_could() -> None:
     rule = AdaptiveClip(quantile=0.3, rate=0.5)
-    assert rule.following(2.0, 1e9) == rule.following(2.0, 1.0) == 2.0 * math.exp(-0.35)
-    assert rule.following(2.0, -1e9) == rule.following(2.0, -1.0) == 2.0 * math.exp(0.15)
+    for loud, true, moved in ((1e9, 1.0, -0.35), (-1e9, -1.0, 0.15)):
+        told = [rule.following(2.0, answers, start=2.0) for answers in (loud, true)]
+        assert told == [2.0 * math.exp(moved)] * 2
+
+
+@pytest.mark.parametrize("answers", [-30.0, 30.0])
+def test_a_clip_that_is_lied_about_stays_within_its_range(answers: float) -> None:
+    rule, clip = AdaptiveClip(range=8.0), 2.0
+    for round in range(1, 60):
+        clip = rule.following(clip, answers, start=2.0)
+        rule.check(clip, start=2.0, round=round)
+    assert clip == (16.0 if answers < 0 else 0.25)
+    with pytest.raises(ProtocolError, match="clip_range of 8"):
+        rule.check(clip * (1.01 if answers < 0 else 0.99), start=2.0, round=100)
+
+
+def test_an_answer_is_held_to_what_clients_give() -> None:
+    """Twice as loud as all together, which is short enough for an update: where noise is nearly nothing it shows."""
+    work = adapted("nadp").scheme.work
+    assert isinstance(work, ClippedUpdate)
+    assert work.adaptive is not None
+    true = 50 * CLIP * work.adaptive.mark
+    reach = Reach.of([20, 30], work, variance=1e-12, length=4)
+    reach.check(torch.tensor([0.0, 0.0, 0.0, -true]), "a sum")
+    for lie in (2 * true, -2 * true):
+        with pytest.raises(ProtocolError, match="whether updates were clipped"):
+            reach.check(torch.tensor([0.0, 0.0, 0.0, lie]), "a sum")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from fedveil.work import (
 )
 from fedveil.work import clipping as clipped_module
 from fedveil.work.clipping import ClippedSamples, ClippedUpdate, refuse_batch_norm
-from fedveil.work.per_sample import PerSample, Recorded
+from fedveil.work.per_sample import PerSample, Recorded, RecordedConvolution, looped, trained_names
 
 WORDS = 12
 
@@ -297,6 +298,46 @@ def test_layers_are_recorded_only_where_their_calls_tell_their_gradients(name: s
     engine = PerSample(architecture, CrossEntropy())
     engine(data.x, data.y, clients=1, clip=1.0)
     assert sum(isinstance(one, Recorded) for one in engine.module.modules()) == expected
+
+
+class Pictures(nn.Module):
+    """Convolutions of every form that patches can be taken for, one of them called twice, one on a picture alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 4, (3, 5), stride=(2, 1), padding=(1, 2))
+        self.again = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.point = nn.Conv2d(4, 2, 1, stride=2)
+        self.spread = nn.Conv2d(2, 4, 2, dilation=2, padding=1)  # left to vmap, and so is the next
+        self.grouped = nn.Conv2d(4, 2, 1, groups=2)
+        self.head = nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.again(self.wide(x)).relu()).relu()
+        x = torch.stack([self.point(picture) for picture in x])
+        return cast(Tensor, self.head(self.grouped(self.spread(x)).flatten(1)))
+
+
+def test_convolutions_by_patches_have_the_gradients_of_a_loop() -> None:
+    torch.manual_seed(5)
+    x, y = torch.randn(8, 3, 9, 8, dtype=torch.float64), torch.randint(3, (8,))
+    net = Pictures().double()
+    net(x)
+    architecture, _ = opened(net, x)
+    engine = PerSample(architecture, CrossEntropy(), patches=True)
+    module = architecture.new_skeleton()
+    with torch.no_grad():
+        for first, second in zip(engine.module.parameters(), module.parameters(), strict=True):
+            second.copy_(first.normal_(generator=torch.Generator().manual_seed(first.numel())))
+    clip = 0.5
+    seen = engine(x, y, clients=2, clip=clip)
+    assert sum(isinstance(layer, RecordedConvolution) for layer in engine.module.modules()) == 3
+    for client in range(2):
+        span = slice(4 * client, 4 * client + 4)
+        alone = looped(module, trained_names(architecture), CrossEntropy(), x[span], y[span], clip)
+        assert torch.allclose(seen.sums[client], alone.sums[0], rtol=1e-11, atol=1e-14)
+        assert torch.allclose(seen.norms[client], alone.norms[0], rtol=1e-12)
+    assert bool((seen.norms > clip).any())
 
 
 @pytest.mark.parametrize("name", NETS)

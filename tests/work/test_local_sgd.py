@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fedveil
 from fedveil.downlink import Plain, draw
 from fedveil.errors import NumericError
 from fedveil.secrets import SeededSecrets
@@ -170,6 +171,14 @@ def test_small_steps_of_many_clients_are_taken_together(how: dict[str, float]) -
     for together, alone in pairs:
         assert torch.allclose(together, alone, rtol=1e-10, atol=1e-12)
         assert together[30:35].eq(0).all()  # the frozen bias
+
+
+@pytest.mark.filterwarnings("error")
+def test_operations_that_vmap_runs_one_by_one_warn_nobody() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    data = [(torch.randn(12, 4), torch.randint(2, (12,)))] * 3
+    for local in ({}, {"local_steps": 2}):
+        fedveil.train(net, data, loss=nn.MultiMarginLoss(), scheme="fedavg", rounds=1, seed=1, progress=False, **local)
 
 
 def test_what_cannot_be_taken_together_is_computed_one_by_one() -> None:

@@ -12,25 +12,23 @@ known, until nothing moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.linalg import solve_sylvester
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
+from fedveil.audit.fits import STILL, invertible, numbers, rotation, rotation_of_differences, scaled_turn, turning
 from fedveil.downlink.scales import Scaled, ScaleTable
-from fedveil.downlink.symmetry import ISOMETRY, PINNED, POSITIVE, UNIT, AxisPlan, Basis, Symmetry, moved, turn
+from fedveil.downlink.symmetry import ISOMETRY, PINNED, POSITIVE, UNIT, AxisPlan, Basis, Blocks, Symmetry, moved, turn
 from fedveil.errors import DataError
 
 _SWEEPS = 40
-_STILL = 1e-10
-_NEWTON = 12
 _CONJUGATE = 200
 _PUBLIC = torch.tensor([PINNED])
 _TINY = 1e-300
@@ -96,6 +94,11 @@ class _Side:
         return [dim for dim, size in enumerate(self.plan.shape) if size > 1]
 
     @cached_property
+    def grouped(self) -> bool:
+        """Whether both sides share a dimension: groups move with both."""
+        return self.other is not None and bool(set(self.dims) & set(self.other.dims))
+
+    @cached_property
     def diagonal(self) -> bool:
         """Whether both sides are the same positions: a gain moves with its edge, and only its factor is of two."""
         return self.other is not None and self.dims == self.other.dims and bool(self.dims)
@@ -128,13 +131,32 @@ def _scales_alone(count: int) -> Symmetry:
 
 
 @dataclass(frozen=True, eq=False)
+class _Pattern:
+    """What is free inside a frame: orders of (items, width) columns, each with what is free inside its own items."""
+
+    inner: tuple[tuple[Tensor, _Pattern], ...]
+    plain: Tensor
+    """The columns that only move with their frame and are not mixed."""
+    mixed: Tensor
+    """Those that are."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Order:
-    """Frames of slots that change places; `inner` has the columns among which slots of a frame do so as well."""
+    """Frames of slots that change places as wholes."""
 
     frames: Tensor
-    inner: tuple[Tensor, ...]
-    plain: Tensor
-    """The columns of slots that only move with their frame and are not mixed."""
+    pattern: _Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """Frames compared: how alike target frame i and moving frame j are, the slots of j in the order that suits i best,
+    and of which columns something tells the place."""
+
+    score: Tensor
+    pick: Callable[[int, int], Tensor]
+    told: Tensor
 
 
 class _Match:
@@ -210,13 +232,16 @@ class _Match:
         if not self._known(other):
             return None
         still = torch.arange(len(self.source))
-        own = self.source if side.diagonal else still
+        own = self.source if side.grouped else still
         index = self.rest[side.number] + _offsets(other.plan, self.source) + _offsets(side.plan, own)
         value = value.reshape(-1)[index.expand(value.shape).reshape(-1)].view(value.shape)
         factors = self._all_numbers()[other.ids].reshape(other.plan.shape)
         value = value / factors if other.reads else value * factors
         turn(value, other.plan, self._members(), dual=other.reads, back=False)
-        return side.rows(value)
+        rows = side.rows(value)
+        if side.grouped and not side.diagonal:  # back to where they were, with columns that suit where they go
+            rows = torch.empty_like(rows).index_copy_(0, side.sources(self.source), rows)
+        return rows
 
     def _pieces(self, *, classes: Tensor | None = None, slots: Tensor | None = None) -> Iterator[_Piece]:
         """(side, moving rows, target rows) of all sides that have one of these, as far as they are known."""
@@ -233,58 +258,83 @@ class _Match:
 
     def _orders(self) -> list[_Order]:
         """Orders with those that lie inside their frames; what lies inside none stands for itself."""
-        whole = [order for order in self.symmetry.orders if order.shape[1] > 1]
-        single = [order for order in self.symmetry.orders if order.shape[1] == 1]
-        mixed = torch.zeros(self.symmetry.slots, dtype=torch.bool)
-        mixed[self.symmetry.slot[self.symmetry.mixed]] = True
         orders, inside = [], torch.zeros(self.symmetry.slots, dtype=torch.bool)
-        for frames in whole:
-            inside[frames.reshape(-1)] = True
-            columns = [torch.nonzero(torch.isin(frames[0], order)).reshape(-1) for order in single]
-            inner = tuple(column for column in columns if len(column))
-            taken = torch.cat([*inner, torch.empty(0, dtype=torch.int64)])
-            plain = torch.tensor(
-                [c for c in range(frames.shape[1]) if c not in taken and not mixed[frames[0, c]]], dtype=torch.int64
-            )
-            orders.append(_Order(frames, inner, plain))
-        alone = torch.zeros(1, dtype=torch.int64)
-        orders += [_Order(order, (), alone) for order in single if not bool(inside[order].any())]
+        for frames in self._widest:
+            if not bool(inside[frames].any()):
+                inside[frames.reshape(-1)] = True
+                orders.append(_Order(frames, self._pattern(frames[0])))
         return orders
 
+    @cached_property
+    def _widest(self) -> list[Tensor]:
+        return sorted(self.symmetry.orders, key=lambda order: -order.shape[1])
+
+    def _pattern(self, frame: Tensor) -> _Pattern:
+        """What is free inside one frame, by columns: it is the same inside all that change places."""
+        column = torch.full((self.symmetry.slots,), -1)
+        column[frame] = torch.arange(len(frame))
+        inner, taken = [], torch.zeros(len(frame), dtype=torch.bool)
+        for order in self._widest:
+            columns = column[order]
+            if order.shape[1] < len(frame) and bool((columns >= 0).all()) and not bool(taken[columns].any()):
+                taken[columns.reshape(-1)] = True
+                inner.append((columns, self._pattern(order[0])))
+        mixed = torch.isin(frame, self.symmetry.slot[self.symmetry.mixed])
+        plain, rest = (torch.nonzero(~taken & kind).reshape(-1) for kind in (~mixed, mixed))
+        return _Pattern(tuple(inner), plain, rest)
+
     def _place(self, order: _Order) -> bool:
-        """Settle an order, if something tells it."""
+        """Settle an order as far as something tells it; what is free inside its frames may have to wait."""
         every = order.frames.reshape(-1)
         pieces = [piece for piece in self._pieces(slots=every) if not piece[0].diagonal]
-        if not any(rows.shape[1] >= _THIN for _, rows, _ in pieces):
+        compared = self._compared(order.frames, order.pattern, pieces)
+        if not bool(compared.told.any()):
             return False
-        score = torch.zeros(len(order.frames), len(order.frames), dtype=torch.float64)
-        for column in order.plain.tolist():
-            score += self._likeness(order.frames[:, column], pieces)
-        within: list[tuple[Tensor, Tensor]] = []
-        for columns in order.inner:
-            slots = order.frames[:, columns]
-            each = self._likeness(slots.reshape(-1), pieces)
-            each = each.reshape(*slots.shape, *slots.shape).transpose(1, 2)
-            chosen = torch.stack([torch.stack([_assigned(pair) for pair in row]) for row in each])
-            score += each.gather(3, chosen[..., None]).sum((2, 3))
-            within.append((columns, chosen))
-        score += self._block_likeness(order, pieces)
-        best = _assigned(score)
-        self.source[every] = order.frames[best].reshape(-1)
-        for columns, chosen in within:
-            for frame, other in enumerate(best.tolist()):
-                self.source[order.frames[frame, columns]] = order.frames[other, columns][chosen[frame, other]]
-        self.placed[every] = True
-        return True
+        for frame, other in enumerate(_assigned(compared.score).tolist()):
+            self.source[order.frames[frame]] = compared.pick(frame, other)
+        now = order.frames[:, compared.told]
+        more = not bool(self.placed[now].all())
+        self.placed[now.reshape(-1)] = True
+        return more
 
-    def _likeness(self, slots: Tensor, pieces: list[_Piece]) -> Tensor:
-        """−½‖y_i − a·x_j‖² with the best number a that limits allow, target slot i × moving slot j."""
-        score = torch.zeros(len(slots), len(slots), dtype=torch.float64)
+    def _compared(self, frames: Tensor, pattern: _Pattern, pieces: list[_Piece]) -> _Compared:
+        """Every frame with every other, each pair in the inner orders that suit it best."""
+        count = len(frames)
+        score, known = self._block_likeness(frames[:, pattern.mixed], pieces)
+        told = torch.zeros(frames.shape[1], dtype=torch.bool)
+        for column in pattern.plain.tolist():
+            alike, heard = self._likeness(frames[:, column], pieces)
+            score, known = score + alike, known or heard
+        within: list[tuple[Tensor, Tensor, _Compared]] = []
+        for columns, inner in pattern.inner:
+            each = self._compared(frames[:, columns].flatten(0, 1), inner, pieces)
+            alike = each.score.reshape(count, len(columns), count, len(columns)).transpose(1, 2)
+            chosen = torch.stack([torch.stack([_assigned(pair) for pair in row]) for row in alike])
+            score = score + alike.gather(3, chosen[..., None]).sum((2, 3))
+            told[columns[:, each.told].reshape(-1)] = True
+            within.append((columns, chosen, each))
+        if known or bool(told.any()):  # what only moves with its frame goes where it goes
+            told[pattern.plain] = told[pattern.mixed] = True
+
+        def pick(frame: int, other: int) -> Tensor:
+            slots = frames[other].clone()
+            for columns, chosen, each in within:
+                size = len(columns)
+                for item, mate in enumerate(chosen[frame, other].tolist()):
+                    slots[columns[item]] = each.pick(frame * size + item, other * size + mate)
+            return slots
+
+        return _Compared(score, pick, told)
+
+    def _likeness(self, slots: Tensor, pieces: list[_Piece]) -> tuple[Tensor, bool]:
+        """−½‖y_i − a·x_j‖² with the best number a that limits allow, target slot i × moving slot j; if that tells."""
+        score, heard = torch.zeros(len(slots), len(slots), dtype=torch.float64), False
         signed: dict[int, Tensor] = {}
         for side, rows, goal in pieces:
             places = side.places(slots)
             if places is None:
                 continue
+            heard |= rows.shape[1] >= _THIN
             classes = side.ids[places]
             for kind in torch.unique(classes[0]).tolist():
                 chosen = places[:, classes[0] == kind]
@@ -300,14 +350,14 @@ class _Match:
                     score -= 0.5 * yy.mean() * (1.0 - cosine.square())
         for kind, inner in signed.items():
             score += inner if int(self.limits[kind]) & POSITIVE == POSITIVE else inner.abs()
-        return score
+        return score, heard
 
-    def _block_likeness(self, order: _Order, pieces: list[_Piece]) -> Tensor:
+    def _block_likeness(self, frames: Tensor, pieces: list[_Piece]) -> tuple[Tensor, bool]:
         """The same for the blocks that move with their frames: by nuclear norms, or by the spaces that rows span."""
-        count = len(order.frames)
-        score = torch.zeros(count, count, dtype=torch.float64)
+        count = len(frames)
+        score, heard = torch.zeros(count, count, dtype=torch.float64), False
         frame_of = torch.full((self.symmetry.slots,), -1)
-        frame_of[order.frames] = torch.arange(count)[:, None]
+        frame_of[frames] = torch.arange(count)[:, None]
         for stack, blocks in enumerate(self.symmetry.blocks):
             frame = frame_of[self.symmetry.slot[blocks.members[:, 0]]]
             inside = frame >= 0
@@ -330,17 +380,22 @@ class _Match:
                     chosen = places[own][ordered].reshape(count, -1, places.shape[1])
                     for part in range(chosen.shape[1]):
                         x, y = rows[chosen[:, part]], goal[chosen[:, part]]
-                        if blocks.isometry:
+                        heard |= x.shape[2] > (1 if blocks.isometry or blocks.turn else x.shape[1])
+                        if blocks.isometry or blocks.turn:
                             cross = torch.einsum("iac,jbc->ijab", y, x)
-                            crossed[place] = crossed.get(place, 0.0) + cross
-                            score -= 0.5 * (y.square().sum((1, 2))[:, None] + x.square().sum((1, 2))[None, :])
+                            xx, yy = x.square().sum((1, 2))[None, :], y.square().sum((1, 2))[:, None]
+                            if blocks.isometry:
+                                crossed[place] = crossed.get(place, 0.0) + cross
+                                score -= 0.5 * (yy + xx)
+                            else:
+                                score -= 0.5 * (yy - turning(cross).abs().square() / xx.clamp_min(_TINY))
                         elif x.shape[2] > x.shape[1]:
                             base = torch.linalg.qr(x.transpose(1, 2))[0]
                             spanned = torch.einsum("iac,jcb->ijab", y, base).square().sum((2, 3))
                             score -= 0.5 * (y.square().sum((1, 2))[:, None] - spanned)
             for cross in crossed.values():
-                score += torch.linalg.svdvals(cross).sum(-1)
-        return score
+                score += turning(cross).abs() if blocks.turn else torch.linalg.svdvals(cross).sum(-1)
+        return score, heard
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
@@ -373,7 +428,7 @@ class _Match:
                 told[side.ids[here]] = True
         mine = classes[told[classes] & (sums[:, 0].sum(0)[classes] > 0)]
         self.fixed[mine] = True
-        self.numbers[mine] = _numbers(sums[..., mine], self.limits[mine])
+        self.numbers[mine] = numbers(sums[..., mine], self.limits[mine])
         self._settle_products()
         return bool(len(mine))
 
@@ -456,13 +511,14 @@ class _Match:
 
     # -- blocks --------------------------------------------------------------------------------------------------
 
-    def _turn(self, stack: int) -> bool:
-        """Fit the matrices of one stack whose heads are in their places."""
+    def _turn(self, stack: int, *, loosely: bool = True) -> bool:
+        """Fit the matrices of one stack whose heads are in their places; else those alone that are told in full."""
         blocks = self.symmetry.blocks[stack]
         width = blocks.members.shape[1]
         # Of A and of A⁻ᵀ: Σ x·xᵀ, Σ y·xᵀ.
         sums = torch.zeros(2, 2, blocks.count, width, width, dtype=torch.float64)
         told = torch.zeros(blocks.count, dtype=torch.bool)
+        seen = torch.zeros(blocks.count, dtype=torch.int64)
         for side, rows, goal in self._pieces(classes=blocks.members.reshape(-1)):
             member, places = side.plan.heads[stack]
             here = self.placed[side.plan.slot[places[:, 0]]]
@@ -474,11 +530,13 @@ class _Match:
                 matrix = blocks.matrix[member[own]]
                 sums[int(which), 0].index_add_(0, matrix, x[own] @ x[own].transpose(1, 2))
                 sums[int(which), 1].index_add_(0, matrix, y[own] @ x[own].transpose(1, 2))
-            if rows.shape[1] >= (_THIN if blocks.isometry else width):
+            if rows.shape[1] >= (_THIN if blocks.isometry or blocks.turn else width):
                 told[blocks.matrix[member]] = True
+            seen[torch.unique(blocks.matrix[member])] += rows.shape[1]
+        told &= loosely | (seen >= width - 1)
         for number in torch.nonzero(told).reshape(-1).tolist():
             own = sums[:, :, number]
-            self.matrices[stack][number] = _rotation(own) if blocks.isometry else _invertible(own)
+            self.matrices[stack][number] = _fitted(own, blocks)
         self.turned[stack] |= told
         return bool(told.any())
 
@@ -500,7 +558,7 @@ class _Match:
             for stack, turned in enumerate(self.turned):
                 if not bool(turned.all()):
                     before = int(turned.sum())
-                    self._turn(stack)
+                    self._turn(stack, loosely=not went_on)
                     went_on |= int(turned.sum()) > before
         self.placed[:] = True
         self.fixed[:] = True
@@ -520,7 +578,7 @@ class _Match:
             furthest = self._stretch()
             for stack in range(len(self.turned)):
                 self._turn(stack)
-            if stays and max(furthest, self._turns(matrices)) < _STILL:
+            if stays and max(furthest, self._turns(matrices)) < STILL:
                 return
 
     def balance(self, fresh: Tensor) -> None:
@@ -538,7 +596,7 @@ class _Match:
             for stack, blocks in enumerate(self.symmetry.blocks):
                 if not blocks.isometry:
                     self._turn(stack)
-            if max(furthest, self._turns(matrices)) < _STILL:
+            if max(furthest, self._turns(matrices)) < STILL:
                 return
 
     def _turns(self, before: Sequence[Tensor]) -> float:
@@ -553,58 +611,10 @@ def _assigned(score: Tensor) -> Tensor:
     return torch.from_numpy(linear_sum_assignment(score.numpy(), maximize=True)[1])
 
 
-def _numbers(sums: Tensor, limits: Tensor) -> Tensor:
-    """The a with the least Σ(y − a·x)² + Σ(v − u/a)², from Σx², Σxy, Σu², Σuv; signs and scales as limits allow."""
-    (xx, xy), (uu, uv) = sums
-    sign = torch.where((xy + uv < 0) & (limits & POSITIVE != POSITIVE), -1.0, 1.0).double()
-    xy, uv = sign * xy, sign * uv
-    # Newton in log a from the side that has more to say; both minima are positive ones.
-    start = torch.where(xx >= uu, xy / xx.clamp_min(_TINY), uu / uv.clamp_min(_TINY))
-    log = start.clamp(1e-6, 1e6).log()
-    for _ in range(_NEWTON):
-        a = log.exp()
-        slope = a * a * xx - a * xy - uu / (a * a) + uv / a
-        bend = (2 * a * a * xx - a * xy + 2 * uu / (a * a) - uv / a).abs()
-        log = log - (slope / bend.clamp_min(_TINY)).clamp(-0.5, 0.5)
-    return torch.where(limits & ISOMETRY != 0, sign, sign * log.exp())
-
-
-def _rotation(sums: Tensor) -> Tensor:
-    """Procrustes; an isometry is its own dual."""
-    u, _, v = torch.linalg.svd(sums[0, 1] + sums[1, 1])
-    rotation: Tensor = u @ v
-    return rotation
-
-
-def _invertible(sums: Tensor) -> Tensor:
-    """The M with the least ‖Y − M·X‖² + ‖V − M⁻ᵀ·U‖²: M ← (1 + E)·M, E by least squares over both."""
-    (xx, yx), (uu, vu) = sums
-    if not bool(yx.any() | vu.any()):  # without a target it is the shortest: MᵀM is the geometric mean of X⁻¹ and U
-        root, back = _powers(xx)
-        shortest: Tensor = _powers(back @ _powers(root @ uu @ root)[0] @ back)[0]
-        return shortest
-    if float(xx.trace()) >= float(uu.trace()):
-        m = yx @ torch.linalg.pinv(xx, hermitian=True)
-    else:
-        m = torch.linalg.pinv(vu @ torch.linalg.pinv(uu, hermitian=True)).T
-    start = m
-    for _ in range(_NEWTON):
-        if not bool(m.isfinite().all()) or float(torch.linalg.cond(m)) > 1e8:
-            return start if bool(start.isfinite().all()) else torch.eye(len(m), dtype=m.dtype)
-        back = torch.linalg.inv(m)
-        a, b = m @ xx @ m.T, back.T @ uu @ back
-        right = yx @ m.T - a - (vu @ back).T + b
-        step = torch.from_numpy(solve_sylvester(b.numpy(), a.numpy(), right.numpy()))
-        size = float(step.norm())
-        m = m + (step if size <= 0.5 else step * (0.5 / size)) @ m
-        if size < _STILL:
-            break
-    solved: Tensor = m
-    return solved
-
-
-def _powers(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """S^½ and S^−½ of a symmetric matrix with positive eigenvalues, or with none that are much smaller than others."""
-    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
-    values = values.clamp_min(1e-10 * float(values.max().clamp_min(1e-10))).sqrt()
-    return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
+def _fitted(sums: Tensor, blocks: Blocks) -> Tensor:
+    """The matrix of one block from the sums of what it changes."""
+    if blocks.turn:
+        return scaled_turn(sums, isometry=blocks.isometry)
+    if blocks.ones:
+        return rotation_of_differences(sums)
+    return rotation(sums) if blocks.isometry else invertible(sums)

@@ -333,7 +333,7 @@ class Updates:
 
     def _moved(self, frame: Tensor, change: Tensor, before: Tensor) -> Tensor:
         """A change in the basis of `frame`, in the server's; bases are linear."""
-        table = scale_table(self.architecture)
+        table = scale_table(self.architecture).sent
         basis = aligning_basis(table, frame.double(), before, ignored=self.covered)
         return table.hide(change.double(), basis)
 

@@ -339,7 +339,7 @@ def _samples(record: Record, here: Iterable[RecordEntry], victim: int) -> int | 
         if entry.kind == "reply" and entry.phase == "train" and entry.client == victim:
             said = decode(record.read(entry))
             if isinstance(said, Upload):
-                return round(float(record.facts.contributed(said.payload)["weight"]))
+                return round(float(record.facts.contributed(record.facts.whole(said))["weight"]))
     return None
 
 
@@ -482,9 +482,10 @@ class Recorder(Guarded):
     def _recover(self, upload: Upload, veil: WitnessedVeil) -> None:
         """What the server's own code makes of this upload alone."""
         layout = self._terms.layout
-        if not self._readable or upload.payload.shape != (layout.length,):
+        payload = upload.dense(layout.length)
+        if not self._readable or payload.shape != (layout.length,):
             return
-        payload = upload.payload if upload.payload.is_floating_point() else upload.payload.double()
+        payload = payload if payload.is_floating_point() else payload.double()
         # Whole numbers have one step, the weight's too: over the weight it cancels.
         sums = layout.split(payload.to(veil.weights.parameters.device))
         if float(sums["weight"]) > 0:

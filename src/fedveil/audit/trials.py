@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedveil.audit.attack import MODEL, Attack, ReferenceRun, attacks
-from fedveil.audit.attacks.alignment import FIRST, pair_of, received
+from fedveil.audit.attacks.alignment import FIRST, as_sent, pair_of, received
 from fedveil.audit.attacks.extraction import fit_probe
 from fedveil.audit.attacks.gradients import MOST_READ
 from fedveil.audit.attacks.membership import UNKNOWN
@@ -430,7 +430,12 @@ class _Model:
         """What the server did between two rounds; and the model it began with, where that was recorded."""
         downlink = self.run.job.scheme.downlink
         architecture = self.run.job.architecture.to(device=torch.device("cpu"))
-        told = {"family": downlink.family}
+        shifted = downlink.shifted
+        told = {"family": downlink.family, "streams": downlink.streams, "shifted": shifted}
+
+        def true(sent: Sent) -> Tensor:
+            return as_sent(architecture, self._true_parameters(sent), shifted=shifted)
+
         sent, known = self.view.broadcasts, {}
         truth: dict[str, Tensor] = {}
         covered: tuple[str, ...] = ()
@@ -439,12 +444,12 @@ class _Model:
             pair = pair_of(sent)
             seen = f"the models it receives in rounds {pair[0].round} and {pair[1].round}"
             for name, each in zip(("before", "after"), pair, strict=True):
-                model = received(architecture, each.broadcast)
-                truth |= {name: self._true_parameters(each), f"sent {name}": model.flat}
+                model = received(architecture, each.broadcast, shifted=shifted)
+                truth |= {name: true(each), f"sent {name}": model.flat}
                 covered = model.covered
             if sent[0].round == 1:
-                known[FIRST] = truth["first"] = self._true_parameters(sent[0])
-                truth["last"] = self._true_parameters(sent[-1])
+                known[FIRST] = self._true_parameters(sent[0])
+                truth |= {"first": true(sent[0]), "last": true(sent[-1])}
         return _Case(Updates(architecture, covered), truth, known, Score(1.0), told, seen=seen)
 
     def _members(self) -> _Case:

@@ -70,6 +70,10 @@ class Facts:
         """The batch size of a client with `samples` samples."""
         return samples if self.batch_size == 0 else min(self.batch_size, samples)
 
+    def whole(self, upload: Upload) -> Tensor:
+        """An upload as one vector, with zeros for what was not sent of it."""
+        return upload.dense(Layout(self.contribution).length)
+
     def contributed(self, vector: Tensor) -> dict[str, Tensor]:
         """The named sections of an upload: n_k × (gradients, values, statistics), and n_k as weight."""
         return Layout(self.contribution).split(vector)
@@ -94,19 +98,20 @@ class Facts:
             **self.options,
         )
 
-    def architecture(self, family: str = "scale") -> Architecture:
-        """The architecture as both roles of the run had it; `family` is what a veil's symmetries are traced for."""
-        return self._architecture if family == "scale" else self._traced(family)
+    def architecture(self, family: str = "scale", *, streams: bool = False) -> Architecture:
+        """The architecture as both roles of the run had it; `family` is what a veil's symmetries are traced for, with
+        `streams` those of rotated streams too."""
+        return self._architecture if family == "scale" else self._traced(family, streams=streams)
 
     @cached_property
     def _architecture(self) -> Architecture:
         # An audit asks for it with every view, and tracing a model takes longer than most of what it is asked for.
         return self._traced("scale")
 
-    def _traced(self, family: str) -> Architecture:
+    def _traced(self, family: str, *, streams: bool = False) -> Architecture:
         example = torch.zeros((2, *self.input_shape), dtype=_DTYPES[self.input_dtype])
         model = self.module().to(_DTYPES[self.dtype]).train()
-        architecture, _ = draw(model, example, traced=self.traced, family=family)
+        architecture, _ = draw(model, example, traced=self.traced, family=family, streams=streams)
         if architecture.parameters.sections != self.parameters:
             raise ConfigError(f"The model {self.model!r} is not the one this run had: its parameters differ.")
         return architecture
@@ -254,7 +259,7 @@ class ServerView:
         for message in self.messages:
             said = message.opened() if message.kind == "reply" and message.phase == "train" else None
             if isinstance(said, Upload):
-                return said.payload
+                return self.facts.whole(said)
         return None
 
     @property

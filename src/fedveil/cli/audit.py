@@ -62,8 +62,9 @@ def audit(
     them as you keep the data. The same command goes on where it was stopped.
 
     With --one-run the scheme plays a guessing game instead: canaries take one of two sides by a coin, an observer who
-    sees what the ledger's claim allows guesses at the coins, and the right guesses bound ε from below. The run's ledger
-    and report then show both figures; one above the other contradicts the proof, and ends with exit code 10.
+    sees what the ledger's claim allows guesses at the coins, and the right guesses bound ε from below. As many rounds
+    are played as the run was charged for. The run's ledger and report then show both figures; one above the other
+    contradicts the proof, and ends with exit code 10.
 
     [bold]Examples[/bold]
 

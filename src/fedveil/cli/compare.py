@@ -178,10 +178,11 @@ def _show_verdicts(schemes: dict[str, dict[str, Any]]) -> None:
 def _verdict(line: dict[str, Any] | None) -> str:
     if line is None:
         return "–"
-    from fedveil.ledger.statement import Line
+    from fedveil.ledger.statement import Line, figure
 
     figures = {name: line[name] for name in ("verdict", "epsilon", "delta", "outright")}
-    return Line("", why="", **figures).result
+    other = line.get("add_remove_epsilon")
+    return Line("", why="", **figures).result + ("" if other is None else f"\nadd/remove: ε = {figure(other)}")
 
 
 def _notes(results: dict[str, Any]) -> list[str]:
@@ -200,6 +201,12 @@ def _notes(results: dict[str, Any]) -> list[str]:
     veils = [f"{name} {figures['family']}" for name, figures in schemes.items() if "family" in figures]
     if veils:
         notes.append(f"note: the families of the veils are {', '.join(veils)}")
+    proven = [line for figures in schemes.values() for line in figures.get("privacy", {}).values()]
+    if any(line.get("add_remove_epsilon") is not None for line in proven):
+        notes.append(
+            "note: ε is for replacing what is protected; beside it stands what the same noise gives for adding or "
+            "removing it, as Opacus and most tables count"
+        )
     if len(losses) > 1:
         by = "; ".join(
             f"{loss}: {', '.join(k for k, v in schemes.items() if v.get('loss') == loss)}" for loss in sorted(losses)

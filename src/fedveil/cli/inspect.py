@@ -13,8 +13,8 @@ from fedveil.cli.tables import console, percent, plainly, table
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fedveil.config import ModelOption
     from fedveil.downlink.scales import ParameterCover
+    from fedveil.plain import ModelOption
 
 _SIDES = {"both": "{} on both sides", "one": "{} on one side", "partly": "partly {}"}
 
@@ -39,6 +39,9 @@ def inspect(
     family: str = typer.Option(
         "auto", help="What hides it: scale, signed, isometry, full, or auto: what fits the scheme."
     ),
+    stream_rotations: bool = typer.Option(
+        False, "--stream-rotations", help="Fold gains into their readers, and rotate residual streams."
+    ),
     public_start: bool = typer.Option(
         False, "--public-start", help="The model begins with weights that others know. (default: where it says so)"
     ),
@@ -55,13 +58,13 @@ def inspect(
       fedveil inspect --model mypackage.nets:make --input-shape 1,28,28 --outputs 10 --json
     """
     from fedveil import schemes
-    from fedveil.config import parse_model_options
-    from fedveil.downlink import Rescaling, draw
+    from fedveil.downlink import Rescaling, draw_for
     from fedveil.downlink.export import verified
-    from fedveil.downlink.scales import coverage, pinned
+    from fedveil.downlink.scales import UNROTATED, coverage, pinned
     from fedveil.downlink.symmetry import FAMILIES
     from fedveil.errors import ConfigError, spelled, unknown_name
     from fedveil.own_code import typed
+    from fedveil.plain import parse_model_options
     from fedveil.runs.callbacks import WARNING, working
     from fedveil.runs.job import EPSILON
     from fedveil.runs.pretrained import PUBLISHED, loaded_from, nothing_hidden
@@ -73,7 +76,8 @@ def inspect(
     info = schemes.find(typed(scheme))
     noised = "head_noise" in info.options
     head_noise = noised if head_noise is None else head_noise
-    used = info.veil({"head_noise": head_noise} if noised else {}, family=family)
+    asked = {"head_noise": head_noise} if noised else {}
+    used = info.veil({**asked, **({"stream_rotations": True} if stream_rotations else {})}, family=family)
     if used is None:
         raise ConfigError(f"{spelled('scheme', scheme)} has no veil: whoever receives the model sees all of it.")
     if family not in ("auto", used):
@@ -89,8 +93,9 @@ def inspect(
         net, example = example_of(
             model, options=options, input_shape=input_shape, outputs=outputs or 10, vocabulary=vocabulary
         )
-        architecture, weights = draw(net.train(), example, traced=True, family=family)
-        architecture = verified(architecture, weights, example, downlink=Rescaling(family=family))
+        downlink = Rescaling(family=family, streams=stream_rotations)
+        architecture, weights = draw_for(downlink, net.train(), example)
+        architecture = verified(architecture, weights, example, downlink=downlink)
         assert architecture.table is not None
     covered = coverage(
         architecture.table,
@@ -116,11 +121,16 @@ def inspect(
         plainly(EPSILON)
     if family != "scale":
         plainly(covered.told)
+        plainly("secret every round: " + ("; ".join(covered.groups) or "nothing"))
+        if family == "full" and not head_noise and architecture.table.head is not None:
+            plainly("with cross-entropy also: a number on all logits")
     if family != "scale" and not public_start:
         plainly(
             "not hidden: the function; the server's update, from a client that aligns two rounds; anything, where the "
             "model began as a published one"
         )
+    if covered.unrotated:
+        plainly(WARNING + UNROTATED)
     if covered.guessed:
         plainly(WARNING + covered.guessed)
     if public_start:

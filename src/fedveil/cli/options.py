@@ -13,9 +13,10 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from fedveil.config import PANELS, RunConfig, parse_model_options
+from fedveil.config import PANELS, RunConfig
 from fedveil.errors import ConfigError
 from fedveil.own_code import SETTINGS, refuse_code, typed
+from fedveil.plain import parse_model_options
 
 TensorBoard = Annotated[
     str | None,

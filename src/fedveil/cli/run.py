@@ -110,6 +110,8 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         rows.append(("test MSE", f"{summary['test_mse']:.4f}"))
         if "client_view_mse" in summary:
             rows.append(("what a client sees", f"test MSE {summary['client_view_mse']:.4f}"))
+    if "client_test_loss" in summary:
+        rows.append(("by clients' held-back samples", _by_clients(summary)))
     if "best" in summary:
         best = summary["best"]
         figure = f"{best['monitor']} {best['value']:.4f}"
@@ -129,6 +131,16 @@ def show_summary(summary: dict[str, Any], out: Path) -> None:
         aside(f"warning: {summary['warning']}")
     if judged is not None:
         show_judgement(judged)
+
+
+def _by_clients(summary: dict[str, Any]) -> str:
+    """What clients say together of the model, by samples that they held back."""
+    figures = [f"loss {summary['client_test_loss']:.4f}"]
+    if "client_test_accuracy" in summary:
+        figures.insert(0, f"accuracy {percent(summary['client_test_accuracy'])}")
+    if "client_test_mse" in summary:
+        figures.insert(0, f"MSE {summary['client_test_mse']:.4f}")
+    return f"{', '.join(figures)} ({summary['client_test_samples']} samples)"
 
 
 def show_ledger_of(summary: dict[str, Any], out: Path) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from fedveil.cli.tables import plainly, table
-from fedveil.config import RunConfig, toml_of
+from fedveil.config import RunConfig
 from fedveil.own_code import typed
+from fedveil.plain import toml_of
 
 if TYPE_CHECKING:
     from fedveil.schemes.registry import Option, SchemeInfo

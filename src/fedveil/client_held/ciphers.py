@@ -132,9 +132,12 @@ class Pads(OpeningKeys):
 
     As many clients pad as it takes for one of them to be among any quorum of survivors: with a single
     padding client, a server could say that just this one did not arrive, and read the sum.
+
+    The last `bare` words have no pad: of those the server is to read the sum, and nothing else.
     """
 
     masks: Masked
+    bare: int = 0
 
     hiding = "masks modulo 2^64 that cancel in the sum, and pads that only clients can take off"
     with_client: ClassVar[Protection] = "masked"  # between honest clients they stay
@@ -188,7 +191,7 @@ class Pads(OpeningKeys):
 
         context.check_member(state.client)
         if state.client in self.padding(context):
-            add_mask(words, _pad_seed(state.membership(), state.client, context))
+            add_mask(self._padded(words), _pad_seed(state.membership(), state.client, context))
         return self.masks.cover(state, words, context, secrets=secrets, transcript=transcript)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
@@ -220,8 +223,19 @@ class Pads(OpeningKeys):
             raise ProtocolError("a padded sum is malformed")
         words = total.cpu().numpy().copy().view(np.uint64)
         for client in sorted(set(self.padding(context)) & set(contributors)):
-            add_mask(words, _pad_seed(group, client, context), subtract=True)
+            add_mask(self._padded(words), _pad_seed(group, client, context), subtract=True)
         return words
+
+    def _padded(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return words[: max(len(words) - self.bare, 0)]
+
+    def read_bare(self, total: Tensor, contributors: Sequence[int], context: RoundContext) -> Tensor:
+        """Server side: the sum of what has no pad, in float64."""
+        words = total.cpu().numpy()[len(total) - self.bare :].copy().view(np.uint64)
+        codec = self.codec(context)
+        if not codec.plausible(words, addends=len(contributors)):
+            raise ProtocolError(f"the sum of round {context.round // 2 + 1} is beyond what clients may send")
+        return torch.from_numpy(codec.decode(words))
 
     def releases(self) -> tuple[Release, ...]:
         """The shares dealt, and what opens masks."""

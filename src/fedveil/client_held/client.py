@@ -67,6 +67,10 @@ class HolderRole(Participant):
     """What a client does, whoever drives it. `start` is the model that every client of the run begins with; `first`
     makes it from a secret of the group, where there is one."""
 
+    @property
+    def _keeps(self) -> type[Keeper]:
+        return Keeper
+
     def __init__(
         self,
         scheme: Scheme,
@@ -79,7 +83,7 @@ class HolderRole(Participant):
     ) -> None:
         super().__init__(scheme, architecture, **own)
         self._uplink = parallel(scheme)
-        self._keeper = Keeper(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
+        self._keeper = self._keeps(self._uplink, self._terms, start=start, optimiser=optimiser, first=first)
         self._elected: tuple[Divide, tuple[bytes, tuple[int, ...]], Tensor] | None = None
         policy = own.get("policy")
         if policy is not None:

@@ -247,6 +247,15 @@ class Parallel(Channel):
         assert context.directory is not None
         return whole / float(sum(context.directory.samples_of(contributors)))
 
+    # --- the sums, server side
+
+    def bare(self, sums: Aggregate, *, samples: int) -> Tensor:
+        """The sum of what has no pad, of a round whose clients have announced so many samples, in float64."""
+        assert isinstance(self.cipher, Pads)
+        assert sums.hidden is not None
+        stage = RoundContext(sums.round, sums.attempt, tuple(sums.asked.tolist())).stage(1)
+        return self.cipher.read_bare(sums.hidden, sums.contributors.tolist(), stage) * float(samples)
+
     def releases(self, layout: Layout) -> tuple[Release, ...]:
         """What clients and server tell each other: the group, the vote, both parts of an upload, lent models."""
         exposes = self.noise is not None and not self.throughout

@@ -91,6 +91,10 @@ class RelayRole(Conductor):
         """The model's version, and the sums that bring clients to it: what a resumed run must not lose."""
         return self._version, self._latest
 
+    def bring_up_to_date(self) -> Steps:
+        """Have everybody move by the latest sums now, between two rounds."""
+        return self._declared_alone(self._finish())
+
     def _acquainted(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, tuple[int, ...]]:
         if not set(clients) <= set(self._group.members):
             yield from self._group.steps(clients)
@@ -107,7 +111,7 @@ class RelayRole(Conductor):
     def _loans(self, clients: Sequence[int]) -> Generator[Step, Gathered | None, dict[int, Request]]:
         """A sealed model for everybody who has missed rounds, lent by somebody who has not."""
         behind = [client for client in clients if not self._up_to_date(client)]
-        lenders = [client for client in self._group.members if self._up_to_date(client)] if behind else []
+        lenders = self._lenders() if behind else []
         # Whoever lent a model that nobody could use comes last.
         for lender in sorted(lenders, key=lambda client: client in self._doubted)[:_LENDERS_TRIED]:
             loan = Loan(self._version, lender, most=self._largest_loan)
@@ -115,8 +119,12 @@ class RelayRole(Conductor):
             if loan.sealed is not None:
                 self._holding[lender] = self._version
                 self._lender = lender
-                return dict.fromkeys(behind, Borrowed(loan.sealed))
+                return dict.fromkeys([client for client in behind if client != lender], Borrowed(loan.sealed))
         return {}
+
+    def _lenders(self) -> list[int]:
+        """Who has a model to lend."""
+        return [client for client in self._group.members if self._up_to_date(client)]
 
     def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
         loans = yield from self._loans(able)
@@ -152,7 +160,9 @@ class RelayRole(Conductor):
         """One round up to the sums: the vote, if there is one, then the uploads."""
         uplink = self._uplink
         count = uplink.count(context.round, self._size)
-        begin = Begin(context.round, context.attempt, _numbers(context.cohort), self._version, self._latest)
+        lacking = any(self._holding.get(client, 0) != self._version for client in able)
+        latest = self._latest if lacking else None
+        begin = Begin(context.round, context.attempt, _numbers(context.cohort), self._version, latest)
         request: Request = begin
         if uplink.votes(context.round, self._size):
             request = yield from self._vote(context, able, begin, loans, heard)
@@ -226,7 +236,9 @@ class RelayRole(Conductor):
         able = tuple(client for client in members if client in loans or self._up_to_date(client))
         if able:
             farewell = Finish(self._version, self._latest)
-            yield Ask(able, farewell, Farewells(self._version, able), each=loans)
+            gathered = yield Ask(able, farewell, Farewells(self._version, able), each=loans)
+            assert gathered is not None
+            self._holding.update(dict.fromkeys(gathered.arrived, self._version))
 
 
 class _Heard:

@@ -13,7 +13,7 @@ from fedveil.compare.grid import cores, run_grid
 from fedveil.compare.plan import Plan, changed, check_unchanged, label_of, planned
 from fedveil.compare.results import CellEvent, CellProgress, read_results, results_of, write_results
 from fedveil.compare.worker import Report
-from fedveil.config import BEFORE
+from fedveil.config import as_before
 from fedveil.errors import CheckpointError, ConfigError
 from fedveil.own_code import SETTINGS, OwnCode, vouched_settings
 from fedveil.runs.callbacks import Say
@@ -178,7 +178,7 @@ def _plan(
     if not file.exists():
         raise CheckpointError(f"{folder} holds no comparison to resume (there is no compare.json).")
     stored = read_results(file)
-    stored["common"] = BEFORE | stored["common"]
+    stored["common"] = as_before(stored["common"])
     own = vouched_settings(stored["common"], settings, where=str(file), say=say)
     named = {**{name: name for name in stored["schemes"]}, **{label_of(one): one for one in schemes or ()}}
     plan = planned(

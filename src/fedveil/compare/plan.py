@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedveil import schemes
-from fedveil.config import BEFORE, RunConfig, unknown_setting
+from fedveil.config import RunConfig, as_before, unknown_setting
 from fedveil.errors import ConfigError, FedVeilError, unknown_name
 from fedveil.own_code import OwnCode, refuse_code, typed
 from fedveil.runs.job import located
@@ -18,7 +18,7 @@ from fedveil.runs.job import located
 # What makes runs comparable: no scheme may have its own.
 _SHARED = frozenset(
     "scheme seed dataset target task text group site test_fraction validation_fraction split partition alpha ratio "
-    "clients simulate_dropout".split()
+    "clients simulate_dropout client_test_fraction".split()
 )
 
 
@@ -173,7 +173,7 @@ def check_unchanged(cell: Cell, out: Path) -> None:
     file = out / cell.folder / "config.toml"
     if not file.exists():
         return
-    stored = RunConfig.from_mapping(BEFORE | RunConfig.read(file), where=str(file))
+    stored = RunConfig.from_mapping(as_before(RunConfig.read(file)), where=str(file))
     # A rate and a number of clients that were left open are settled where the run begins.
     given = cell.config if isinstance(cell.config.lr, float) else cell.config.with_changes(lr=stored.lr)
     given = given if given.clients else given.with_changes(clients=stored.clients)
@@ -203,7 +203,7 @@ def _with_own(config: RunConfig, own: Mapping[str, Any], *, label: str, options:
 
 def parse_own(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
     """scheme.option=value as it is typed, with values read as TOML (true, 3, 0.5, text)."""
-    from fedveil.config import parse_model_options
+    from fedveil.plain import parse_model_options
 
     settings: dict[str, dict[str, Any]] = {}
     for pair in pairs:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fedveil.compare.plan import Cell, Plan
 from fedveil.errors import CheckpointError
 from fedveil.plain import read_named
-from fedveil.runs.folder import write_atomically
+from fedveil.runs.folder import ledger_from, write_atomically
 from fedveil.runs.judgement import judgement_from
 from fedveil.version import __version__
 
@@ -85,7 +85,7 @@ FIGURES = (
     *("test_accuracy", "test_mse", "test_loss", "train_loss", "client_view_accuracy", "client_view_mse"),
     *("bytes_down", "bytes_up", "seconds", "rounds"),
 )
-_LINE = ("verdict", "epsilon", "delta", "outright", "unit")
+_LINE = ("verdict", "epsilon", "delta", "outright", "unit", "add_remove_epsilon")
 
 
 def results_of(plan: Plan, standings: Sequence[CellProgress]) -> dict[str, Any]:
@@ -128,7 +128,8 @@ def _checked(data: dict[str, Any], file: Path) -> dict[str, Any]:
 
 def verdicts_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The ledger's verdict and figures against each adversary."""
-    return {line["adversary"]: {name: line[name] for name in _LINE} for line in summary["ledger"]["lines"]}
+    lines = ledger_from(summary["ledger"], where="a summary's ledger").lines
+    return {line.adversary: {name: getattr(line, name) for name in _LINE} for line in lines}
 
 
 def _run(progress: CellProgress) -> dict[str, Any]:

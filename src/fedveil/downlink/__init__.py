@@ -2,7 +2,7 @@
 
 from fedveil.downlink.architecture import Architecture, Weights, assemble, draw
 from fedveil.downlink.decomposed import Decomposed, client_noise, noise_kinds
-from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered, Veil
+from fedveil.downlink.messages import Broadcast, Downlink, Mean, PublicHead, Recovered, Veil, draw_for
 from fedveil.downlink.plain import Plain
 from fedveil.downlink.rescaling import HeadNoise, Rescaling
 from fedveil.downlink.scales import ScaleTable
@@ -25,6 +25,7 @@ __all__ = [
     "assemble",
     "client_noise",
     "draw",
+    "draw_for",
     "noise_kinds",
     "trace",
 ]

@@ -417,14 +417,16 @@ class Architecture:
         return replace(self, skeleton=skeleton, trainable=trainable, table=table)
 
 
-def draw(model: nn.Module, example: Tensor, *, traced: bool, family: str = "scale") -> tuple[Architecture, Weights]:
+def draw(
+    model: nn.Module, example: Tensor, *, traced: bool, family: str = "scale", streams: bool = False
+) -> tuple[Architecture, Weights]:
     """Separate `model` into its architecture (public) and its weights (the server's).
 
     `example` is a batch of inputs of the right shape; only its shape and type matter. `family`: the symmetries for
-    which it is traced.
+    which it is traced; `streams`: with rotations of residual streams.
     """
     # A copy: a network may keep something of what it is shown first, and nothing has been shown to this one.
-    table = trace(copy.deepcopy(model), example, family=family) if traced else None
+    table = trace(copy.deepcopy(model), example, family=family, streams=streams) if traced else None
     prepared = with_vector_norms(model)
     if table is not None and table.head is not None:
         # The class changes, parameters and names stay: every holder of the layer keeps its reference.

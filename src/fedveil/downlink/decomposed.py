@@ -344,6 +344,8 @@ class Decomposed:
 
     traced = True
     family = "scale"
+    streams = False
+    shifted = False
 
     @property
     def head_noise(self) -> bool:
@@ -370,8 +372,8 @@ class Decomposed:
         return {**Rescaling(head=self.head).covers(), "multipliers": Cover(what=what)}
 
     def caveats(self) -> Caveats:
-        """As rescaling has it."""
-        return Rescaling(head=self.head).caveats()
+        """As rescaling has it, but for figures."""
+        return Rescaling(head=self.head).caveats_as("")
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None

@@ -30,12 +30,13 @@ from fedveil.downlink.architecture import (
     load_statistics,
     with_vector_norms,
 )
+from fedveil.downlink.capture import own_randomness, seeded
 from fedveil.downlink.decomposed import Decomposed, load_multipliers
+from fedveil.downlink.limits import DROPOUTS
 from fedveil.downlink.messages import Mean
 from fedveil.downlink.rescaling import Rescaling, ScaledVeil, scaled_veil
 from fedveil.downlink.scales import HeadSite, Pin
 from fedveil.downlink.symmetry import chosen_bases
-from fedveil.downlink.trace import own_randomness, seeded
 from fedveil.errors import ConfigError, TraceError, spelled
 from fedveil.secrets import SecretStream, SeededSecrets
 from fedveil.tensors import flatten
@@ -205,9 +206,7 @@ def stock(model: nn.Module, trained: nn.Module) -> tuple[nn.Module, tuple[str, .
 
 _SAMPLES = 3
 _LARGER, _LARGEST = 7, 512
-_DROPOUTS = frozenset(
-    "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout".split()
-)
+_CONVERSIONS = frozenset({"to", "float", "type", "type_as"})
 _TOLERANCE = 1e-8
 _DEFAULT = Rescaling(spread=4.0)
 
@@ -346,18 +345,35 @@ def _rank(error: float) -> float:
     return error if error == error else float("inf")
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Dropout by place would drop other units of a network whose units stand elsewhere."""
+def _rounds(to: object, given: object) -> bool:
+    """Whether a type has fewer digits than a tensor."""
+    if not isinstance(to, torch.dtype) or not isinstance(given, Tensor) or not given.is_floating_point():
+        return False
+    return to.is_floating_point and torch.finfo(to).eps > torch.finfo(given.dtype).eps
+
+
+class _Exactly(TorchFunctionMode):
+    """Without dropout and without rounding.
+
+    Dropout by place would drop other units of a network whose units stand elsewhere. Code that asks for single
+    precision by name, as many normalisations do, would round what is compared here in double precision; a conversion
+    that rounds what clients compute has no rule, and pins.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         name = str(getattr(func, "__name__", "")).rstrip("_")
-        if name in _DROPOUTS:
+        if name in DROPOUTS:
             return args[0] if args else named["input"]
         if name == "scaled_dot_product_attention":
             args, named = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ())), {**named}
             named.update({} if len(args) > 4 else {"dropout_p": 0.0})
-        return func(*args, **named)
+        if args and _rounds(named.get("dtype"), args[0]):
+            named["dtype"] = args[0].dtype
+        made = func(*args, **named)
+        if name in _CONVERSIONS and isinstance(made, Tensor) and _rounds(made.dtype, args[0]):
+            return args[0]
+        return made
 
 
 def _run(module: nn.Module, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
@@ -369,7 +385,7 @@ def _run(module: nn.Module, x: Tensor, *, training: bool) -> tuple[Tensor, Tenso
         if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)):  # theirs is inside one operation
             part.dropout = 0.0
     device = torch.device("cpu")
-    with own_randomness(device), _WithoutDropout():
+    with own_randomness(device), _Exactly():
         output = seeded(lambda: module(x.clone()), device)
     for part, mode in modes.items():
         part.training = mode

@@ -67,9 +67,14 @@ _OTHERS = (
     "expm1 log log2 log10 log1p sqrt rsqrt reciprocal erfc nan_to_num clamp clamp_min clamp_max threshold clip "
     "floor ceil round"
 )
-_DROPOUTS = "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout"
-for _names, _limits in ((_HOMOGENEOUS, POSITIVE), (_ODD, SIGNED), (_OTHERS, UNIT), (_DROPOUTS, SPARSE)):
+DROPOUTS = frozenset(
+    "dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout".split()
+)
+for _names, _limits in ((_HOMOGENEOUS, POSITIVE), (_ODD, SIGNED), (_OTHERS, UNIT)):
     LIMITED.update(dict.fromkeys(_names.split(), partial(elementwise, limits=_limits)))
+LIMITED.update(dict.fromkeys(DROPOUTS, partial(elementwise, limits=SPARSE)))
+ELEMENTWISE = frozenset(LIMITED)
+"""One function of every number."""
 LIMITED.update(dict.fromkeys(_EVEN.split(), partial(elementwise, limits=SIGNED, even=True)))
 for _name in ("alpha_dropout", "feature_alpha_dropout"):  # what they put in is not 0
     LIMITED[_name] = partial(elementwise, limits=UNIT)
@@ -281,7 +286,7 @@ def division(tracing: Tracing, out: Tensor, input: object, other: object, **kwar
 def _convolved(
     tracing: Tracing, out: Tensor, input: object, weight: object, *rest: Any, transposed: bool, **more: Any
 ) -> Tensor:
-    """Groups stay where they are; a convolution of each channel by itself keeps the order of channels."""
+    """Groups move as wholes; a convolution of each channel by itself keeps the order of channels."""
     made = convolution(tracing, out, input, weight, *rest, transposed=transposed, **more)
     groups = more.get("groups", rest[4] if len(rest) > 4 else 1)
     if groups > 1:
@@ -294,8 +299,7 @@ def _convolved(
             slots.limit(outputs, SPARSE)
             slots.tie(outputs, read)
         else:
-            slots.distinguish(read, [0])
-            slots.distinguish(outputs, [0])
+            slots.group(torch.cat([read, outputs], 1))
     return made
 
 
@@ -333,9 +337,10 @@ def _attended_by_hand(tracing: Tracing, out: Tensor, left: Edge, right: Edge) ->
         return right.ids
     value = _by_head(tracing, right)
     marks = level(tracing, left.ids, [dim for dim in range(rank) if dim != rank - 3]).reshape(-1).expand(len(value))
-    if not slots.weigh(marks, value):
+    made = slots.weigh(marks, value)
+    if made is None:
         raise NoRuleError("it multiplies two activations")
-    return value.reshape((1,) * (rank - 3) + (len(value), 1, -1))
+    return made.reshape((1,) * (rank - 3) + (len(made), 1, -1))
 
 
 def _by_head(tracing: Tracing, edge: Edge) -> Tensor:
@@ -412,9 +417,7 @@ def attention(
         tracing.pin([attn_mask], "scaled_dot_product_attention", "it is a mask")
         ordered = rank > 3 and attn_mask.value.dim() > 2 and attn_mask.value.shape[-3] > 1
     query_heads, key_heads, value_heads = (_by_head(tracing, edge) for edge in edges)
-    heads = Heads(query_heads, key_heads, value_heads, ordered)
-    _slots(tracing).attend(heads)
-    spread = heads.value[heads.served]
+    spread = _slots(tracing).attend(Heads(query_heads, key_heads, value_heads, ordered))
     return (
         spread[None, :, None, :].reshape((1,) * (rank - 3) + (len(spread), 1, -1)) if rank > 3 else spread[:, None, :]
     )
@@ -561,6 +564,8 @@ def layer_ids(
         return gated(tracing, out, args[0], module.dim)
     if isinstance(module, (nn.Softmax, nn.LogSoftmax)) and kind in (nn.Softmax, nn.LogSoftmax):
         return softmax(tracing, out, args[0], module.dim)
+    if isinstance(module, nn.Dropout) and kind is nn.Dropout and module.p == 0 and len(args) == 1:
+        return as_edge(args[0]).ids
     if isinstance(module, nn.RMSNorm) and kind is nn.RMSNorm:
         return _norm(tracing, module, args[0], ref)
     if isinstance(module, nn.MultiheadAttention) and kind is nn.MultiheadAttention:
@@ -653,18 +658,21 @@ def _encoder_layer(tracing: Tracing, module: nn.TransformerEncoderLayer, edge: E
         slots.seen(ids)
         return Edge(edge.value, ids)
 
+    def dropped(x: Edge, layer: nn.Dropout) -> Edge:
+        return x if layer.p == 0 else at(LIMITED["dropout"](tracing, x.value, x))
+
     def attended(x: Edge) -> Edge:
         made = at(place(multihead(tracing, module.self_attn, (x, x, x), ref), -1, rank))
-        return at(LIMITED["dropout"](tracing, made.value, made))
+        return dropped(made, module.dropout1)
 
     def fed(x: Edge) -> Edge:
         linear1, linear2 = module.linear1, module.linear2
         hidden = project(tracing, along(tracing, x, -1), ref(linear1, "weight"), ref(linear1, "bias"))
         wide = Edge(edge.value.new_empty((*edge.value.shape[:-1], len(hidden))), place(hidden, -1, rank))
         wide = Edge(wide.value, LIMITED[name](tracing, wide.value, wide, *_settings(activation)))
-        LIMITED["dropout"](tracing, wide.value, wide)
+        dropped(wide, module.dropout)
         made = project(tracing, along(tracing, wide, -1), ref(linear2, "weight"), ref(linear2, "bias"))
-        return at(LIMITED["dropout"](tracing, edge.value, at(place(made, -1, rank))))
+        return dropped(at(place(made, -1, rank)), module.dropout2)
 
     for part, norm in ((attended, module.norm1), (fed, module.norm2)):
         if module.norm_first:

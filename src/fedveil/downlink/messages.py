@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedveil.downlink.architecture import Architecture, Weights
+from fedveil.downlink.architecture import Architecture, Weights, draw
 from fedveil.ledger.releases import Caveats, Cover, Released
 from fedveil.secrets import SecretStream
 from fedveil.shapes import Number, Shape, counts, reals
@@ -110,6 +110,16 @@ class Downlink(Protocol):
         return "scale"
 
     @property
+    def streams(self) -> bool:
+        """Whether gains are folded into what reads them, so that residual streams can be rotated."""
+        return False
+
+    @property
+    def shifted(self) -> bool:
+        """Whether a secret number is added to all logits of a sample, which softmax does not see."""
+        return False
+
+    @property
     def head_noise(self) -> bool:
         """Whether the last layer is covered by noise."""
         ...
@@ -133,3 +143,8 @@ class Downlink(Protocol):
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> Veil:
         """Draw this round's secrets and perturb."""
+
+
+def draw_for(downlink: Downlink, model: nn.Module, example: Tensor) -> tuple[Architecture, Weights]:
+    """A model's architecture and weights, traced for what the downlink hides of it."""
+    return draw(model, example, traced=downlink.traced, family=downlink.family, streams=downlink.streams)

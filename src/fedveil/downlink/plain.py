@@ -21,6 +21,8 @@ class Plain:
 
     traced = False
     family = "scale"
+    streams = False
+    shifted = False
     head_noise = False
 
     def head_tensors(self, architecture: Architecture) -> int:

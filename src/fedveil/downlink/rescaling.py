@@ -7,6 +7,9 @@ Every parameter becomes Ŵ = R ∘ W. With head noise the last layer also gets r
 
 so the m + 2 gradients that clients return combine into the true one. With unequal output weights
 w_i (the true class counts k times) the last term splits by group: Σ_s γ_s²·φ_{β,s}.
+
+Where the loss reads outputs through softmax alone, the last layer can get 1·uᵀ instead (its bias + c): the same number
+is added to all logits of a sample, probabilities do not see it, and every gradient is what it was, G = G'.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from fedveil.downlink.architecture import (
 )
 from fedveil.downlink.messages import Broadcast, Mean, PublicHead, Recovered
 from fedveil.downlink.scales import HeadSite, ScaleTable
-from fedveil.downlink.symmetry import FAMILIES, Basis, draw_basis, unmoved
+from fedveil.downlink.symmetry import FAMILIES, ROTATING, Basis, draw_basis, unmoved
 from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats, Cover
@@ -74,6 +77,10 @@ class Rescaling:
     spread: float = 4.0
     head: HeadNoise | None = None
     family: str = "scale"
+    streams: bool = False
+    """Gains of normalisations are folded into what reads them, so that residual streams can be rotated."""
+    shifted: bool = False
+    """The loss is softmax cross-entropy: a secret number is added to all logits of a sample."""
 
     traced = True
 
@@ -82,6 +89,11 @@ class Rescaling:
             raise ConfigError(f"spread must be a number above 1 (got {self.spread}); 4 is the default.")
         if self.family not in FAMILIES:
             raise unknown_name("family", self.family, FAMILIES)
+        if self.streams and self.family not in ROTATING:
+            raise ConfigError(
+                f"{spelled('stream_rotations', True)} needs a family with rotations: take "
+                f"{spelled('family', 'full')} or {spelled('family', 'isometry')}."
+            )
 
     @property
     def head_noise(self) -> bool:
@@ -100,6 +112,10 @@ class Rescaling:
         """Every layer up to secret scales, or to what else the family has."""
         if self.family != "scale":
             secrets = _SECRETS[self.family]
+            if self.shifted:
+                secrets = f"{secrets}, and a secret number on all logits"
+            if self.streams:
+                secrets = f"rotations of residual streams with gains folded into their readers; {secrets}"
             head = f"{secrets}, and γ·a on the last layer" if self.head else secrets
             return {
                 "parameters": Cover(what="the parameters, in another basis", hiding=head),
@@ -115,8 +131,13 @@ class Rescaling:
 
     def caveats(self) -> Caveats:
         """A veil is measured, not proven, and falls to who aligns; outputs are open without head noise."""
+        return self.caveats_as("" if self.head else self.family + ", streams rotated" * self.streams)
+
+    def caveats_as(self, measured: str) -> Caveats:
+        """The same with the figure of a veil as it was measured under that name, if it was."""
         veil = caveats.VEIL if self.family == "scale" else caveats.ORDERS
-        return Caveats(unprotected=(veil, caveats.ALIGNED, *(() if self.head else (caveats.OUTPUTS,))))
+        outputs = () if self.head else (caveats.OUTPUTS,)
+        return Caveats(unprotected=(veil, caveats.ALIGNED, *caveats.reached(measured), *outputs))
 
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
@@ -128,7 +149,10 @@ class Rescaling:
         else:
             logs = (2.0 * stream.uniform(table.classes.count) - 1.0) * math.log(self.spread)
             basis = unmoved(table.classes.scales(logs))
-        return scaled_veil(architecture, weights, basis, head=self.head, stream=stream, head_level=head_level)
+        veil = scaled_veil(architecture, weights, basis, head=self.head, stream=stream, head_level=head_level)
+        if self.shifted and table.head is not None:
+            veil.shift = 2.0 * stream.uniform(table.head.features + 1).to(weights.parameters.device) - 1.0
+        return veil
 
 
 def scaled_veil(
@@ -216,7 +240,7 @@ def _draw_head(settings: HeadNoise, outputs: int, stream: SecretStream, device: 
 class ScaledVeil(Guarded):
     """One round's secrets: the scales, γ, and the model they hide; and the transitional layers' public numbers."""
 
-    __slots__ = ("_architecture", "_basis", "_head", "_multipliers", "_table", "_weights")
+    __slots__ = ("_architecture", "_basis", "_head", "_multipliers", "_table", "_weights", "shift")
 
     def __init__(
         self, architecture: Architecture, weights: Weights, basis: Basis, head: HeadSecret | None, multipliers: Tensor
@@ -227,9 +251,11 @@ class ScaledVeil(Guarded):
         self._basis = basis
         self._head = head
         self._multipliers = multipliers
+        self.shift: Tensor | None = None
+        """u and c beside the weights' size, between −1 and 1."""
 
     def broadcast(self) -> Broadcast:
-        """Ŵ = R ∘ W (+ r·1ᵀ on the head), ε·k², running mean·k and variance·k², and 1/(r·s)."""
+        """Ŵ = R ∘ W (+ r·1ᵀ or 1·uᵀ on the head), ε·k², running mean·k and variance·k², and 1/(r·s)."""
         dtype = self._weights.parameters.dtype
         veiled = self._table.hide(self._weights.parameters, self._basis)
         public = None
@@ -241,6 +267,8 @@ class ScaledVeil(Guarded):
                 part = self._architecture.parameters.part(veiled, name)
                 part += noise.reshape([-1] + [1] * (part.dim() - 1))
             public = self._head.public
+        if self.shift is not None:
+            self._shift_logits(veiled, self.shift)
         epsilon = self._weights.epsilon.to(torch.float64)
         if self._table.symmetry is not None:
             epsilon = epsilon[self._architecture.followed[0].of(self._basis)]
@@ -249,6 +277,16 @@ class ScaledVeil(Guarded):
         if self._architecture.frozen_statistics:
             statistics = self.veiled_statistics()
         return Broadcast(veiled.to(dtype), epsilon.to(dtype), statistics.to(dtype), self._multipliers, public)
+
+    def _shift_logits(self, veiled: Tensor, shift: Tensor) -> None:
+        """1·uᵀ on the head's weight and c on its bias, in place; of the weights' size, so that rounding stays small."""
+        site = self._table.head
+        assert site is not None
+        weight = self._architecture.parameters.part(veiled, site.weight)
+        shift = shift * math.sqrt(3.0) * weight.square().mean().sqrt()
+        weight += shift[:-1]
+        if site.bias is not None:
+            self._architecture.parameters.part(veiled, site.bias).add_(shift[-1])
 
     def veiled_statistics(self) -> Tensor:
         """Running mean·k and variance·k², in float64."""
@@ -275,7 +313,7 @@ class ScaledVeil(Guarded):
             if self._table.symmetry is not None:
                 place = self._architecture.followed[1].of(self._basis)
                 statistics = torch.empty_like(statistics).scatter_(0, place, statistics)
-        return Recovered(self._table.pull(combined, self._basis), loss, statistics, level)
+        return Recovered(self._table.pull(combined, self._basis, at=self._weights.parameters), loss, statistics, level)
 
     def _level(self, values: Tensor) -> float:
         assert self._head is not None

@@ -381,6 +381,10 @@ def normalised(
     """
     edge, slots, rank = as_edge(input), tracing.slots, out.dim()
     assert slots is not None
+    fold = tracing.foldable.get(weight.name) if isinstance(weight, ParameterRef) else None
+    if fold is not None and fold.rank <= rank:  # its readers carry the gain
+        tracing.folds.append(fold)
+        weight = bias = None
     if kind in ("layer", "rms"):
         ids = edge.ids
         if isinstance(weight, ParameterRef):
@@ -392,8 +396,14 @@ def normalised(
         read, ids = along(tracing, edge, 1), edge.ids
         alone = kind != "group" or groups == len(read)
         if not alone:
-            slots.distinguish(read.reshape(groups, -1), [0])
-    slots.limit(read, SPARSE | ISOMETRY if alone else UNIT)
+            slots.group(read.reshape(groups, -1))
+    limits = SPARSE | ISOMETRY if alone else UNIT
+    bare = kind in ("layer", "rms") and dims == 1 and not isinstance(weight, ParameterRef)
+    if bare and read.shape[-1] == edge.value.shape[-1]:
+        for row in torch.unique(read.reshape(-1, read.shape[-1]), dim=0):  # tokens may differ in their classes
+            slots.stream(row, ones=kind == "layer", instead=limits)
+    else:
+        slots.limit(read, limits)
     if name is not None and kind in ("batch", "instance"):
         known = tracing.norm_uses.setdefault(name, NormUse(kind, read))
         tracing.classes.unite(known.read, read)

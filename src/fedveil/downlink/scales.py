@@ -18,8 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fedveil.downlink.folds import Fold, fold, unfold
 from fedveil.downlink.slots import ClassSet, SlotSet
-from fedveil.downlink.symmetry import ISOMETRY, PINNED, Basis, Classes, Symmetry, Transport
+from fedveil.downlink.symmetry import ISOMETRY, PINNED, Basis, Classes, Symmetry, Transport, some
 from fedveil.errors import TraceError, spelled
 from fedveil.tensors import flatten
 
@@ -106,6 +107,11 @@ class Tracing:
     line: str = ""
     """The line of the network's own code that is being followed, nets.py:12, where that is known."""
     produced: str | None = None
+    foldable: Mapping[str, Fold] = field(default_factory=dict)
+    """Gains that their readers could carry, where streams are to be rotated."""
+    folds: list[Fold] = field(default_factory=list)
+    crossed: dict[int, Tensor] = field(default_factory=dict)
+    """For the value of an edge (by its id) the classes along tokens, beside those of channels (see `tokens`)."""
     sized: bool = False
     """Whether code that asks for the number of samples was followed for one number only."""
 
@@ -276,6 +282,10 @@ class ScaleTable:
     """More than scales, where the family has it."""
     sized: bool = False
     """Whether the network's code may ask for the number of samples: torch.fx could not follow it."""
+    folds: tuple[Fold, ...] = ()
+    """Gains that are sent inside their readers."""
+    streams: bool = False
+    """Whether rotations of residual streams were asked for."""
 
     def to(self, device: torch.device) -> ScaleTable:
         """The same table with its index arrays on another device."""
@@ -310,24 +320,47 @@ class ScaleTable:
         """T(θ) in float64: what clients get of all parameters in one flat vector."""
         if self.symmetry is None:
             return self.rescale(flat, basis.scales)
-        moved = self.rescale(flat.index_select(0, self._transport.index(basis)), basis.scales)
+        moved = self._rescaled(self._transport.moved(self.folded(flat), basis), basis.scales)
         self._transport.turn(moved, basis, back=False)
         return moved
 
-    def pull(self, flat: Tensor, basis: Basis) -> Tensor:
-        """T*(∇) in float64: the gradient of the true parameters from that of the hidden ones."""
+    def pull(self, flat: Tensor, basis: Basis, *, at: Tensor) -> Tensor:
+        """T*(∇) in float64: the gradient of the true parameters, which are `at`, from that of the hidden ones."""
         if self.symmetry is None:
             return self.rescale(flat, basis.scales)
-        turned = flat.to(torch.float64, copy=True)
+        given = flat.to(torch.float64)
+        turned = self._transport.loosened(given)
         self._transport.turn(turned, basis, back=True)
-        turned = self._rescaled(turned, basis.scales)
-        return torch.empty_like(turned).scatter_(0, self._transport.index(basis), turned)
+        result = self._transport.back(self._rescaled(turned, basis.scales), given, basis)
+        if self.folds:
+            unfold(self._named(result), self._named(at.to(torch.float64)), self.folds)
+        return result
+
+    def folded(self, flat: Tensor) -> Tensor:
+        """The parameters of the network that clients get, before it is hidden: gains inside their readers."""
+        if not self.folds:
+            return flat
+        flat = flat.to(torch.float64, copy=True)
+        fold(self._named(flat), self.folds)
+        return flat
+
+    @property
+    def sent(self) -> ScaleTable:
+        """The table of that network itself, under which everything is linear."""
+        return replace(self, folds=()) if self.folds else self
+
+    def _named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Every parameter's part of one flat vector, in its shape."""
+        parts = torch.split(flat, [math.prod(entry.shape) for entry in self.parameters])
+        return {entry.name: part.view(entry.shape) for entry, part in zip(self.parameters, parts, strict=True)}
 
     @cached_property
     def _transport(self) -> Transport:
         assert self.symmetry is not None
         device = next((ids.device for entry in self.parameters if (ids := entry.out) is not None), torch.device("cpu"))
-        return Transport(self.parameters, self.symmetry, device)
+        numbered = {*self._out.which, *self._into.which}
+        still = [number for number in range(len(self.parameters)) if number not in numbered]
+        return Transport(self.parameters, self.symmetry, device, still=still)
 
     @cached_property
     def _classes_of_each(self) -> tuple[Tensor, Tensor]:
@@ -438,6 +471,10 @@ class Coverage:
     """Secret real numbers of a round (scales, entries of blocks)."""
     known: bool = False
     """Whether others know the numbers beforehand, so that nothing of them is hidden whatever is done to them."""
+    groups: tuple[str, ...] = ()
+    """What is drawn every round, in words, where that is more than scales."""
+    unrotated: bool = False
+    """Whether rotations of residual streams were asked for, and none can be."""
 
     @property
     def levels(self) -> dict[str, float]:
@@ -497,14 +534,18 @@ class Coverage:
             "secret_bits": self.bits,
             "secret_reals": self.reals,
             "guessed": bool(self.guessed),
+            "groups": list(self.groups),
             "parameters": [asdict(parameter) for parameter in self.parameters],
             "visible": [parameter.name for parameter in self.visible],
             "pins": [asdict(pin) for pin in self.pins],
         }
 
 
-def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True) -> Coverage:
-    """Judge a table. With a public ε, whatever a normalisation reads is seen and hides nothing."""
+def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True, shifted: bool = False) -> Coverage:
+    """Judge a table. With a public ε, whatever a normalisation reads is seen and hides nothing.
+
+    `shifted`: a secret number is added to all logits.
+    """
     noised = table.head if head_noise else None
     generator = torch.Generator().manual_seed(0)
     draws = []
@@ -516,18 +557,31 @@ def coverage(table: ScaleTable, *, head_noise: bool, secret_epsilon: bool = True
         draws.append(table.classes.scales(logs))
     # The noise adds one number per output to the weight's whole row and to the bias: differences inside a
     # row stay, so it hides one number per output and no more.
-    covered = None if noised is None else noised.bias or noised.weight
+    under = {} if noised is None else {noised.bias or noised.weight: noised.outputs}
+    if (
+        shifted and table.head is not None
+    ):  # likewise one number for every input of the last layer, and one for its bias
+        under |= {table.head.weight: table.head.features, **({table.head.bias: 1} if table.head.bias else {})}
     covers = tuple(
         (_cover(entry, draws, noise=noise) if table.symmetry is None else _levels(entry, table, noise=noise))
         for entry in table.parameters
-        for noise in (noised.outputs if noised is not None and entry.name == covered else 0,)
+        for noise in (under.get(entry.name, 0),)
     )
     more = (noised is not None, table.head_refusal)
     if table.symmetry is None:
         return Coverage(covers, table.pins, *more, table.free(), reals=table.free())
-    bits, reals = table.symmetry.freedom(table.classes)
+    (bits, reals), groups = table.symmetry.freedom(table.classes), table.symmetry.groups(table.classes)
+    if shifted and table.head is not None:
+        reals += table.head.features + (table.head.bias is not None)
+        groups = (*groups, "a number on all logits")
+    if table.folds:
+        groups = (*groups, f"{some(len(table.folds), 'gain')} folded into their readers")
     scales = int(table.symmetry.scales.sum()) - len(table.classes.products)
-    return Coverage(covers, table.pins, *more, max(scales, 0), table.symmetry.family, bits, reals)
+    return Coverage(
+        *(covers, table.pins, *more, max(scales, 0), table.symmetry.family, bits, reals),
+        groups=groups,
+        unrotated=table.streams and not any(blocks.stream for blocks in table.symmetry.blocks),
+    )
 
 
 def _cover(entry: Scaled, draws: list[Tensor], *, noise: int) -> ParameterCover:
@@ -550,6 +604,8 @@ def _levels(entry: Scaled, table: ScaleTable, *, noise: int) -> ParameterCover:
     """Judge one parameter under more than scales: every number by the strongest of what is done to it."""
     assert table.symmetry is not None
     symmetry, size = table.symmetry, math.prod(entry.shape)
+    if any(entry.name in fold.carried for fold in table.folds):  # not sent at all
+        return ParameterCover(entry.name, entry.shape, size, size, "both", (0, 0, 0, size))
     if entry.out is None:
         return ParameterCover(entry.name, entry.shape, size, noise, _sides(noise, size, both=False), (0, 0, noise, 0))
     generator = torch.Generator().manual_seed(0)
@@ -600,8 +656,18 @@ def _counted(names: Sequence[str], most: int = 2) -> str:
     return f"; {len(names)} parameter{'s' * (len(names) != 1)}: {', '.join(names[:most])}{more}"
 
 
+UNROTATED = (
+    "no residual stream of this model can be rotated: besides linear layers behind LayerNorm or RMSNorm (torch's own) "
+    "something else reads it, or there is none"
+)
+
+
 def require_coverage(coverage: Coverage, *, minimum: float) -> None:
-    """Stop a run whose model would be too visible, naming what pins."""
+    """Stop a run whose model would be too visible, naming what pins, or would not be hidden as was asked for."""
+    if coverage.unrotated:
+        raise TraceError(
+            f"Stream rotations were asked for, and {UNROTATED}. Leave them out ({spelled('stream_rotations', False)})."
+        )
     if coverage.fraction >= minimum:
         return
     told = [f"{operation} at {where} ({why})" for operation, where, why in pinned(coverage.pins)]

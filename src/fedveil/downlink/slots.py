@@ -18,7 +18,8 @@ and so on. A rule that reads channels by number therefore only has to say which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from itertools import product as combinations
 
 import numpy as np
@@ -156,11 +157,48 @@ class Heads:
     """Whether something tells the heads apart by number."""
     marks: Tensor | None = None
     """Where scores are a tensor of their own: the class of every head's."""
+    out: Tensor | None = None
+    """What every query head gives, where several share a value head and may change places: N·x as the value's."""
+
+    @property
+    def each(self) -> int:
+        """How many query heads share a key head."""
+        return len(self.query) // len(self.key)
 
     @property
     def served(self) -> Tensor:
         """For every query head the key head that it reads."""
-        return torch.arange(len(self.query)) // (len(self.query) // len(self.key))
+        return torch.arange(len(self.query)) // self.each
+
+
+@dataclass(frozen=True, eq=False)
+class _Matrix:
+    """Channels that may see one secret matrix M: the first part M, the others M as well or, if `dual`, M⁻ᵀ."""
+
+    parts: tuple[Tensor, ...]
+    dual: bool
+    turn: bool = False
+    ones: bool = False
+    stream: bool = False
+
+    @property
+    def kind(self) -> tuple[int, bool, bool, bool]:
+        """What is drawn in one go."""
+        return len(self.parts[0]), self.turn, self.ones, self.stream
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What it is, to compare."""
+        return self.dual, self.kind, *(tuple(part.tolist()) for part in self.parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Stream:
+    """Channels that are normalised together: rotations pass, those with A·1 = 1 if `ones`; else what `instead` says."""
+
+    ids: Tensor
+    ones: bool
+    instead: int
 
 
 class SlotSet(ClassSet):
@@ -172,6 +210,10 @@ class SlotSet(ClassSet):
         self._limits: dict[int, int] = {}
         self._arrays: list[tuple[Tensor, Tensor]] = []
         self._moves: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._turned: list[tuple[Tensor, Tensor]] = []
+        self._streams: list[_Stream] = []
+        self._groups: list[Tensor] = []
+        self._wholes: list[tuple[int, ...]] = []
         self._heads: list[Heads] = []
         self._scores: list[Heads] = []
         self.origin: list[str] = [""]
@@ -299,10 +341,49 @@ class SlotSet(ClassSet):
                 part = part.narrow(dim, index, 1)
             self.seen(part)
 
-    def attend(self, heads: Heads) -> None:
-        """Queries meet keys: any M on a key head and M⁻ᵀ on its queries, any N on a value head."""
-        self.tie(heads.query, heads.key[heads.served])
-        self._heads.append(heads)
+    def turned(self, first: Tensor, second: Tensor) -> None:
+        """Pairs of channels are turned by what everybody knows: their secrets are turns and scales of the same pairs.
+
+        The last dimension is that of pairs, which differ from each other.
+        """
+        for left, right in zip(first.unbind(-1), second.unbind(-1), strict=True):
+            self.seen(torch.cat([left.reshape(-1), right.reshape(-1)]))
+        self._turned.append((first.reshape(-1), second.reshape(-1)))
+
+    def stream(self, ids: Tensor, *, ones: bool, instead: int) -> None:
+        """All these channels are divided by their length (`ones`: without their mean), and nothing more."""
+        self.limit(ids, ISOMETRY)
+        self._streams.append(_Stream(ids, ones, instead))
+
+    def group(self, groups: Tensor) -> None:
+        """The channels of a group (groups, size) are read together, and every group alike: groups move as wholes."""
+        if len(groups) > 1:
+            self._groups.append(groups)
+
+    def attend(self, heads: Heads) -> Tensor:
+        """Queries meet keys: any M on a key head and M⁻ᵀ on its queries, any N on a value head.
+
+        Returns the ids (query heads, width) of what comes out.
+        """
+        heads = self._shared(heads)
+        if heads.each == 1 or heads.ordered:
+            self.tie(heads.query, heads.key[heads.served])
+            self._heads.append(heads)
+            return heads.value[heads.served]
+        width = heads.value.shape[1]
+        out = self.fresh(len(heads.query) * width).reshape(-1, width)
+        self._heads.append(replace(heads, out=out))
+        return out
+
+    def _shared(self, heads: Heads) -> Heads:
+        """The same where keys and values were repeated for their queries: as the one head that they are."""
+        key, value = self.find(heads.key), self.find(heads.value)
+        same = (key[1:] == key[:-1]).all(1) & (value[1:] == value[:-1]).all(1)
+        count = 1 + int((~same).sum())
+        each = len(key) // count
+        if heads.ordered or each == 1 or not torch.equal(key[::each].repeat_interleave(each, 0), key):
+            return heads
+        return replace(heads, key=heads.key[::each], value=heads.value[::each])
 
     def score(self, query: Tensor, key: Tensor) -> Tensor:
         """Queries times keys as a tensor of scores: a class for every head, until values are weighed by it."""
@@ -311,15 +392,14 @@ class SlotSet(ClassSet):
         self._scores.append(Heads(query, key, key, ordered=False, marks=marks))
         return marks
 
-    def weigh(self, marks: Tensor, value: Tensor) -> bool:
-        """Values weighed by what became of scores; False where these are not anybody's scores."""
+    def weigh(self, marks: Tensor, value: Tensor) -> Tensor | None:
+        """Values weighed by what became of scores, the ids of the result; None where these are not anybody's scores."""
         for scored in self._scores:
             assert scored.marks is not None
             if torch.equal(self.find(scored.marks), self.find(marks)) and bool(self.find(marks).all()):
                 self._scores.remove(scored)
-                self.attend(Heads(scored.query, scored.key, value, ordered=False, marks=scored.marks))
-                return True
-        return False
+                return self.attend(Heads(scored.query, scored.key, value, ordered=False, marks=scored.marks))
+        return None
 
     # -- what it comes to ----------------------------------------------------------------------------
 
@@ -332,8 +412,9 @@ class SlotSet(ClassSet):
                 self.pin(ids)
         added = LIMITS[family]
         self.limit(every, added)
+        self._settle_groups()
+        mixed = self._mixed()
         colours = self._colours()
-        mixed = self._mixed(colours)
         classes, compact = self.compile()
         roots = self.find(every)
         limits = torch.zeros(classes.count, dtype=torch.int64)
@@ -342,13 +423,14 @@ class SlotSet(ClassSet):
         number = {int(slot): position for position, slot in enumerate(slots)}
         slot_of = torch.zeros(classes.count, dtype=torch.int64)
         slot_of[compact] = place
-        orders = self._orders(colours, {self.slot(int(one)) for block in mixed for one in block[0].reshape(-1)})
+        orders = self._orders(colours, {self.slot(int(one)) for block in mixed for one in block.members.reshape(-1)})
         frames = [torch.tensor([[number[slot] for slot in frame] for frame in order]) for order in orders]
         blocks = []
-        for members, matrix, dual in mixed:
-            isometry = bool(int(limits[compact[members]].reshape(-1).max()) & ISOMETRY)
-            blocks.append(Blocks(compact[members], matrix, dual, isometry))
-            limits[compact[members]] = UNIT
+        for block in mixed:
+            members = compact[block.members]
+            isometry = bool(int(limits[members].reshape(-1).max()) & ISOMETRY)
+            blocks.append(replace(block, members=members, isometry=isometry))
+            limits[members] = UNIT
         origin = [""] * classes.count
         for one, name in zip(compact.tolist(), self.origin, strict=True):
             origin[one] = origin[one] or name
@@ -375,30 +457,89 @@ class SlotSet(ClassSet):
                     colours[slot] = hash((colours[slot], number, tuple(pattern.tolist())))
         return colours
 
-    def _mixed(self, colours: dict[int, int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The heads that may be mixed: members (count, width), which matrix, whether its dual. Others keep a sign."""
+    def _settle_groups(self) -> None:
+        """Groups whose channels are heads', or another layer's in other groups, stay where they are."""
+        owner: dict[int, object] = dict.fromkeys([PINNED], None)
+        theirs = [ids for heads in self._heads for ids in (heads.query, heads.key, heads.value, heads.marks, heads.out)]
+        for ids in (*theirs, *chain(*self._turned)):
+            if ids is not None:
+                owner.update(dict.fromkeys(self.slots(ids).reshape(-1).tolist()))
+        kept: dict[tuple[int, ...], None] = {}
+        for groups in self._groups:
+            rows = [tuple(row) for row in self.slots(groups).tolist()]
+            every = [slot for row in rows for slot in row]
+            if len(set(every)) < len(every) or any(owner.get(slot, row) != row for row in rows for slot in row):
+                self.distinguish(groups, [0])
+            else:
+                owner.update({slot: row for row in rows for slot in row})
+                kept.update(dict.fromkeys(rows))
+        self._wholes = list(kept)
+
+    def _mixed(self) -> list[Blocks]:
+        """The heads that may be mixed. Others keep a sign."""
         while True:
-            pairs: list[list[Tensor]] = []  # the members of one matrix; all but the first are its dual
-            for heads in self._heads:
-                query, key, value = (self.find(ids) for ids in (heads.query, heads.key, heads.value))
-                for number in range(len(key)):
-                    pairs.append([key[number], *torch.unique(query[heads.served == number], dim=0)])
-                    pairs.append([value[number]])
-            pairs = list({tuple(tuple(part.tolist()) for part in pair): pair for pair in pairs}.values())
+            colours, before, streams = self._colours(), list(self._parent), len(self._streams)
+            partner = self._partners()
+            planned = [self._matrices(heads, partner) for heads in self._heads]
+            rotated = self._rotated()
+            every = list({matrix.key: matrix for one in (*planned, rotated) for matrix in one}.values())
             owners: dict[int, int] = {}
-            for pair in pairs:
-                for one in torch.cat(pair).tolist():
+            for matrix in every:
+                for one in torch.cat(matrix.parts).tolist():
                     owners[one] = owners.get(one, 0) + 1
-            free = [self._free(pair, owners, colours) for pair in pairs]
-            stuck = [pair for pair, fit in zip(pairs, free, strict=True) if not fit and len(pair) > 1]
-            united = False
-            for key, *queries in stuck:
-                for query in queries:
-                    united |= not torch.equal(self.find(query), self.find(key))
-                    self.unite(query, key)
-                self.limit(key, SPARSE | ISOMETRY)
-            if not united:
-                return self._stacked([pair for pair, fit in zip(pairs, free, strict=True) if fit])
+            free = {matrix.key for matrix in every if self._free(matrix.parts, owners, colours)}
+            for place, (heads, matrices) in enumerate(zip(self._heads, planned, strict=True)):
+                stuck = [matrix for matrix in matrices if matrix.key not in free]
+                if stuck and heads.out is not None:  # then queries stay in their group's order
+                    self.unite(heads.out, heads.value[heads.served])
+                    self.tie(heads.query, heads.key[heads.served])
+                    self._heads[place] = replace(heads, out=None)
+                for key, *queries in (matrix.parts for matrix in stuck if matrix.dual):
+                    for query in queries:
+                        self.unite(query, key)
+                    self.limit(key, SPARSE | ISOMETRY)
+            mixing = [part for matrix in every if matrix.turn and matrix.key in free for part in matrix.parts]
+            turning = torch.cat([torch.empty(0, dtype=torch.int64), *mixing])
+            for first, second in self._turned:
+                alone = ~torch.isin(self.find(first), turning)
+                self.unite(first[alone], second[alone])
+                self.limit(first[alone], SPARSE)
+            kept = [one for one, matrix in zip(self._streams, rotated, strict=True) if matrix.key in free]
+            for one in self._streams:
+                if one not in kept:
+                    self.limit(one.ids, one.instead)
+            self._streams = kept
+            if before == self._parent and streams == len(kept):
+                return self._stacked([matrix for matrix in every if matrix.key in free])
+
+    def _rotated(self) -> list[_Matrix]:
+        """What would be drawn for every stream: one matrix where several layers normalise the same channels."""
+        sets = [frozenset(self.find(one.ids).tolist()) for one in self._streams]
+        first = {
+            channels: self.find(one.ids) for channels, one in reversed(list(zip(sets, self._streams, strict=True)))
+        }
+        ones = {channels for channels, one in zip(sets, self._streams, strict=True) if one.ones}
+        return [_Matrix((first[channels],), dual=False, ones=channels in ones, stream=True) for channels in sets]
+
+    def _partners(self) -> dict[int, tuple[int, bool]]:
+        """For every class of a turned pair the other one, and whether it is the first; (0, …) for one of two pairs."""
+        partner: dict[int, tuple[int, bool]] = {}
+        for first, second in self._turned:
+            for left, right in zip(self.find(first).tolist(), self.find(second).tolist(), strict=True):
+                for one, told in ((left, (right, True)), (right, (left, False))):
+                    partner[one] = told if partner.get(one, told) == told else (PINNED, True)
+        return partner
+
+    def _matrices(self, heads: Heads, partner: dict[int, tuple[int, bool]]) -> list[_Matrix]:
+        """What would be drawn for one attention, if nothing else limits it."""
+        query, key, value = (self.find(ids) for ids in (heads.query, heads.key, heads.value))
+        made: list[_Matrix] = []
+        for number in range(len(key)):
+            mine = heads.served == number
+            made += _split((key[number], *torch.unique(query[mine], dim=0)), partner, dual=True)
+            shared = () if heads.out is None else tuple(self.find(heads.out[mine]))
+            made += _split((value[number], *shared), partner, dual=False)
+        return made
 
     def _free(self, pair: Sequence[Tensor], owners: dict[int, int], colours: dict[int, int]) -> bool:
         every = torch.cat(list(pair)).tolist()
@@ -413,43 +554,79 @@ class SlotSet(ClassSet):
         )
 
     @staticmethod
-    def _stacked(pairs: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _stacked(matrices: Sequence[_Matrix]) -> list[Blocks]:
         stacks = []
-        for width in sorted({len(pair[0]) for pair in pairs}):
-            chosen = [pair for pair in pairs if len(pair[0]) == width]
-            members = torch.stack([part for pair in chosen for part in pair])
-            matrix = torch.tensor([number for number, pair in enumerate(chosen) for _ in pair])
-            dual = torch.tensor([place > 0 for pair in chosen for place in range(len(pair))])
-            stacks.append((members, matrix, dual))
+        for kind in sorted({matrix.kind for matrix in matrices}):
+            chosen = [matrix for matrix in matrices if matrix.kind == kind]
+            members = torch.stack([part for one in chosen for part in one.parts])
+            number = torch.tensor([number for number, one in enumerate(chosen) for _ in one.parts])
+            dual = torch.tensor([one.dual and place > 0 for one in chosen for place in range(len(one.parts))])
+            stacks.append(Blocks(members, number, dual, isometry=False, turn=kind[1], ones=kind[2], stream=kind[3]))
         return stacks
 
     def _orders(self, colours: dict[int, int], mixed: set[int]) -> list[list[tuple[int, ...]]]:
-        """Lists of frames (slots that move together) which may change places; those inside heads come first."""
+        """Lists of frames (slots that move together) which may change places; those inside others come first."""
         frames: dict[tuple[int, ...], tuple[int, ...]] = {}  # a frame and what tells it apart
         inside: dict[int, tuple[int, int]] = {}
         owner: dict[int, tuple[int, ...]] = {}
         still: set[int] = {PINNED}
+        groups: list[list[tuple[int, ...]]] = []  # the queries of one key
+
+        def enter(parts: Sequence[Sequence[int]], told: tuple[int, ...]) -> bool:
+            frame = tuple(chain(*parts))
+            if frame in frames:
+                return False
+            frames[frame] = (len(parts[0]), *told, *(colours.get(slot, 0) for slot in frame))
+            for part, slots in enumerate(parts):
+                for slot in slots:
+                    # Heads that share channels without being the same are left where they are.
+                    if owner.setdefault(slot, frame) != frame:
+                        still.update(frame, owner[slot])
+                    inside[slot] = (len(frames), part)
+            return True
+
         for number, heads in enumerate(self._heads):
-            key, value = self.slots(heads.key), self.slots(heads.value)
+            key, value = self.slots(heads.key).tolist(), self.slots(heads.value).tolist()
+            marks = [[]] * len(heads.query) if heads.marks is None else self.slots(heads.marks)[:, None].tolist()
+            nested: list[list[int]] = [[]] * len(heads.query)
+            if heads.out is not None:
+                both = zip(self.slots(heads.query).tolist(), self.slots(heads.out).tolist(), strict=True)
+                nested = [query + out for query, out in both]
             for head in range(len(key)):
-                marks: tuple[int, ...] = () if heads.marks is None else (self.slot(int(heads.marks[head])),)
-                frame = (*key[head].tolist(), *value[head].tolist(), *marks)
-                if frame in frames:
-                    continue
-                told: tuple[int, ...] = (number, head) if heads.ordered else ()
-                frames[frame] = (len(key[head]), *told, *(colours.get(slot, 0) for slot in frame))
-                for part, slots in enumerate((key[head].tolist(), value[head].tolist(), marks)):
-                    for slot in slots:
-                        # Heads that share channels without being the same are left where they are.
-                        if owner.setdefault(slot, frame) != frame:
-                            still |= {*frame, *owner[slot]}
-                        inside[slot] = (len(frames), part)
+                mine = range(head * heads.each, (head + 1) * heads.each)
+                told = (number, head) if heads.ordered else ()
+                queries = [tuple(marks[query] + nested[query]) for query in mine]
+                if enter((key[head], value[head], *queries), told) and heads.out is not None:
+                    groups.append(queries)
+        for whole in self._wholes:
+            enter((whole,), ())
         singles: dict[tuple[int, object], list[tuple[int, ...]]] = {}
         for slot, mark in colours.items():
             if slot not in still and slot not in mixed:
                 singles.setdefault((mark, inside.get(slot)), []).append((slot,))
-        whole: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        moving: dict[object, list[tuple[int, ...]]] = {}
+        for place, queries in enumerate(groups):
+            for query in queries:
+                if not still & set(query):
+                    moving.setdefault((place, *(colours.get(slot, 0) for slot in query)), []).append(query)
         for frame, colour in frames.items():
             if not still & set(frame):
-                whole.setdefault(colour, []).append(frame)
-        return [order for order in (*singles.values(), *whole.values()) if len(order) > 1]
+                moving.setdefault((None, *colour), []).append(frame)
+        return [order for order in (*singles.values(), *moving.values()) if len(order) > 1]
+
+
+def _split(parts: tuple[Tensor, ...], partner: dict[int, tuple[int, bool]], *, dual: bool) -> list[_Matrix]:
+    """A head's channels: those that only turn in pairs, and the others; one matrix where pairs are not to be told."""
+    pairs: list[tuple[int, int]] = []
+    for part in parts:
+        place = {one: number for number, one in enumerate(part.tolist())}
+        met = {one: partner[one] for one in place if one in partner}
+        if any(other not in place for other, _ in met.values()):
+            return [_Matrix(parts, dual)]
+        own = sorted((place[one], place[other]) for one, (other, first) in met.items() if first)
+        if pairs and own and own != pairs:
+            return [_Matrix(parts, dual)]
+        pairs = pairs or own
+    rest = [number for number in range(len(parts[0])) if not any(number in pair for pair in pairs)]
+    made = [_Matrix(tuple(part[list(pair)] for part in parts), dual, turn=True) for pair in pairs]
+    return [*made, *([_Matrix(tuple(part[rest] for part in parts), dual)] if rest else [])]

@@ -9,7 +9,7 @@ small matrices are all there is; A is never written out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -33,6 +33,8 @@ LIMITS = {"full": 0, "isometry": ISOMETRY, "signed": SPARSE | ISOMETRY}
 FAMILIES = ("scale", "signed", "isometry", "full")
 STEP_BY_STEP = ("signed", "isometry")
 """T·T* = 1: θ' − η∇L'(θ') = T(θ − η∇L(θ)), also with momentum and weight decay, so that clients may take many steps."""
+ROTATING = ("isometry", "full")
+"""Families with matrices that mix channels."""
 CONDITION = 4.0
 """Largest over smallest singular value of an invertible block."""
 
@@ -61,11 +63,60 @@ class Blocks:
     matrix: Tensor
     dual: Tensor
     isometry: bool
+    turn: bool = False
+    """Pairs that rotary positions turn: M turns and scales a pair, which commutes with every place's turn."""
+    ones: bool = False
+    """M·1 = 1: what a normalisation that takes the mean away commutes with."""
+    stream: bool = False
+    """The channels of residual streams, not of heads."""
 
     @property
     def count(self) -> int:
         """How many matrices are drawn."""
         return int(self.matrix.max()) + 1
+
+    @property
+    def reals(self) -> int:
+        """How many secret numbers they have."""
+        width = self.members.shape[1]
+        if self.turn:
+            return self.count * (1 if self.isometry else 2)
+        width -= self.ones
+        return self.count * (width * (width - 1) // 2 if self.isometry else width**2)
+
+    @property
+    def told(self) -> str:
+        """What they are, in words."""
+        width = self.members.shape[1]
+        if self.stream:
+            return f"{some(self.count, 'rotated stream')} of {width} channels{', their mean kept' * self.ones}"
+        if self.turn:
+            return f"{some(self.count, 'pair')} of rotary channels, turned{' and scaled' * (not self.isometry)}"
+        kind = "rotation" if self.isometry else "invertible matrix"
+        return f"{some(self.count, kind)} on {width} channels of a head"
+
+    def drawn(self, stream: SecretStream) -> tuple[Tensor, Tensor]:
+        """M and M⁻ᵀ of every matrix, M = U·diag(s)·V with log s uniform and the largest s at most CONDITION times the
+        smallest."""
+        width = self.members.shape[1]
+        if self.turn:
+            angle = 2.0 * math.pi * stream.uniform(self.count)
+            cosine, sine = angle.cos(), angle.sin()
+            turns = torch.stack([cosine, -sine, sine, cosine], 1).reshape(self.count, 2, 2)
+            if self.isometry:
+                return turns, turns
+            scale = ((2.0 * stream.uniform(self.count) - 1.0) * math.log(CONDITION) / 2).exp()[:, None, None]
+            return turns * scale, turns / scale
+        if self.ones:
+            forth = rotations_of_differences(self.count, width, stream)
+            return forth, forth
+        forth = rotations(self.count, width, stream)
+        if self.isometry:
+            return forth, forth
+        singular = ((2.0 * stream.uniform(self.count * width) - 1.0) * math.log(CONDITION) / 2).exp()
+        singular = singular.reshape(self.count, 1, width)
+        other = rotations(self.count, width, stream)
+        return (forth * singular) @ other, (forth / singular) @ other
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,16 +159,31 @@ class Symmetry:
         """Which classes have a secret scale."""
         return (self.limits & ISOMETRY == 0).index_fill(0, torch.tensor([0]), False)
 
-    def freedom(self, classes: Classes) -> tuple[float, int]:
-        """What is secret in a round: bits (orders and signs) and real numbers (scales, entries of blocks)."""
+    def _drawn(self, classes: Classes) -> Tensor:
+        """Which classes have numbers of their own; a product's follow."""
         drawn = torch.ones(len(self.limits), dtype=torch.bool)
         drawn[[made for made, _, _ in classes.products]] = False
+        return drawn
+
+    def groups(self, classes: Classes) -> tuple[str, ...]:
+        """What is drawn every round, in words."""
+        told, drawn = [], self._drawn(classes)
+        for wide, what in ((False, "channels"), (True, "whole heads or groups")):
+            sizes = [len(order) for order in self.orders if (order.shape[1] > 1) is wide]
+            if sizes:
+                span = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+                told.append(f"{some(len(sizes), 'order')} of {span} {what}")
+        for mark, what in ((self.signs, "sign"), (self.scales, "scale")):
+            if bool((mark & drawn).any()):
+                told.append(some(int((mark & drawn).sum()), what))
+        return (*told, *(blocks.told for blocks in self.blocks))
+
+    def freedom(self, classes: Classes) -> tuple[float, int]:
+        """What is secret in a round: bits (orders and signs) and real numbers (scales, entries of blocks)."""
+        drawn = self._drawn(classes)
         bits = sum(math.lgamma(len(order) + 1) / math.log(2) for order in self.orders)
         bits += int((self.signs & drawn).sum())
-        reals = int((self.scales & drawn).sum())
-        for blocks in self.blocks:
-            width = blocks.members.shape[1]
-            reals += blocks.count * (width * (width - 1) // 2 if blocks.isometry else width**2)
+        reals = int((self.scales & drawn).sum()) + sum(blocks.reals for blocks in self.blocks)
         return bits, reals
 
     def without(self, classes: Tensor) -> Symmetry:
@@ -132,7 +198,7 @@ class Symmetry:
             lost = torch.isin(block.matrix, block.matrix[hit])
             if bool((~lost).any()):
                 _, matrix = torch.unique(block.matrix[~lost], return_inverse=True)
-                blocks.append(Blocks(block.members[~lost], matrix, block.dual[~lost], block.isometry))
+                blocks.append(replace(block, members=block.members[~lost], matrix=matrix, dual=block.dual[~lost]))
         return replace(self, limits=limits, orders=orders, blocks=tuple(blocks))
 
     def only(self, classes: Tensor) -> Symmetry:
@@ -155,6 +221,12 @@ class Symmetry:
             for matrix in range(blocks.count):
                 join(blocks.members[blocks.matrix == matrix].reshape(-1))
         return [torch.nonzero(part == first).reshape(-1) for first in torch.unique(part).tolist() if first]
+
+
+def some(count: int, noun: str) -> str:
+    """1 matrix, 2 matrices, 3 orders."""
+    plural = noun[:-1] + "ces" if noun.endswith("x") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def permutation(count: int, stream: SecretStream) -> Tensor:
@@ -183,6 +255,16 @@ def rotations(count: int, size: int, stream: SecretStream) -> Tensor:
     return q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]  # type: ignore[no-any-return]
 
 
+def rotations_of_differences(count: int, size: int, stream: SecretStream) -> Tensor:
+    """`count` uniform orthogonal matrices with A·1 = 1: a reflection takes 1/√n to an axis, the others are rotated."""
+    axis = torch.full((size,), size**-0.5, dtype=torch.float64)
+    axis[0] -= 1.0
+    mirror = torch.eye(size, dtype=torch.float64) - 2.0 * torch.outer(axis, axis) / (axis @ axis)
+    inner = torch.eye(size, dtype=torch.float64).repeat(count, 1, 1)
+    inner[:, 1:, 1:] = rotations(count, size - 1, stream)
+    return mirror @ inner @ mirror
+
+
 class Basis(Guarded):
     """One round's secrets: numbers by class, the order, and the heads' matrices; fresh every round."""
 
@@ -194,7 +276,7 @@ class Basis(Guarded):
         """For every slot the one whose content it gets."""
         self.matrices = tuple(matrices)
         """For every stack of blocks A and A⁻ᵀ of each member."""
-        self.index: Tensor | None = None
+        self.index: tuple[Tensor, list[Tensor]] | None = None
         """Where every number of all parameters comes from, once that was worked out (`Transport.index`)."""
 
     def to(self, device: torch.device) -> Basis:
@@ -257,14 +339,7 @@ def _basis(
         source = source[moved]
     matrices = []
     for blocks in symmetry.blocks:
-        width = blocks.members.shape[1]
-        forth = rotations(blocks.count, width, stream)
-        back = forth
-        if not blocks.isometry:
-            singular = ((2.0 * stream.uniform(blocks.count * width) - 1.0) * math.log(CONDITION) / 2).exp()
-            singular = singular.reshape(blocks.count, 1, width)
-            other = rotations(blocks.count, width, stream)
-            forth, back = (forth * singular) @ other, (forth / singular) @ other
+        forth, back = blocks.drawn(stream)
         dual = blocks.dual[:, None, None]
         forth, back = forth[blocks.matrix], back[blocks.matrix]
         matrices.append((torch.where(dual, back, forth), torch.where(dual, forth, back)))
@@ -285,6 +360,11 @@ class AxisPlan:
     by_slot: Tensor
     offset: Tensor
     heads: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def dims(self) -> list[int]:
+        """The dimensions along which it has more than one position."""
+        return [dim for dim, size in enumerate(self.shape) if size > 1]
 
 
 class Sources:
@@ -384,10 +464,9 @@ def moved(entry: Scaled, symmetry: Symmetry) -> Moved:
 
 def turn(value: Tensor, side: AxisPlan, matrices: Sequence[tuple[Tensor, Tensor]], *, dual: bool, back: bool) -> None:
     """Multiply the heads on one side of a parameter, in place, by A (A⁻ᵀ if `dual`), transposed on the way `back`."""
-    dims = [dim for dim, size in enumerate(side.shape) if size > 1]
-    if not dims or not any(len(member) for member, _ in side.heads):
+    if not side.dims or not any(len(member) for member, _ in side.heads):
         return
-    front = value.movedim(dims, list(range(len(dims))))
+    front = value.movedim(side.dims, list(range(len(side.dims))))
     rows = front.reshape(len(side.slot), -1)
     for (member, places), both in zip(side.heads, matrices, strict=True):
         if len(member):
@@ -400,49 +479,145 @@ def turn(value: Tensor, side: AxisPlan, matrices: Sequence[tuple[Tensor, Tensor]
 
 _KEPT = 1 << 22
 """An index is kept for the way back up to this many numbers; beyond them memory is dearer than finding it again."""
+_TABLE = 1 << 14
+"""From this many numbers on, rows that only move along themselves do so without an index for every number."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Stack:
+    """Heads of several parameters that one product changes: (heads, width, columns) places in the flat vector."""
+
+    number: int
+    dual: bool
+    member: Tensor
+    places: Tensor
 
 
 class Transport:
-    """The maps T and T* of all parameters in one flat vector, for one table."""
+    """The maps T and T* of all parameters in one flat vector, for one table.
 
-    def __init__(self, entries: Sequence[Scaled], symmetry: Symmetry, device: torch.device) -> None:
+    `still` are the parameters without signs and scales. Of these, tables of rows whose columns change places (words,
+    positions) are most of a language model's numbers: they are moved row by row, and never copied to be changed.
+    """
+
+    def __init__(
+        self, entries: Sequence[Scaled], symmetry: Symmetry, device: torch.device, *, still: Collection[int] = ()
+    ) -> None:
         plans = [moved(entry, symmetry) for entry in entries]
-        self._sizes = [math.prod(plan.view) for plan in plans]
+        self._views = [plan.view for plan in plans]
+        self._sizes = [math.prod(view) for view in self._views]
         starts = [0, *accumulate(self._sizes)]
-        self._sources = Sources([side for plan in plans for side in plan.sides], symmetry, device)
-        self._parts = [
-            (plan.view, [side.shape for side in plan.sides], (plan.rest + start).to(device))
-            for plan, start in zip(plans, starts, strict=False)
-        ]
         self._turned = [
             (number, _heads_on(side, device), dual)
             for number, plan in enumerate(plans)
             for side, dual in ((plan.out, False), (plan.into, True))
             if side is not None and any(len(member) for member, _ in side.heads)
         ]
+        self._stacks = self._stacked(starts, device)
+        kept = set(still) - {number for number, _, _ in self._turned}
+        tables = [n for n in sorted(kept) if device.type == "cpu" and self._sizes[n] >= _TABLE and _of_rows(plans[n])]
+        others = [number for number in range(len(plans)) if number not in tables]
+        # A parameter's start is in the first of its sides, so that those of one dimension need no sum.
+        begins = [starts[number] * (not place) for number in others for place in range(len(plans[number].sides))]
+        sides = [side for number in (*others, *tables) for side in plans[number].sides]
+        self._sources = Sources(sides, symmetry, device, begins + [0] * len(tables))
+        self._parts = [
+            (plan.view, [side.shape for side in plan.sides], (plan.rest + start * (not plan.sides)).to(device))
+            for plan, start in ((plans[number], starts[number]) for number in others)
+        ]
+        self._tables = [(slice(starts[number], starts[number + 1]), self._views[number][-1]) for number in tables]
+        ends = [starts[0], *(edge for number in tables for edge in starts[number : number + 2]), starts[-1]]
+        self._runs = [slice(*run) for run in zip(ends[::2], ends[1::2], strict=True)]
 
-    def index(self, basis: Basis) -> Tensor:
-        """Where every number of the flat vector comes from."""
+    def _stacked(self, starts: Sequence[int], device: torch.device) -> list[_Stack]:
+        """Heads that take one product: those of equally many columns, of whatever parameters."""
+        if sum(self._sizes[number] for number, _, _ in self._turned) > _KEPT:
+            return []
+        alike: dict[tuple[int, bool, int], list[tuple[Tensor, Tensor]]] = {}
+        for number, side, dual in self._turned:
+            places = torch.arange(starts[number], starts[number + 1], device=device).view(self._views[number])
+            rows = places.movedim(side.dims, list(range(len(side.dims)))).reshape(len(side.slot), -1)
+            for stack, (member, inside) in enumerate(side.heads):
+                if len(member):
+                    alike.setdefault((stack, dual, rows.shape[1]), []).append((member, rows[inside]))
+        return [
+            _Stack(stack, dual, torch.cat([member for member, _ in parts]), torch.cat([place for _, place in parts]))
+            for (stack, dual, _), parts in alike.items()
+        ]
+
+    def index(self, basis: Basis) -> tuple[Tensor, list[Tensor]]:
+        """Where every number of the flat vector comes from that is in no table, and where the columns of tables do."""
         if basis.index is not None:
             return basis.index
-        index = torch.empty(sum(self._sizes), dtype=torch.int64, device=basis.source.device)
         pieces = iter(torch.split(self._sources.of(basis), self._sources.sizes))
-        for (view, shapes, rest), part in zip(self._parts, torch.split(index, self._sizes), strict=True):
-            total, sides = rest, [next(pieces).view(shape) for shape in shapes]
-            for side in sides[1:]:
-                total = total + side
-            torch.add(total, sides[0] if sides else 0, out=part.view(view))
-        if len(index) <= _KEPT:
-            basis.index = index
-        return index
+        parts = [torch.empty(0, dtype=torch.int64, device=basis.source.device)]
+        for view, shapes, rest in self._parts:
+            if len(shapes) == len(view) == 1:
+                parts.append(next(pieces))
+                continue
+            total = rest
+            for shape in shapes:
+                total = total + next(pieces).view(shape)
+            parts.append(total.expand(view).reshape(-1))
+        both = torch.cat(parts), list(pieces)
+        if len(both[0]) <= _KEPT:
+            basis.index = both
+        return both
+
+    def moved(self, flat: Tensor, basis: Basis) -> Tensor:
+        """All numbers in their new places, in float64 and in a vector of their own."""
+        index, columns = self.index(basis)
+        picked = flat.index_select(0, index)
+        if not self._tables:
+            return picked.to(torch.float64)
+        result = torch.empty_like(flat, dtype=torch.float64)
+        for run, part in zip(self._runs, torch.split(picked, self._lengths), strict=True):
+            result[run] = part
+        for (table, width), order in zip(self._tables, columns, strict=True):
+            result[table] = flat[table].view(-1, width).index_select(1, order).view(-1)
+        return result
+
+    def loosened(self, flat: Tensor) -> Tensor:
+        """A vector of its own with those numbers that signs, scales and matrices change; tables are left out."""
+        if not self._tables:
+            return flat.clone()
+        result = torch.empty_like(flat)
+        for run in self._runs:
+            result[run] = flat[run]
+        return result
+
+    def back(self, turned: Tensor, flat: Tensor, basis: Basis) -> Tensor:
+        """All numbers where they came from: those of tables from `flat`, the others from `turned`."""
+        index, columns = self.index(basis)
+        if not self._tables:
+            return torch.empty_like(turned).scatter_(0, index, turned)
+        result = torch.empty_like(turned).scatter_(0, index, torch.cat([turned[run] for run in self._runs]))
+        for (table, width), order in zip(self._tables, columns, strict=True):
+            given, place = (vector[table].view(-1, width) for vector in (flat, result))
+            torch.gather(given, 1, torch.argsort(order).expand_as(given), out=place)
+        return result
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [run.stop - run.start for run in self._runs]
 
     def turn(self, flat: Tensor, basis: Basis, *, back: bool) -> None:
         """Multiply all heads, in place."""
-        if not self._turned:
+        for stack in self._stacks:
+            matrix = basis.matrices[stack.number][1 if stack.dual else 0][stack.member]
+            places = stack.places.view(-1)
+            heads = flat.index_select(0, places).view(stack.places.shape)
+            flat.scatter_(0, places, ((matrix.transpose(1, 2) if back else matrix) @ heads).view(-1))
+        if self._stacks or not self._turned:
             return
         parts = torch.split(flat, self._sizes)
         for number, side, dual in self._turned:
-            turn(parts[number].view(self._parts[number][0]), side, basis.matrices, dual=dual, back=back)
+            turn(parts[number].view(self._views[number]), side, basis.matrices, dual=dual, back=back)
+
+
+def _of_rows(plan: Moved) -> bool:
+    """Whether a parameter is rows that all move alike, each along itself."""
+    return len(plan.sides) == 1 and len(plan.sides[0].slot) == plan.view[-1] == plan.sides[0].shape[-1]
 
 
 def following(reads: Sequence[Tensor], symmetry: Symmetry, device: torch.device) -> Sources:

@@ -1,29 +1,33 @@
-"""Getting hold of a network's graph: what fx or export may miss is found out here.
+"""Following a network operation by operation, and what comes of it: the scale table.
 
-A captured graph is believed only if it draws no random numbers while it is captured and replays to the
-network's own output: fx bakes in whatever eager code decides or draws, and takes a wrong branch where
-code asks `isinstance(x, Tensor)`.
+Every node of a captured graph runs on an example batch, and the rules say what it does to scales, orders and signs.
 """
 
 from __future__ import annotations
 
 import copy
-import io
-import random
-import re
-import sys
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from fedveil.downlink.capture import (
+    CaptureError,
+    CustomFunction,
+    captured_by_export,
+    captured_by_fx,
+    check_replay,
+    custom_functions_seen,
+    first_line,
+    line_of,
+    own_randomness,
+    seeded,
+)
+from fedveil.downlink.folds import foldable
 from fedveil.downlink.limits import LIMITED, as_activation, layer_ids
+from fedveil.downlink.rotary import stretches, turned
 from fedveil.downlink.rules import (
     REARRANGEMENTS,
     RULES,
@@ -50,149 +54,8 @@ from fedveil.downlink.scales import (
 )
 from fedveil.downlink.slots import ClassSet, SlotSet, broadcast
 from fedveil.downlink.symmetry import PINNED
+from fedveil.downlink.tokens import crossed, crossing, layer_name
 from fedveil.errors import TraceError, spelled
-
-_TOLERANCE = 1e-3
-_Result = TypeVar("_Result")
-
-
-class CaptureError(Exception):
-    """The graph would not be the network's; the text says why."""
-
-
-class CustomFunction:
-    """A user's `torch.autograd.Function` as one opaque operation: its backward pass may be anything."""
-
-    def __init__(self, function: type[torch.autograd.Function]) -> None:
-        self.function = function
-        self.__name__ = function.__name__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply it."""
-        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def custom_functions_seen() -> Iterator[list[str]]:
-    """Collects the names of custom autograd functions that run, and keeps fx from tracing into them."""
-    seen: list[str] = []
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, fx.Proxy):
-                return leaf.tracer.create_proxy("call_function", CustomFunction(cls), args, kwargs)
-        seen.append(cls.__name__)
-        return original.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield seen
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def own_randomness(device: torch.device) -> Iterator[None]:
-    """Whatever runs inside leaves the global random states as they were."""
-    state = random.getstate()
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(state)
-
-
-def seeded(run: Callable[[], _Result], device: torch.device) -> _Result:
-    """Run with fixed random states, so that a replay draws the same numbers."""
-    random.seed(0)
-    torch.default_generator.manual_seed(0)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(0)
-    return run()
-
-
-_NOT_THEIRS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-
-
-class _Tracer(fx.Tracer):
-    """Notes for every operation the line of the network's own code that asks for it.
-
-    torch's own record of such lines loads a second's worth of symbolic algebra.
-    """
-
-    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        proxy = super().create_proxy(*args, **kwargs)
-        frame = sys._getframe(1)
-        while frame.f_code is not captured_by_fx.__code__ and frame.f_code.co_filename.startswith(_NOT_THEIRS):
-            assert frame.f_back is not None
-            frame = frame.f_back
-        if frame.f_code is not captured_by_fx.__code__:
-            proxy.node.meta["line"] = _line(frame.f_code.co_filename, frame.f_lineno)
-        return proxy
-
-
-def _line(file: str, number: int) -> str:
-    return f"{Path(file).name}:{number}"
-
-
-def _line_of(node: fx.Node) -> str:
-    """The line of the network's own code behind a node; empty where there is none."""
-    if "line" in node.meta:
-        return str(node.meta["line"])
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    theirs = [(file, int(number)) for file, number in frames if not file.startswith(_NOT_THEIRS)]
-    return _line(*theirs[-1]) if theirs else ""
-
-
-def captured_by_fx(model: nn.Module) -> fx.Graph:
-    """The graph by symbolic tracing; refused where eager code drew numbers or read parameters."""
-    states = torch.get_rng_state(), random.getstate()
-    with torch.enable_grad():
-        graph = _Tracer().trace(model)
-    if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
-        raise CaptureError("its code draws random numbers that a trace would freeze")
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            owner, _, attribute = str(node.target).rpartition(".")
-            value = getattr(model.get_submodule(owner), attribute)
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                raise CaptureError("its code computes with parameters that a trace would freeze")
-    return graph
-
-
-def captured_by_export(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    """The graph by running the code on tensors without values."""
-    state = random.getstate()
-    # It prints the graph it gave up on; our error says what a user needs.
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(model, (example,), strict=False)
-    if random.getstate() != state:
-        raise CaptureError("its code draws random numbers that a trace would freeze")
-    return exported
-
-
-def check_replay(truth: object, replayed: object) -> None:
-    """Refuse a graph whose output on the example is not the network's."""
-    left, right = pytree.tree_leaves(truth), pytree.tree_leaves(replayed)
-    pairs = list(zip(left, right, strict=False))
-    same = len(left) == len(right) and all(
-        _close(value, other) if isinstance(value, Tensor) and isinstance(other, Tensor) else value is other
-        for value, other in pairs
-    )
-    if not same:
-        raise CaptureError("its trace computes something else than the network")
-
-
-def _close(tensor: Tensor, other: Tensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    if not tensor.is_floating_point():
-        return torch.equal(tensor, other)
-    scale = float(tensor.nan_to_num().abs().max()) if tensor.numel() else 0.0
-    return torch.allclose(tensor, other, rtol=_TOLERANCE, atol=_TOLERANCE * scale, equal_nan=True)
-
 
 _SHAPE_QUESTIONS = frozenset(
     "size dim numel getattr shape ndim is_floating_point sym_size stride _assert_tensor_metadata".split()
@@ -258,6 +121,7 @@ class Walker:
         label = name or str(getattr(target, "__name__", target))
         if isinstance(target, CustomFunction):
             self.tracing.opaque.append(label)
+        beside = crossing(self.tracing, edges, name, label)
         if not leaves(out, Tensor):
             if (edges or parameters) and name not in _SHAPE_QUESTIONS:
                 self._pin(edges, parameters, label, "its result leaves the network's arithmetic")
@@ -277,7 +141,9 @@ class Walker:
                 raise NoRuleError("it changes an activation's scale in place")
             return made
 
-        return self._judge(ids, edges, parameters, label, out)
+        made = self._judge(ids, edges, parameters, label, out)
+        crossed(self.tracing, beside, name, made)
+        return made
 
     def _zeros(self, value: Tensor) -> Edge:
         """A first state, say: zeros fit any secret."""
@@ -354,13 +220,11 @@ class Walker:
         parameters = [
             ParameterRef(self.tracing.names[id(parameter)], parameter.detach()) for parameter in module.parameters()
         ]
-        return self._judge(
-            lambda: self._module_ids(module, path, args, kwargs, out),
-            leaves((args, kwargs), Edge),
-            parameters,
-            type(module).__name__,
-            out,
-        )
+        edges, label, name = leaves((args, kwargs), Edge), type(module).__name__, layer_name(module)
+        beside = crossing(self.tracing, edges, name, label)
+        made = self._judge(lambda: self._module_ids(module, path, args, kwargs, out), edges, parameters, label, out)
+        crossed(self.tracing, beside, name, made)
+        return made
 
     def _module_ids(self, module: nn.Module, path: str, args: Any, kwargs: Any, out: Any) -> Any:
         if module._forward_hooks or module._forward_pre_hooks:
@@ -478,12 +342,13 @@ _READERS = (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleTable:
+def trace(model: nn.Module, example: Tensor, *, family: str = "scale", streams: bool = False) -> ScaleTable:
     """Trace `model` on an example batch into its scale table, and whatever other symmetries the family has.
 
-    Operations without a rule pin their edges to 1 and are listed in `pins`; nothing is guessed.
+    Operations without a rule pin their edges to 1 and are listed in `pins`; nothing is guessed. `streams`: gains are
+    folded into what reads them, so that residual streams can be rotated.
     """
-    tracing = walk(model, example, family=family)
+    tracing = walk(model, example, family=family, streams=streams)
     symmetry = None if tracing.slots is None else tracing.slots.symmetry(family)
     classes, compact = tracing.classes.compile()
     entries = []
@@ -497,7 +362,10 @@ def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleT
         entries.append(Scaled(name, shape, use.view, compact[use.out], into))
     if symmetry is not None:  # what no parameter sees is no secret: a state of zeros, padding
         ids = [part.reshape(-1) for entry in entries for part in (entry.out, entry.into) if part is not None]
-        seen = torch.isin(symmetry.slot, symmetry.slot[torch.cat([torch.tensor([PINNED]), *ids])])
+        slots = symmetry.slot[torch.cat([torch.tensor([PINNED]), *ids])]
+        # Scores of a head move with it.
+        frames = [order.reshape(-1) for order in symmetry.orders if bool(torch.isin(order, slots).any())]
+        seen = torch.isin(symmetry.slot, torch.cat([slots, *frames]))
         symmetry = symmetry.without(torch.nonzero(~seen).reshape(-1))
     norms = tuple(NormScale(path, use.kind, compact[use.read]) for path, use in tracing.norm_uses.items())
     head, refusal = _head(model, tracing)
@@ -509,7 +377,8 @@ def trace(model: nn.Module, example: Tensor, *, family: str = "scale") -> ScaleT
     )
     readers = tuple(_reader(model, tracing, entry.name) for entry in reading)
     pins, sized = tuple(tracing.pins), tracing.sized
-    return ScaleTable(classes, tuple(entries), norms, pins, head, refusal, readers, symmetry, sized)
+    folds = tuple(tracing.folds)
+    return ScaleTable(classes, tuple(entries), norms, pins, head, refusal, readers, symmetry, sized, folds, streams)
 
 
 def _reader(model: nn.Module, tracing: Tracing, weight: str) -> Reader:
@@ -544,7 +413,7 @@ def _head(model: nn.Module, tracing: Tracing) -> tuple[HeadSite | None, str]:
     return HeadSite(path, site.weight, site.bias, module.in_features, module.out_features), ""
 
 
-def walk(model: nn.Module, example: Tensor, *, family: str = "scale") -> Tracing:
+def walk(model: nn.Module, example: Tensor, *, family: str = "scale", streams: bool = False) -> Tracing:
     """Trace a network on an example batch; the result holds every class, use and pin.
 
     The network is traced in its own mode, training or evaluation, because its code may ask for it.
@@ -556,12 +425,12 @@ def walk(model: nn.Module, example: Tensor, *, family: str = "scale") -> Tracing
             truth = seeded(lambda: copy.deepcopy(model)(sample.clone()), device)
         except Exception as reason:
             raise TraceError(
-                f"The model cannot be run on a batch of shape {tuple(sample.shape)}: {_first_line(reason)}. "
+                f"The model cannot be run on a batch of shape {tuple(sample.shape)}: {first_line(reason)}. "
                 "FedVeil trains models that take one input tensor, the batch."
             ) from reason
         present = sorted(set(functions))
         try:
-            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone(), family), device)
+            tracing, output = seeded(lambda: _walk_fx(copy.deepcopy(model), sample.clone(), family, streams), device)
             check_replay(truth, output)
         except Exception as fx_reason:  # fx raises whatever the traced code raises on proxies
             try:
@@ -569,8 +438,8 @@ def walk(model: nn.Module, example: Tensor, *, family: str = "scale") -> Tracing
                 check_replay(truth, output)
             except Exception as reason:  # export raises many kinds of errors; each means the same to a user
                 raise TraceError(
-                    f"The model can be traced neither by torch.fx ({_first_line(fx_reason)}) nor by torch.export "
-                    f"({_first_line(reason)}). Remove control flow that depends on values, "
+                    f"The model can be traced neither by torch.fx ({first_line(fx_reason)}) nor by torch.export "
+                    f"({first_line(reason)}). Remove control flow that depends on values, "
                     f"or train it with {spelled('scheme', 'fedavg')}, which needs no trace."
                 ) from reason
             tracing.sized = True
@@ -606,31 +475,54 @@ def _walk(
     inside: Callable[[fx.Node], str],
     operand: Callable[[Walker, fx.Node], Any],
     family: str,
+    fixed: Callable[[fx.Node], bool],
+    *,
+    streams: bool = False,
 ) -> tuple[Tracing, object]:
-    """Run a captured graph: `inside` tells the module of a node, `operand` what an input or an attribute is."""
+    """Run a captured graph: `inside` tells the module of a node, `operand` what an input or an attribute is.
+
+    `fixed`: which of those are the model's own buffers.
+    """
     names = {id(parameter): name for name, parameter in twin.named_parameters()}
     slots = None if family == "scale" else SlotSet()
     tracing = Tracing(names, norm_paths(twin), classes=slots or ClassSet(), slots=slots)
+    if streams and slots is not None:
+        tracing.foldable = foldable(graph, twin)
     walker = Walker(twin, tracing)
     environment: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        tracing.where, tracing.inside, tracing.line = node.name, inside(node), _line_of(node)
+
+    def step(node: fx.Node) -> None:
+        tracing.where, tracing.inside, tracing.line = node.name, inside(node), line_of(node)
         if slots is not None:
             slots.where = tracing.spot
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: environment[argument])
         if node.op == "output":
             _finish(tracing, node, args)
-            return tracing, values(args[0])
-        if node.op == "call_module":
+            environment[node] = values(args[0])
+        elif node.op == "call_module":
             environment[node] = walker.module(str(node.target), args, kwargs)
         elif node.op in ("call_function", "call_method"):
             environment[node] = walker.function(node.target, args, kwargs, method=node.op == "call_method")
         else:
             environment[node] = operand(walker, node)
+
+    held = {} if slots is None else stretches(graph, fixed)
+    for node in graph.nodes:
+        stretch = held.get(node)
+        if stretch is None:
+            step(node)
+        elif node is stretch.sink:
+            edge = turned(tracing, stretch, environment)
+            if edge is not None:
+                environment[node] = edge
+            for part in stretch.nodes if edge is None else ():
+                step(part)
+        if node.op == "output":
+            return tracing, environment[node]
     raise CaptureError("it has no output")
 
 
-def _walk_fx(twin: nn.Module, example: Tensor, family: str) -> tuple[Tracing, object]:
+def _walk_fx(twin: nn.Module, example: Tensor, family: str, streams: bool) -> tuple[Tracing, object]:
     inputs: Iterator[Tensor] = iter((example,))
 
     def operand(walker: Walker, node: fx.Node) -> Any:
@@ -639,8 +531,15 @@ def _walk_fx(twin: nn.Module, example: Tensor, family: str) -> tuple[Tracing, ob
         value = next(inputs, None)
         return walker.tracing.constant(value) if value is not None else node.args[0]
 
-    graph = captured_by_fx(twin)
-    return _walk(twin, graph, lambda node: str(node.target) if node.op == "call_module" else "", operand, family)
+    def fixed(node: fx.Node) -> bool:
+        # What eager code computed counts as well: it drew nothing and read no parameter, or there would be no graph.
+        path, _, attribute = str(node.target).rpartition(".")
+        return node.op == "get_attr" and not isinstance(getattr(twin.get_submodule(path), attribute), nn.Parameter)
+
+    def inside(node: fx.Node) -> str:
+        return str(node.target) if node.op == "call_module" else ""
+
+    return _walk(twin, captured_by_fx(twin), inside, operand, family, fixed, streams=streams)
 
 
 def _attribute(walker: Walker, target: str) -> Any:
@@ -654,6 +553,7 @@ def _attribute(walker: Walker, target: str) -> Any:
 
 
 def _finish(tracing: Tracing, node: fx.Node, args: Any) -> None:
+    crossing(tracing, leaves(args, Edge), None, "output")
     for edge in leaves(args, Edge):
         tracing.classes.pin(edge.ids)
     produced = node.args[0]
@@ -686,12 +586,7 @@ def _walk_exported(twin: nn.Module, example: Tensor, family: str) -> tuple[Traci
             return walker.tracing.constant(value, fixed=True)
         return walker.tracing.constant(example)
 
-    return _walk(twin, exported.graph, inside, operand, family)
+    def fixed(node: fx.Node) -> bool:
+        return node.name in signature.inputs_to_buffers or node.name in signature.inputs_to_lifted_tensor_constants
 
-
-def _first_line(error: Exception) -> str:
-    """An error's kind and first line, and the line of the network's own code that it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    at = f" at {_line(theirs[-1].filename, theirs[-1].lineno or 0)}" if theirs else ""
-    return f"{type(error).__name__}{at}: {(str(error).splitlines() or ['no message'])[0][:160]}"
+    return _walk(twin, exported.graph, inside, operand, family, fixed)

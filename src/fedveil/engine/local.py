@@ -19,6 +19,7 @@ from fedveil.protocol.codec import size
 from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
+from fedveil.work.held_back import holding_back
 from fedveil.work.messages import Augmentation, ClientData, LocalWork, ManyAtOnce, Source, Workspace
 
 if TYPE_CHECKING:
@@ -89,6 +90,17 @@ class ClientPool:
         """The same clients, whose samples are augmented when they are trained on."""
         return replace(self, clients=tuple(replace(data, augment=augment) for data in self.clients))
 
+    def holding_back(self, share: float | None, *, seed: int, groups: Tensor | None = None) -> ClientPool:
+        """The same clients, which hold back a share of their samples; none where it is None.
+
+        `groups` says of the rows that clients share which belong together.
+        """
+        if share is None:
+            return self
+        own = (None if groups is None or data.rows is None else groups[data.rows.cpu()] for data in self.clients)
+        parts = zip(self.clients, own, strict=True)
+        return replace(self, clients=tuple(holding_back(data, share, seed=seed, groups=those) for data, those in parts))
+
     def __len__(self) -> int:
         return len(self.clients) or self.elsewhere
 
@@ -96,14 +108,14 @@ class ClientPool:
 def folded(into: Accumulator, reply: Reply, sender: int) -> Refusal | None:
     """Fold a client's reply in, or say why it is refused. Whatever a client sends costs that reply, no more."""
     if reply.client != sender:
-        return Refusal(Code.PROTOCOL, "its answer names another client")
+        return Refusal(Code.PROTOCOL, "its answer names another client", came=True)
     try:
         into.add(reply)
     except FedVeilError as reason:
-        return Refusal.of(reason)
+        return Refusal.of(reason, came=True)
     except Exception as reason:
         _LOG.exception("a %s could not be folded in", type(reply).__name__)
-        return Refusal(Code.PROTOCOL, f"its answer is malformed ({type(reason).__name__})")
+        return Refusal(Code.PROTOCOL, f"its answer is malformed ({type(reason).__name__})", came=True)
     return None
 
 
@@ -190,8 +202,8 @@ class LocalEngine:
     """Clients in this process, as an engine.
 
     `absent(request, client)` simulates faults: a client for which it holds does not answer that request.
-    `spent` is what clients remember of their earlier spending (μ²). `listen` hears every message as it passes, and
-    `on_answer` how far a phase has come.
+    `spent` is what clients remember of their earlier spending (μ²), `grouped` of whom they were summed with. `listen`
+    hears every message as it passes, and `on_answer` how far a phase has come.
     """
 
     def __init__(
@@ -202,14 +214,18 @@ class LocalEngine:
         reorder: Callable[[list[Reply]], list[Reply]] | None = None,
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
+        grouped: Sequence[tuple[int, ...]] = (),
         listen: Listen | None = None,
         on_answer: OnAnswer | None = None,
     ) -> None:
         self._role = role
         self._pool = pool
-        before = {} if spent is None else spent
+        before, peers = spent or {}, {client: group for group in grouped for client in group}
         self._states = {
-            data.client: ClientState(data.client, spent=before.get(data.client, 0.0)) for data in pool.clients
+            data.client: ClientState(
+                data.client, spent=before.get(data.client, 0.0), grouped=peers.get(data.client, ())
+            )
+            for data in pool.clients
         }
         self._reorder = reorder
         self._absent = absent

@@ -26,8 +26,9 @@ Who remembers what, and what a kill leaves:
     owner       client.toml in the home (home): data, keys, limits. Nothing that arrives can change it.
 
 Somebody's own Flower app is protected in two lines, by a mod in its ClientApp and a strategy around its own: `protect`
-(mod) and `Protected` (strategy), of which `app_setup` says what both sides agree on. `local_dp` (local_noise) takes the
-place of Flower's LocalDpMod, and `ExactAccountant` that of its RdpAccountant.
+(mod) and `Protected` (strategy), of which `app_setup` says what both sides agree on, and `app_held` what it takes for
+clients to hold the model. `local_dp` (local_noise) takes the place of Flower's LocalDpMod, and `ExactAccountant` that
+of its RdpAccountant.
 
 Every process that a cluster starts ends with it (fedveil.processes); its clients' workers are ended last.
 """

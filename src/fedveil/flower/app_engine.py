@@ -20,16 +20,18 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedveil.client_held.messages import Begin, Finish
 from fedveil.downlink.messages import Recovered
 from fedveil.engine import ClientPool
-from fedveil.errors import Code
+from fedveil.errors import Code, ProtocolError
+from fedveil.flower.app_held import AppRelay, Standing
 from fedveil.flower.app_records import metrics_of
 from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
 from fedveil.flower.client_app import HEADER
 from fedveil.flower.commands import Events
 from fedveil.flower.engine import FlowerEngine
 from fedveil.flower.messages import Told
-from fedveil.flower.mod import METRICS, MOST_NAME, NAMES
+from fedveil.flower.mod import METRICS, MOST_NAME, NAMES, VERSION
 from fedveil.protocol.messages import Train
 from fedveil.protocol.parts import RoundContext
 from fedveil.protocol.phases import Ask, Gathered, RoundBegins, RoundDone, RunStopped, asked
@@ -41,7 +43,9 @@ from fedveil.secrets import OsSecrets
 from fedveil.work.batches import Schedule
 from fedveil.work.losses import make_loss
 
-_TRAIN = Train.__name__
+_WORK = (Train.__name__, Begin.__name__)
+_CARRIES = (*_WORK, Finish.__name__)
+"""With which requests an app's records go: those it works on, and that with which a client may write its model."""
 _QUICK = 300.0
 """Seconds that a phase without training waits at most: a node that is still busy answers nothing else."""
 
@@ -50,7 +54,9 @@ class AppEngine(FlowerEngine):
     """Clients behind nodes that the server has numbered, and an app's records on their way with the protocol's.
 
     `outgoing` is what the app of each client is sent with this round's `Train`, as messages of type `kind`; `figures`
-    is what came with the answers, read already, and `names` what the figures under the masks are called.
+    is what came with the answers, read already, and `names` what the figures under the masks are called. `version` is
+    which model clients are to evaluate, where they hold it; `between` counts the bytes, down and up, of sums that they
+    are sent between two rounds.
     """
 
     _raised = Code.BARE
@@ -63,6 +69,8 @@ class AppEngine(FlowerEngine):
         self.outgoing: Mapping[int, RecordDict] = {}
         self.figures: dict[int, dict[str, float]] = {}
         self.names: dict[int, tuple[str, ...]] = {}
+        self.version: int | None = None
+        self.between = (0, 0)
 
     def speak(self, kind: str) -> None:
         """Send messages of this type: the app has a function for it."""
@@ -70,11 +78,14 @@ class AppEngine(FlowerEngine):
 
     def gather(self, ask: Ask, setup: Told | None = None) -> Gathered:
         """One phase; those in which nobody trains need not be waited for as long."""
-        working = isinstance(ask.common, Train)
+        working = isinstance(ask.common, (Train, Begin))
         self._deadline = self._longest if working else min(self._longest, _QUICK)
         self._carried = 0
         gathered = super().gather(ask, setup)
-        return replace(gathered, bytes_down=gathered.bytes_down + self._carried)
+        gathered = replace(gathered, bytes_down=gathered.bytes_down + self._carried)
+        if isinstance(ask.common, Finish):
+            self.between = (self.between[0] + gathered.bytes_down, self.between[1] + gathered.bytes_up)
+        return gathered
 
     @property
     def nodes(self) -> Mapping[int, int]:
@@ -87,14 +98,15 @@ class AppEngine(FlowerEngine):
     def _content(self, client: int, what: str, records: Mapping[str, ArrayRecord | ConfigRecord]) -> RecordDict:
         header = records[HEADER]
         assert isinstance(header, ConfigRecord)
-        own = dict(self.outgoing[client].items()) if what == _TRAIN else {}
+        own = dict(self.outgoing[client].items()) if what in _CARRIES else {}
         self._carried += sum(
             len(array.data) for record in own.values() if isinstance(record, ArrayRecord) for array in record.values()
         )
-        return RecordDict({**own, **records, HEADER: ConfigRecord({**header, "client": client})})
+        named = {} if self.version is None else {VERSION: self.version}
+        return RecordDict({**own, **records, HEADER: ConfigRecord({**header, "client": client, **named})})
 
     def _heard(self, client: int, what: str, content: RecordDict) -> None:
-        if what != _TRAIN:
+        if what not in _WORK:
             return
         said = content.config_records[HEADER].get(NAMES, [])
         named = [str(name) for name in said] if isinstance(said, list) else []
@@ -141,7 +153,8 @@ class AppRound:
 
 
 class Course:
-    """One run of the protocol, moved round by round."""
+    """One run of the protocol, moved round by round; `standing` is what an earlier attempt has left, where clients hold
+    the model."""
 
     def __init__(
         self,
@@ -153,6 +166,7 @@ class Course:
         events: Events,
         state: ServerState | None = None,
         journal: Callable[[Job, ServerState], PrivacyJournal] = lambda job, state: PrivacyJournal(job),
+        standing: Standing | None = None,
     ) -> None:
         self.agreed = agreed_app(setup)
         self.state = ServerState.fresh(no_model()[1].clone()) if state is None else state
@@ -160,41 +174,93 @@ class Course:
         self.journal = journal(self.job, self.state)
         self.engine = AppEngine(grid, setup, nodes=nodes, deadline=deadline, events=events)
         self.stopped = ""
-        self._role = AppServer(
-            self.agreed,
-            self.state,
-            secrets=self.job.secrets,
-            cohort=self.agreed.cohort,
-            rounds=self.agreed.config.rounds,
-            accountant=self.journal.accountant,
-            name=setup.name,
-            announced=self.journal.announced,
-        )
+        self._setup = setup
+        run: dict[str, Any] = {
+            "secrets": self.job.secrets,
+            "cohort": self.agreed.cohort,
+            "rounds": self.agreed.config.rounds,
+            "accountant": self.journal.accountant,
+            "name": setup.name,
+            "announced": self.journal.announced,
+        }
+        self._role: AppServer | AppRelay
+        if self.agreed.work.held:
+            born = setup.first == "server" or setup.start > 0
+            self._role = AppRelay(self.agreed, self.state, born=born, **run)
+        else:
+            self._role = AppServer(self.agreed, self.state, **run)
         self._steps = asked(self._role.run(), self.engine)
+        self._standing = standing
+
+    @property
+    def version(self) -> int:
+        """The version of the model that clients hold, through all attempts."""
+        assert isinstance(self._role, AppRelay)
+        return self._setup.start + self._role.version
+
+    @property
+    def public_start(self) -> bool:
+        """Whether the server knows what the model begins with."""
+        return self._setup.first == "server"
+
+    @property
+    def standing(self) -> Standing | None:
+        """What a resumed run must not lose, where clients hold the model."""
+        return Standing(self._setup, Finish(*self._role.standing)) if isinstance(self._role, AppRelay) else None
+
+    def _carrying(self, form: ArrayRecord) -> AppRelay:
+        assert isinstance(self._role, AppRelay)
+        self.engine.outgoing = dict.fromkeys(self.engine.nodes, RecordDict({"arrays": form}))
+        return self._role
+
+    def take_up(self, form: ArrayRecord) -> None:
+        """Have clients end the earlier attempt, under its own keys; whoever is not known to have is lent the model."""
+        if self._standing is None:
+            return
+        role, ask = self._carrying(form), self._standing.ask()
+        done = self.engine.gather(ask, self._standing.setup)
+        role.miss([client for client in ask.to if client not in done.arrived])
+
+    def bring_up_to_date(self, form: ArrayRecord) -> None:
+        """Have clients move by the latest sums."""
+        for _ in asked(self._carrying(form).bring_up_to_date(), self.engine):
+            pass
+
+    def finish(self, form: ArrayRecord) -> None:
+        """After the last round: the last sums."""
+        self._carrying(form).end()
+        for _ in self._steps:
+            pass
 
     def round(self, outgoing: Mapping[int, RecordDict], *, kind: str) -> AppRound | None:
         """The next round; None once the run has stopped, and `stopped` says why."""
         engine, role, begun = self.engine, self._role, time.perf_counter()
         engine.outgoing, engine.figures, engine.names = outgoing, {}, {}
         engine.speak(kind)
-        role.mean = None
+        if isinstance(role, AppServer):
+            role.mean = None
         for step in self._steps:
             if isinstance(step, RoundBegins):
                 self.journal.begin(step)
             elif isinstance(step, RunStopped):
                 self.stopped = step.reason
-            else:
+            elif isinstance(step, RoundDone):
                 self.journal.end(step)
-                return self._brought(step, time.perf_counter() - begun)
+                # As where sums travel with the next round's request, whose bytes they are.
+                (down, up), engine.between = engine.between, (0, 0)
+                traffic = step.gathered
+                traffic = replace(traffic, bytes_down=traffic.bytes_down + down, bytes_up=traffic.bytes_up + up)
+                return self._brought(replace(step, gathered=traffic), time.perf_counter() - begun)
         self.stopped = self.stopped or "its rounds are over"
         return None
 
     def _brought(self, done: RoundDone, seconds: float) -> AppRound:
-        role, engine, arrived = self._role, self.engine, done.gathered.arrived
-        if done.failed or role.mean is None:
+        engine, arrived, mean = self.engine, done.gathered.arrived, self._mean(done)
+        if mean is None:
             return AppRound(done, seconds)
+        row, weight = mean
         work, names = self.agreed.work, {engine.names.get(client, ()) for client in arrived}
-        moved, values, cut = torch.split(role.mean, [work.size, work.slots, work.flags])
+        moved, values, cut = torch.split(row, [0 if work.held else work.size, work.slots, work.flags])
         numbers, figured = cut.tolist() or (0.0, 0.0)
         if figured > 0:  # as Flower's own mean has it
             values = torch.full_like(values, math.nan)
@@ -202,7 +268,21 @@ class Course:
         if len(names) == 1:  # where clients call theirs differently there is no average
             averages = dict(zip(next(iter(names)), values.tolist(), strict=False))
         figures = {client: engine.figures.get(client, {}) for client in arrived}
-        return AppRound(done, seconds, moved.numpy(), role.weight, numbers, averages, figures)
+        return AppRound(done, seconds, moved.numpy(), weight, numbers, averages, figures)
+
+    def _mean(self, done: RoundDone) -> tuple[Tensor, float] | None:
+        """What the server reads of a round, divided by what it weighs, which is beside it."""
+        role = self._role
+        if isinstance(role, AppServer):
+            return None if done.failed or role.mean is None else (role.mean, role.weight)
+        if done.failed or done.aggregate is None:
+            return None
+        try:
+            sums = role.read(done.aggregate)
+        except ProtocolError:  # rubbish: clients refuse it, too
+            return None
+        weight = float(sums[-1])
+        return (sums[:-1] / weight, weight) if weight > 0 else None
 
 
 def job_of(agreed: AgreedApp) -> Job:

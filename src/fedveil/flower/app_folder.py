@@ -15,8 +15,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fedveil.config import RunConfig, toml_of
+from fedveil.config import RunConfig
 from fedveil.errors import ConfigError
+from fedveil.plain import toml_of
 
 Value = bool | int | float | str
 

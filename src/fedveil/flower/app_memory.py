@@ -20,11 +20,14 @@ from pathlib import Path
 
 import torch
 from flwr.app import Context
+from torch import Tensor
 
+from fedveil.client_held.messages import Finish
 from fedveil.errors import Code, FedVeilError, ProtocolError
+from fedveil.flower.app_held import begun
 from fedveil.flower.app_setup import AppSetup
 from fedveil.flower.client_memory import Memory, Remembered
-from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.client_state import ClientState, Held
 
 STATE = "fedveil-state"
 """In a SuperNode's configuration: the folder, by the machine's owner."""
@@ -42,7 +45,12 @@ def folder_of(context: Context, home: Path | None) -> Path:
     """Where this node's client remembers things: what the machine's owner says, or a folder for each node in `home`."""
     if owners := context.node_config.get(STATE):
         return Path(str(owners))
-    return (home or default_home()) / f"node-{context.node_id & (1 << 64) - 1:016x}"
+    return (home or default_home()) / node_name(context)
+
+
+def node_name(context: Context) -> str:
+    """What this node's folder and files are called."""
+    return f"node-{context.node_id & (1 << 64) - 1:016x}"
 
 
 def default_home() -> Path:
@@ -113,7 +121,18 @@ class AppMemory:
         state = known.state
         if known.attempt < setup.attempt:
             # Keys and numbers belong to one attempt; what was answered and spent is never forgotten.
-            state = replace(state, client=client, keys=None, cohort=(), survivor_digest="", graph="", transcript="")
+            state = replace(
+                state,
+                client=client,
+                keys=None,
+                group=None,
+                held=self._carried(known),
+                pending=None,
+                cohort=(),
+                survivor_digest="",
+                graph="",
+                transcript="",
+            )
         elif state.client != client:
             raise ProtocolError(f"client {state.client} of a run was called client {client}")
         elif known.setup != setup.digest():
@@ -121,11 +140,36 @@ class AppMemory:
         self._here = state.spent
         return state
 
+    def _carried(self, known: Remembered) -> Held | None:
+        """The model that a new attempt begins with, if it is here; version 0 is nobody's work, and is had anew."""
+        held = known.state.held
+        if held is None or not self._setup.start or known.base + held.version != self._setup.start:
+            return None
+        return begun(held.weights.parameters)
+
+    def long_finished(self, farewell: Finish) -> bool:
+        """Whether a later attempt has begun with just what an earlier one's last sums lead to: the server that asks
+        again was itself interrupted since."""
+        known = self._stored.recall(self._name, device=_CPU)
+        if known is None or known.attempt <= self._setup.attempt or known.state.held is None:
+            return False
+        return known.base == self._setup.start + farewell.version
+
+    def model(self) -> tuple[Tensor, int]:
+        """The model that this attempt's training has left here, and its version through all attempts."""
+        known = self._stored.recall(f"{self._setup.lineage}.train", device=_CPU)
+        if known is None or known.state.held is None or known.attempt != self._setup.attempt:
+            raise ProtocolError("an evaluation was asked for of a model that is not here")
+        held = known.state.held
+        return held.weights.parameters, known.base + held.version
+
     def keep(self, state: ClientState) -> None:
         """Have a state on disk, and book what it has spent; `state.spent` is of this run alone."""
         more = state.spent - self._here
         with written(self._folder):
             self._stored.spend(more)  # first: a kill in between costs, and is never for free
-            self._stored.keep(self._name, Remembered(state, self._setup.attempt, self._setup.digest()))
+            self._stored.keep(
+                self._name, Remembered(state, self._setup.attempt, self._setup.digest(), self._setup.start)
+            )
         self._here = state.spent
         self.spent += max(more, 0.0)

@@ -12,13 +12,18 @@ from flwr.app import Array, ArrayRecord
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from fedveil.client_held.messages import Finish
 from fedveil.errors import CheckpointError, ProtocolError
+from fedveil.flower.app_held import Standing
+from fedveil.flower.app_setup import AppSetup
 from fedveil.framing import pack, unpack
+from fedveil.protocol.codec import decode, encode
 from fedveil.runs.folder import write_atomically
 
 _REMEMBERED = ("m_t", "v_t", "momentum_vector")
 """What Flower's own strategies keep from round to round, besides the arrays themselves."""
 _TYPE = "numpy.ndarray"
+_FAREWELL = "farewell"
 Memory = dict[str, Any]
 
 
@@ -26,7 +31,8 @@ Memory = dict[str, Any]
 class AppProgress:
     """After `round` rounds: the model, and the strategy's memory by attribute (a dictionary or a list of arrays).
 
-    `nodes` are the clients by number, and `uncovered` the figures that have left as they were.
+    `nodes` are the clients by number, and `uncovered` the figures that have left as they were. Where clients hold the
+    model there are no arrays, and `standing` says how they come to its last version.
     """
 
     round: int
@@ -34,14 +40,21 @@ class AppProgress:
     memory: Memory = field(default_factory=dict)
     nodes: tuple[int, ...] = ()
     uncovered: tuple[str, ...] = ()
+    standing: Standing | None = None
 
     @staticmethod
     def of(
-        strategy: Strategy, arrays: ArrayRecord, *, round: int, nodes: Sequence[int], uncovered: Iterable[str]
+        strategy: Strategy,
+        arrays: ArrayRecord,
+        *,
+        round: int,
+        nodes: Sequence[int],
+        uncovered: Iterable[str],
+        standing: Standing | None = None,
     ) -> AppProgress:
         """What is to be kept of a run."""
         kept = {name: getattr(strategy, name) for name in _REMEMBERED if getattr(strategy, name, None) is not None}
-        return AppProgress(round, arrays, kept, tuple(nodes), tuple(uncovered))
+        return AppProgress(round, arrays, kept, tuple(nodes), tuple(uncovered), standing)
 
     def give_back(self, strategy: Strategy) -> None:
         """Let a strategy go on where it was."""
@@ -63,6 +76,8 @@ class AppProgress:
             named = {str(place): array for place, array in enumerate(value)} if listed else value
             record = ArrayRecord({key: Array(np.asarray(array)) for key, array in named.items()})
             facts["memory"][name] = {"list": listed, "arrays": _described(record, name, parts)}
+        if self.standing is not None:
+            facts["setup"], parts[_FAREWELL] = self.standing.setup.to_text(), encode(self.standing.farewell)
         write_atomically(path, pack(facts, parts))
 
     @staticmethod
@@ -82,7 +97,13 @@ class AppProgress:
                 memory[name] = list(kept.values()) if said["list"] else kept
             nodes, uncovered = tuple(map(int, facts["nodes"])), tuple(map(str, facts["uncovered"]))
             arrays = _restored(facts["arrays"], "arrays", parts)
-            return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered)
+            standing = None
+            if "setup" in facts:
+                farewell = decode(parts[_FAREWELL])
+                if not isinstance(farewell, Finish):
+                    raise ValueError(_FAREWELL)
+                standing = Standing(AppSetup.parse(facts["setup"]), farewell)
+            return AppProgress(int(facts["round"]), arrays, memory, nodes, uncovered, standing)
         except (ProtocolError, KeyError, ValueError, TypeError, AttributeError) as reason:
             raise CheckpointError(f"{path} is damaged: the run cannot be resumed from it.") from reason
 

@@ -28,6 +28,27 @@ _RANGE = (
     "share of a round's weight that happened to, for the model and for metrics, and not to whom"
 )
 _WEIGHED = "every client weighs the same: the number of examples is not asked under noise"
+_CLIENTS_HOLD = (
+    "the model: the server holds its names, shapes and types, and of every version after the first nothing but words "
+    "under pads. Every client of the run reads every sum, and holds the model"
+)
+_FIRST = {
+    True: "the first version is public: the arrays that the server was given, which every client begins with",
+    False: "the first version was made by a client, and sealed for the others: the server has never seen it",
+}
+_HELD = (
+    Release("app.form", "server", ("clients",), "names, shapes and types of the model's arrays"),
+    Release(
+        "upload.behind",
+        "client",
+        ("server",),
+        "what stands behind an update: its weight, figures times it, and whether numbers were cut off",
+        hiding="masks modulo 2^64",
+        about="data",
+        protection="masked",
+    ),
+)
+_PUBLIC = Release("app.arrays", "server", ("clients",), "the public arrays that the model begins with")
 _ENVELOPE = ("setup.settings", "setup.run", "flower.envelope", "flower.group")
 _OWN = (
     Release("app.config", "server", ("clients",), "the strategy's own configuration"),
@@ -51,11 +72,13 @@ def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, av
         *((_AVERAGED,) if averaged else ()),
         *bounded,
         *((_WEIGHED,) if job.scheme.plan is not None else ()),
+        *((_CLIENTS_HOLD, _FIRST[course.public_start]) if work.held else ()),
     )
     again = 0 if journal.accountant is None else journal.accountant.rounds - rounds
     if again > 0:
         notes += (f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count",)
-    releases = (*job.scheme.releases(job.architecture), *carried, *_OWN, *names, *shown)
+    held = (*_HELD, *((_PUBLIC,) if course.public_start else ())) if work.held else ()
+    releases = (*job.scheme.releases(job.architecture), *carried, *_OWN, *held, *names, *shown)
     return ledger_of(
         job.scheme, releases, journal.accountant, journal.first, simulation=False, rounds=rounds, notes=notes
     )

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from fedveil.config import RunConfig
 from fedveil.downlink import Architecture, Weights, draw
 from fedveil.errors import ConfigError, ProtocolError, unknown_option
-from fedveil.flower.messages import Told
+from fedveil.flower.messages import Told, is_count
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import attended
-from fedveil.schemes.on_updates import SLOTS, AppUpdate, scheme_info
+from fedveil.schemes.on_updates import PADS, SLOTS, AppUpdate, fitted, scheme_info
 from fedveil.schemes.registry import Setting
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import make_loss
@@ -47,13 +47,20 @@ def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohor
 @dataclass(frozen=True)
 class AppSetup(Told):
     """One attempt at a run of an app, or at the evaluations that go with it: what every client is told, and holds the
-    run's name to (`name`)."""
+    run's name to (`name`).
+
+    Where clients hold the model: the digest of its `form`, whose `first` version it is, and the version that this
+    attempt begins with (`start`).
+    """
 
     phase: Phase
     settings: Mapping[str, Any]
     size: int
     metrics: Metrics
     weighted_by: str
+    form: str = ""
+    first: str = ""
+    start: int = 0
 
     @staticmethod
     def parse(text: str) -> AppSetup:
@@ -73,6 +80,9 @@ class AppSetup(Told):
             and (setup.phase == "train" or setup.size == 0)
             and setup.metrics in METRICS
             and isinstance(setup.weighted_by, str)
+            and isinstance(setup.form, str)
+            and setup.first in ("", "server", "client")
+            and is_count(setup.start)
         )
         if not well:
             raise ProtocolError("a run's setup is malformed")
@@ -104,7 +114,7 @@ class AgreedApp:
         assert isinstance(self.scheme.work, AppUpdate)
         return self.scheme.work
 
-    def training(self, trained: Callable[[], Tensor]) -> Scheme:
+    def training(self, trained: Callable[[Tensor], Tensor]) -> Scheme:
         """The scheme where the app trains."""
         return replace(self.scheme, work=replace(self.work, trained=trained))
 
@@ -123,7 +133,11 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
             f"clients × rounds = {config.clients * config.rounds:,} is more than cohorts are drawn for in a protected "
             f"app's run: {_MOST_DRAWN:,}."
         )
-    info = scheme_info(config.scheme)
+    # Evaluations have nothing but figures, whose averages the server reads.
+    held = config.scheme == PADS and setup.phase == "train"
+    if held and not (setup.form and setup.first):
+        raise ProtocolError("a run's setup says nothing of the model that clients are to hold")
+    info = scheme_info("secagg" if config.scheme == PADS and not held else config.scheme)
     nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
     cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)
     options = {name: value for name, value in config.scheme_options.items() if value is not None}
@@ -131,8 +145,8 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
     if setup.metrics == "average" and scheme.plan is not None:
         raise ProtocolError("a run's setup averages metrics under a scheme that has noise")
     scheme.uplink.fits(cohort.size)
-    assert isinstance(scheme.work, AppUpdate)
-    return AgreedApp(config, replace(scheme, work=replace(scheme.work, size=setup.size, slots=setup.slots)), cohort)
+    public = held and setup.first == "server"
+    return AgreedApp(config, fitted(scheme, size=setup.size, slots=setup.slots, public=public), cohort)
 
 
 @lru_cache(maxsize=1)

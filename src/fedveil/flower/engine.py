@@ -399,9 +399,9 @@ def _opened(content: RecordDict) -> tuple[Reply, int]:
     except _RefusedError:
         raise
     except ProtocolError as reason:
-        raise _RefusedError(Refusal(reason.code, f"its answer cannot be read: {reason}")) from reason
+        raise _RefusedError(Refusal(reason.code, f"its answer cannot be read: {reason}", came=True)) from reason
     except Exception as reason:  # Flower's records are the client's too, and read when they are first used
-        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a FedVeil message")) from reason
+        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a FedVeil message", came=True)) from reason
     if not isinstance(answer, Reply):
-        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a reply"))
+        raise _RefusedError(Refusal(Code.PROTOCOL, "its answer is not a reply", came=True))
     return answer, len(data)

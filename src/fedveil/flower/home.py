@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from fedveil.config import RunConfig, toml_of
+from fedveil.config import RunConfig
 from fedveil.crypto.keys import Roster
 from fedveil.data import Dataset
 from fedveil.data.dataset import Task, check_labels
@@ -29,6 +29,7 @@ from fedveil.flower.worker_client import SETTINGS, settings_of
 from fedveil.ledger.policy import Policy
 from fedveil.models.catalogue import CATALOGUE
 from fedveil.own_code import OwnCode, load_file
+from fedveil.plain import toml_of
 from fedveil.runs.job import ModelFacts, dealt, device_of, dtype_of, loaded, read_policy, read_roster
 from fedveil.runs.terms import Accepted, RequiredError, Term, check_terms, read_identity, read_required, terms_of
 from fedveil.work.messages import ClientData

@@ -33,6 +33,7 @@ from fedveil.runs.job import Agreed, ModelFacts, agreed, device_of, drawn, dtype
 from fedveil.runs.model_file import save_model
 from fedveil.runs.recipe import augmentation_of
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
+from fedveil.work.held_back import holding_back
 from fedveil.work.messages import ClientData
 
 
@@ -64,9 +65,11 @@ def build_side(home: Home, setup: Setup, *, start: Held | None = None) -> Side:
         raise ProtocolError("a run's settings name no seed")
     config = home.accepts(config)
     facts = _facts(config, setup.facts)
-    common = agreed(config, clients=config.clients, task=facts.task)
+    common = agreed(config, clients=config.clients, task=facts.task, outputs=facts.outputs)
     augment = augmentation_of(config, facts.input_shape, text=facts.vocabulary is not None)
     data = replace(own_data(config, facts, client=home.client, loader=home.data), augment=augment)
+    if config.client_test_fraction is not None:
+        data = holding_back(data, config.client_test_fraction, seed=seed)
     example = data.x[: min(2, len(data))].repeat(2, *([1] * (data.x.dim() - 1)))[:2].cpu()
     device = device_of(config)
 

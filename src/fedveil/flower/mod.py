@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordD
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from torch import Tensor
 
+from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_memory import AppMemory, folder_of, held
+from fedveil.flower.app_held import AppHolder, begun, behind, check_form, filled, write_model
+from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.app_records import (
     AppModel,
     FormError,
@@ -45,13 +47,13 @@ from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.messages import TEXTS, request_of
 from fedveil.ledger.gaussian import epsilon_of
 from fedveil.ledger.policy import Policy
-from fedveil.protocol.client_state import ClientState
+from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.codec import encode
 from fedveil.protocol.directory import Directory, Hello
-from fedveil.protocol.messages import Request, Train
-from fedveil.roles.client import ClientRole
+from fedveil.protocol.messages import Reply, Request, Train
+from fedveil.roles.client import ClientRole, Participant
 from fedveil.runs.terms import Accepted, Between, RequiredError, check_terms, read_required
-from fedveil.schemes.on_updates import SLOTS, scheme_info
+from fedveil.schemes.on_updates import PADS, SLOTS, scheme_info
 from fedveil.work.messages import ClientData
 
 _LOG = logging.getLogger(__name__)
@@ -60,10 +62,14 @@ METRICS = "fedveil.metrics"
 """The record of an app's figures, where they leave beside the answer."""
 NAMES = "names"
 """In the header of an answer: what the figures under the masks are called."""
+VERSION = "version"
+"""In the header of a message: which version of the model is to be evaluated, where clients hold it."""
 POLICY = "fedveil-policy"
+MODEL = "fedveil-model"
+"""In a SuperNode's configuration: the file for its copy of the model, by the machine's owner."""
 _RAISED = 2
 """Flower's code for an app that raised an exception."""
-_APPS_OWN = ("metrics", "evaluation")
+_APPS_OWN = ("metrics", "evaluation", "first")
 _OF_NOISE = ("epsilon", "delta", "clip")
 _ROUNDING = 1e-9
 MOST_NAME = 64
@@ -83,7 +89,12 @@ class BareError(ProtocolError):
 
 
 def protect(
-    *, require: Mapping[str, Any] | None = None, policy: Policy | None = None, home: str | Path | None = None
+    *,
+    require: Mapping[str, Any] | None = None,
+    policy: Policy | None = None,
+    home: str | Path | None = None,
+    first: Callable[[Context], ArrayRecord] | None = None,
+    models: str | Path | None = None,
 ) -> Mod:
     """A mod that lets updates leave an app under protection alone.
 
@@ -99,6 +110,10 @@ def protect(
             `$XDG_STATE_HOME/fedveil/flower-apps`, or `~/.local/state/fedveil/flower-apps`); a folder that the
             machine's owner names with `--node-config 'fedveil-state="…"'` takes its place. Apps over different data
             have different homes.
+        first: Under `pads` with `first="client"`: makes the arrays that the run begins with, on the one client that is
+            asked for them; the others are lent them, sealed.
+        models: Under `pads`: a folder where each node writes the model that it holds, as `node-….safetensors`; a file
+            that the machine's owner names with `--node-config 'fedveil-model="…"'` takes its place.
 
     Returns:
         The mod, for `ClientApp(mods=[…])`: first in the list, so that others see what the app sees.
@@ -110,7 +125,34 @@ def protect(
     for name in require or {}:
         if name not in known:
             raise unknown_name("setting to require:", name, known)
-    return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home))
+    own = _Own(first, None if models is None else Path(models))
+    return _Protection(read_required(require or {}, where="protect"), policy, None if home is None else Path(home), own)
+
+
+@dataclass(frozen=True, eq=False)
+class _Own:
+    """What a client has of its own where clients hold the model: what makes the first one, and where copies go."""
+
+    first: Callable[[Context], ArrayRecord] | None
+    models: Path | None
+
+    def made(self, context: Context, setup: AppSetup) -> Held:
+        """The model that a run begins with, by this client's own code."""
+        if self.first is None:
+            raise AppError("a first model was asked for, and protect(first=…) names nothing that makes one")
+        try:
+            record = self.first(context)
+        except (Exception, SystemExit) as reason:
+            _LOG.exception("the first model could not be made")
+            raise AppError(f"protect(first=…) failed ({type(reason).__name__})") from None
+        check_form(record, setup)
+        return begun(torch.from_numpy(AppModel.read(record).row))
+
+    def path(self, context: Context) -> Path | None:
+        """Where this node's copy of the model goes; None: nowhere."""
+        if owners := context.node_config.get(MODEL):
+            return Path(str(owners))
+        return None if self.models is None else self.models / f"{node_name(context)}.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +163,14 @@ class _Asked:
     client: int
     request: Request
     private: Request | None
+    version: int | None = None
 
     @staticmethod
     def read(content: RecordDict) -> _Asked:
         """What a server sent; anything malformed is refused."""
         try:
             header = content.config_records[HEADER]
-            client = header["client"]
+            client, version = header["client"], header.get(VERSION)
             parts = content.array_records[PARTS]
             common = request_of(out_of_array(parts["common"]))
             private = request_of(out_of_array(parts["private"])) if "private" in parts else None
@@ -138,16 +181,17 @@ class _Asked:
             raise ProtocolError("a message of the protocol is malformed") from reason
         if type(client) is not int or client < 0:
             raise ProtocolError("a message names no client's number")
-        return _Asked(setup, client, common, private)
+        return _Asked(setup, client, common, private, version if type(version) is int else None)
 
 
 class _Protection:
     """The mod. It holds nothing of a run: that is in the node's folder."""
 
-    def __init__(self, require: Mapping[str, Accepted], policy: Policy | None, home: Path | None) -> None:
+    def __init__(self, require: Mapping[str, Accepted], policy: Policy | None, home: Path | None, own: _Own) -> None:
         self._require = require
         self._policy = policy
         self._home = home
+        self._own = own
 
     def __call__(self, message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         """Answer one message, or say with a code why not."""
@@ -183,35 +227,71 @@ class _Protection:
         for name in (HEADER, PARTS):
             del message.content[name]
 
-        def trained() -> Tensor:
-            return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
-
         policy, folder = self._limits(context), folder_of(context, self._home)
-        role = ClientRole(agreed.training(trained), no_model()[0], policy=policy)
         # As many samples as it has votes: what an update weighs travels with it.
         data = ClientData(asked.client, torch.zeros(1, 0), torch.zeros(1))
         with held(folder) as stored:
             memory = AppMemory(stored, folder, setup)
+            if isinstance(asked.request, Finish) and memory.long_finished(asked.request):
+                return _answer(Finished(asked.client, asked.request.version), told)
             own = memory.entered(asked.client)
+
+            def trained(row: Tensor) -> Tensor:
+                if agreed.config.scheme == PADS:
+                    _give(message.content, asked, *((row, None) if agreed.work.held else memory.model()))
+                return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
+
+            role = self._role(agreed, asked, message, context, policy=policy, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
-            begun = own if policy is None else replace(own, spent=memory.spent)
+            entered = own if policy is None else replace(own, spent=memory.spent)
 
             def kept(state: ClientState) -> None:
-                more = state.spent - begun.spent
+                more = state.spent - entered.spent
                 memory.keep(replace(state, spent=own.spent + more))
 
             def promised(state: ClientState) -> None:
-                self._afford(memory.spent + state.spent - begun.spent, agreed, folder)
+                self._afford(memory.spent + state.spent - entered.spent, agreed, folder)
                 kept(state)
 
-            advanced, reply = role.handle(begun, asked.request, data, asked.private, promised=promised)
+            private = {} if asked.private is None else {asked.client: asked.private}
+            answers = role.handle_many([entered], asked.request, [data], private, promised=promised)
+            advanced, reply = next(iter(answers))
+            if isinstance(reply, FedVeilError):
+                if advanced.misread > entered.misread:  # which it does not do as often as it is asked
+                    kept(advanced)
+                raise reply
             kept(advanced)
-        header = ConfigRecord({"code": "", **({NAMES: told[NAMES]} if NAMES in told else {})})
-        records: dict[str, Any] = {HEADER: header, PARTS: ArrayRecord({"reply": in_array(encode(reply))})}
-        if METRICS in told:
-            records[METRICS] = told[METRICS]
-        return RecordDict(records)
+            path = self._own.path(context) if isinstance(asked.request, Finish) else None
+            if path is not None and advanced.held is not None:
+                _write(path, message.content, asked, advanced.held)
+        return _answer(reply, told)
+
+    def _role(
+        self,
+        agreed: AgreedApp,
+        asked: _Asked,
+        message: Message,
+        context: Context,
+        *,
+        policy: Policy | None,
+        trained: Callable[[Tensor], Tensor],
+    ) -> Participant:
+        """The client's side of the protocol; where clients hold the model, with what it is to begin with."""
+        if not agreed.work.held:
+            return ClientRole(agreed.training(trained), no_model()[0], policy=policy)
+        setup, request, made = asked.setup, asked.request, None
+        start = behind(setup.size)
+        if setup.start == 0 and setup.first == "client" and isinstance(request, Lend):
+
+            def made(_: bytes) -> Held:
+                return self._own.made(context, setup)
+
+        elif setup.start == 0 and setup.first == "server" and isinstance(request, Begin) and request.version == 0:
+            record = only_arrays(message.content)
+            check_form(record, setup)
+            start = begun(torch.from_numpy(AppModel.read(record).row))
+        return AppHolder(agreed, start, trained=trained, first=made, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:
         return _owners_policy(context) or self._policy
@@ -241,6 +321,8 @@ class _Protection:
             )
 
     def _accept(self, agreed: AgreedApp, setup: AppSetup) -> None:
+        if setup.first:
+            self._accept_figures("first", setup.first)
         own = scheme_info(agreed.config.scheme).options
         for name in _OF_NOISE:
             if name in self._require and name not in own:
@@ -306,10 +388,43 @@ def called(message: Message, context: Context, call_next: ClientAppCallable) -> 
     return reply
 
 
+def _answer(reply: Reply, told: Mapping[str, Any]) -> RecordDict:
+    """An answer, with what leaves beside it."""
+    header = ConfigRecord({"code": "", **({NAMES: told[NAMES]} if NAMES in told else {})})
+    records: dict[str, Any] = {HEADER: header, PARTS: ArrayRecord({"reply": in_array(encode(reply))})}
+    if METRICS in told:
+        records[METRICS] = told[METRICS]
+    return RecordDict(records)
+
+
+def _give(content: RecordDict, asked: _Asked, row: Tensor, version: int | None) -> None:
+    """Put the model that this client holds where the app looks for it; `version` is that of an evaluation."""
+    form, setup, request = only_arrays(content), asked.setup, asked.request
+    check_form(form, setup)
+    if version is None:
+        assert isinstance(request, Begin)
+        version = setup.start + request.version
+    elif version != asked.version:
+        raise ProtocolError(f"version {asked.version} of the model is to be evaluated, and this client holds {version}")
+    (name,) = content.array_records
+    content[name] = filled(form, row, moved=version > 0)
+
+
+def _write(path: Path, content: RecordDict, asked: _Asked, model: Held) -> None:
+    """Write this client's copy of the model; a full disk costs the copy, and not the run."""
+    form, setup = only_arrays(content), asked.setup
+    check_form(form, setup)
+    try:
+        write_model(path, filled(form, model.weights.parameters, moved=setup.start + model.version > 0))
+    except OSError as reason:
+        _LOG.warning("the model was not written to %s: %s", path, reason.strerror)
+
+
 def _check_agreed(agreed: AgreedApp, setup: AppSetup, state: ClientState, request: Request) -> None:
     """Hold a request to the settings that this client was told, and a run's name too: keys, masks and signatures are
     bound to it."""
-    if isinstance(request, Train) and (request.attempt != setup.attempt or request.round >= agreed.config.rounds):
+    rounds = agreed.config.rounds
+    if isinstance(request, (Train, Begin)) and (request.attempt != setup.attempt or request.round >= rounds):
         raise ProtocolError(f"round {request.round + 1}, attempt {request.attempt}, is none of the run's settings")
     if not isinstance(request, (Hello, Directory)):
         return

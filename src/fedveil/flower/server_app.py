@@ -237,7 +237,7 @@ def server_job(config: RunConfig, module: str) -> Job:
     description = described(config, module)
     facts, seed = description.facts, config.seed
     assert seed is not None
-    common = agreed(config, clients=config.clients, task=facts.task)
+    common = agreed(config, clients=config.clients, task=facts.task, outputs=facts.outputs)
     held_here = common.scheme.holder == "server"
     if config.weights is not None and not held_here:
         raise ConfigError(

@@ -22,43 +22,24 @@ import dataclasses
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import (
-    Bulyan,
-    DifferentialPrivacyClientSideAdaptiveClipping,
-    DifferentialPrivacyClientSideFixedClipping,
-    DifferentialPrivacyServerSideAdaptiveClipping,
-    DifferentialPrivacyServerSideFixedClipping,
-    FedAdagrad,
-    FedAdam,
-    FedAvg,
-    FedAvgM,
-    FedMedian,
-    FedProx,
-    FedTrimmedAvg,
-    FedXgbBagging,
-    FedXgbCyclic,
-    FedYogi,
-    Krum,
-    MultiKrum,
-    QFedAvg,
-    Result,
-    Strategy,
-)
+from flwr.serverapp.strategy import Result, Strategy
 from flwr.supercore import log
 
-from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, spelled, unknown_name
+from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, unknown_name
 from fedveil.flower.app_engine import AppRound, Course, empty_state
+from fedveil.flower.app_held import FIRST, First, NoModelError, form_digest, form_of
 from fedveil.flower.app_progress import AppProgress
 from fedveil.flower.app_records import AppModel, metric_record, metrics_of, only_arrays
 from fedveil.flower.app_report import app_ledger, written
 from fedveil.flower.app_setup import METRICS, AppSetup, Metrics, Phase, agreed_app, settings_for
+from fedveil.flower.app_strategies import check_averages, check_only_averages
 from fedveil.flower.commands import Events
 from fedveil.ledger.statement import Ledger
 from fedveil.roles.server import ServerState
@@ -66,17 +47,9 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.loop import Outcome, privacy_journal_of, summarise
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.schemes.on_updates import fewest
+from fedveil.schemes.on_updates import PADS, fewest
 
 ENGINE = "flower-app"
-_COMPARES = (
-    *(FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, FedXgbBagging, FedXgbCyclic),
-    *(DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping),
-    *(DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping),
-)
-_KNOWN = (FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad, FedYogi)
-_REPLACED = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
-_AVERAGING = FedAvg().train_metrics_aggr_fn
 _PROGRESS = "app.state"
 _BETWEEN_LOOKS = 1.0
 
@@ -99,7 +72,8 @@ class Protected(Strategy):
 
     Args:
         strategy: The app's own: FedAvg, or one that works on the mean as FedAvg does.
-        scheme: How updates are covered: secagg, dp-secagg, dp-fedavg or nadp.
+        scheme: How updates are covered: secagg, pads, dp-secagg, dp-fedavg or nadp. Under pads the clients hold the
+            model, the server never sees it, and the strategy must be one that only averages.
         clients: How many nodes take part (default: those that are there once enough of them are).
         metrics: What becomes of the figures that the app reports from training: "average" (under the masks, so that
             the server sees weighted means; the default of secagg), "drop" (the default under noise), or "pass"
@@ -108,6 +82,9 @@ class Protected(Strategy):
         out: A folder for the run: ledger.json, report.md, metrics, the privacy journal, and how far it has come.
         resume: Go on with the run in `out`.
         deadline: Seconds after which a client that does not answer a phase is missed (default: `start`'s timeout).
+        first: Under pads, whose the model is that the run begins with: "server", the arrays that `start` is given,
+            which are public (the default), or "client": one client makes it with `protect(first=…)` and the others are
+            lent it, sealed. Then of `start`'s arrays names, shapes and types are told, and no number is used.
         averages: State of a strategy that FedVeil does not know, or whose aggregation you have written yourself, that
             it uses replies for their weighted mean alone, and leaves to the protocol who is asked.
         options: Options of the scheme: epsilon, delta, clip, threshold, collusion, dropouts, …
@@ -127,13 +104,23 @@ class Protected(Strategy):
         out: str | Path | None = None,
         resume: bool = False,
         deadline: float | None = None,
+        first: First | None = None,
         averages: bool = False,
         **options: Any,
     ) -> None:
+        self._held = scheme == PADS
         with settings_as_arguments():
             covered = _covered(scheme, options, clients)
             passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
-            _check_averages(strategy, stated=averages, passed=passed)
+            if isinstance(strategy, Protected):
+                raise ConfigError("The strategy is protected already.")
+            check_averages(strategy, stated=averages, passed=passed)
+        if self._held:
+            check_only_averages(strategy, evaluation)
+        if first is not None and not self._held:
+            raise ConfigError(f"first says whose first model clients hold, and under {scheme} the server holds it.")
+        if first is not None and first not in FIRST:
+            raise unknown_name("first", first, FIRST)
         for name, value in (("metrics", metrics), ("evaluation", evaluation)):
             if value is not None and value not in METRICS:
                 raise unknown_name(name, value, METRICS)
@@ -150,6 +137,7 @@ class Protected(Strategy):
         self._evaluation: Metrics = evaluation or covered
         self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
         self._resume, self._deadline = resume, deadline
+        self._first = (first or "server") if self._held else ""
         self._notes = _Notes(self._folder)
         self._run: _Run | None = None
 
@@ -172,12 +160,16 @@ class Protected(Strategy):
         """Train, as `Strategy.start` does. A run that is resumed begins with the arrays of its last round."""
         if self._run is not None:
             raise ConfigError("This strategy has been started: a second run needs a Protected of its own.")
+        if self._held and evaluate_fn is not None:
+            raise NoModelError(
+                "evaluate_fn is given the model", "leave it out, and have clients evaluate (fraction_evaluate)"
+            )
         run = self._run = self._begun(grid, initial_arrays, num_rounds, self._deadline or timeout)
         before, arrays = run.before, run.arrays
         if before >= num_rounds:
             self._notes.note("finished", f"the run has done {before} rounds: nothing is left to do")
             run.release()
-            return Result(arrays=arrays)
+            return Result() if self._held else Result(arrays=arrays)
         judged = None
         if evaluate_fn is not None:
 
@@ -188,10 +180,11 @@ class Protected(Strategy):
             result = super().start(
                 grid, arrays, num_rounds - before, timeout, train_config, evaluate_config, evaluate_fn=judged
             )
+            run.farewell()
         except BaseException:
             run.end()
             raise
-        if not result.arrays:
+        if not result.arrays and not self._held:
             result.arrays = arrays
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {number + before: figures for number, figures in getattr(result, name).items()})
@@ -204,7 +197,7 @@ class Protected(Strategy):
         """Run the whole round; nothing is left for Flower to send."""
         run = self._running
         number = server_round + run.before
-        messages = list(self.strategy.configure_train(number, arrays, config, grid))
+        messages = list(self.strategy.configure_train(number, run.sent(arrays), config, grid))
         run.latest = run.train.round(messages) if messages else None
         return []
 
@@ -216,9 +209,11 @@ class Protected(Strategy):
         brought, run.latest = run.latest, None
         arrays, metrics = None, None
         if brought is not None and brought.update is not None:
-            mean = run.train.model.moved(brought.update)
+            # Where clients hold the model there is nothing that the strategy could read.
+            mean = ArrayRecord() if self._held else run.train.model.moved(brought.update)
             answers = run.train.replies(brought, arrays=mean)
             arrays, metrics = self.strategy.aggregate_train(server_round + run.before, answers)
+            arrays = None if self._held else arrays
         if brought is not None:
             run.keep(brought, arrays, metrics)
         return arrays, metrics
@@ -234,7 +229,10 @@ class Protected(Strategy):
         messages = list(self.strategy.configure_evaluate(server_round + run.before, arrays, config, grid))
         if self._evaluation == "pass" or not messages:
             return messages
-        run.judged = run.evaluation().round(messages)
+        judge = run.evaluation()
+        if self._held:
+            judge.course.engine.version = run.brought_up_to_date()
+        run.judged = judge.round(messages)
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -273,8 +271,8 @@ class Protected(Strategy):
             time.sleep(_BETWEEN_LOOKS)
         nodes = here if self._clients is None else here[: self._clients]
         nodes = self._numbered(nodes)
-        size = self._sized("train", len(nodes))
-        config = settings_for(self._scheme, self._options, clients=len(nodes), cohort=size, rounds=rounds)
+        cohort = self._sized("train", len(nodes))
+        config = settings_for(self._scheme, self._options, clients=len(nodes), cohort=cohort, rounds=rounds)
         folder, progress, attempt, lineage = self._folder, None, 0, secrets.token_hex(16)
         if folder is not None:
             if self._resume:
@@ -289,8 +287,13 @@ class Protected(Strategy):
             else:
                 folder.start(config)
             lineage = folder.lineage
-        arrays = initial
-        if progress is not None:
+        arrays, standing = initial, None if progress is None else progress.standing
+        size = len(AppModel.read(initial).row)
+        if self._held:
+            arrays = form_of(initial)
+            if standing is not None and standing.setup.form != form_digest(initial):
+                raise CheckpointError("The run that is resumed trained a model of other names, shapes or types.")
+        elif progress is not None:
             if AppModel.read(progress.arrays).form != AppModel.read(initial).form:
                 raise CheckpointError("The run that is resumed trained a model of other names or shapes.")
             progress.give_back(self.strategy)
@@ -300,9 +303,12 @@ class Protected(Strategy):
             attempt=attempt,
             phase="train",
             settings=_told(config),
-            size=len(AppModel.read(arrays).row),
+            size=size,
             metrics=self._metrics,
             weighted_by=str(getattr(self.strategy, "weighted_by_key", "num-examples")),
+            form=form_digest(initial) if self._held else "",
+            first=self._first,
+            start=0 if standing is None else standing.reached,
         )
         return _Run(
             self.strategy,
@@ -314,6 +320,7 @@ class Protected(Strategy):
             folder=folder,
             progress=progress,
             arrays=arrays,
+            public=initial if self._first == "server" else None,
             evaluation=self._evaluation,
             sized=self._sized,
         )
@@ -348,11 +355,13 @@ class _Rounds:
     def round(self, messages: list[Message]) -> AppRound | None:
         """Carry the strategy's messages to this round's clients."""
         self._sent = messages[0]
-        self.model = AppModel.read(only_arrays(self._sent.content))
+        same = only_arrays(self._sent.content)
+        if not self._setup.form:
+            self.model = AppModel.read(same)
         for message in messages[1:]:
             other = only_arrays(message.content)
-            same = only_arrays(self._sent.content)
-            if other is not same and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
+            numbers = other is not same and not self._setup.form
+            if numbers and AppModel.read(other).row.tobytes() != self.model.row.tobytes():
                 raise ConfigError("The strategy sends clients different models: their updates have no common mean.")
             if message.content.config_records != self._sent.content.config_records:
                 raise ConfigError(
@@ -405,6 +414,7 @@ class _Run:
         folder: RunFolder | None,
         progress: AppProgress | None,
         arrays: ArrayRecord,
+        public: ArrayRecord | None,
         evaluation: Metrics,
         sized: Callable[[Phase, int], int],
     ) -> None:
@@ -416,8 +426,20 @@ class _Run:
         state = empty_state(round=before, attempt=setup.attempt)
         if folder is not None and setup.attempt:
             folder.go_on(before)
-        course = Course(grid, setup, nodes=nodes, deadline=deadline, events=notes, state=state, journal=self._journal)
+        course = Course(
+            grid,
+            setup,
+            nodes=nodes,
+            deadline=deadline,
+            events=notes,
+            state=state,
+            journal=self._journal,
+            standing=None if progress is None else progress.standing,
+        )
+        self._held, self._public = course.agreed.work.held, public
         self.train = _Rounds(course, setup)
+        if self._held:
+            course.take_up(arrays)
         self.judge: _Rounds | None = None
         self.latest: AppRound | None = None
         self.judged: AppRound | None = None
@@ -432,6 +454,22 @@ class _Run:
 
     def _journal(self, job: Job, state: ServerState) -> PrivacyJournal:
         return privacy_journal_of(job, None if self._folder is None else self._folder.privacy_journal, state)
+
+    def sent(self, arrays: ArrayRecord) -> ArrayRecord:
+        """What the strategy is to send: where clients hold the model, its form, or the public one it begins with."""
+        if not self._held:
+            return arrays
+        return self._public if self._public is not None and self.train.course.version == 0 else self.arrays
+
+    def brought_up_to_date(self) -> int:
+        """Have clients hold the last round's model, and say which version that is."""
+        self.train.course.bring_up_to_date(self.arrays)
+        return self.train.course.version
+
+    def farewell(self) -> None:
+        """After the last round: clients that hold the model are told its last sums."""
+        if self._held:
+            self.train.course.finish(self.arrays)
 
     def evaluation(self) -> _Rounds:
         """The course of the evaluations, whose clients agree on keys of their own."""
@@ -482,7 +520,14 @@ class _Run:
         """Write down what the run would go on with."""
         if self._folder is not None:
             now, left = self.train.course.state.round, sorted(self.uncovered)
-            progress = AppProgress.of(self._strategy, self.arrays, round=now, nodes=self._nodes, uncovered=left)
+            progress = AppProgress.of(
+                self._strategy,
+                ArrayRecord() if self._held else self.arrays,
+                round=now,
+                nodes=self._nodes,
+                uncovered=left,
+                standing=self.train.course.standing,
+            )
             progress.write(self._folder.path / _PROGRESS)
 
     def ledger(self) -> Ledger:
@@ -525,35 +570,5 @@ def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Me
     """What becomes of figures where nobody says; a mistake in the options is named at once."""
     least = max(clients or 0, fewest(scheme), 3)
     config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
-    tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "")
+    tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "", form="-", first="server")
     return "average" if agreed_app(tried).scheme.plan is None else "drop"
-
-
-def _check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str]) -> None:
-    if isinstance(strategy, Protected):
-        raise ConfigError("The strategy is protected already.")
-    kind = type(strategy)
-    if isinstance(strategy, _COMPARES):
-        raise ConfigError(
-            f"{kind.__name__} works on single updates, which nobody sees under protection: use FedAvg, FedProx, "
-            "FedAvgM, FedAdam, FedAdagrad or FedYogi."
-        )
-    if stated:
-        return
-    say = f"if it does, say so with {spelled('averages', True)}"
-    if not isinstance(strategy, FedAvg):
-        raise ConfigError(f"{kind.__name__} is not known to use replies for their weighted mean alone: {say}.")
-    for name in _REPLACED:
-        if not any(getattr(kind, name) is getattr(known, name) for known in _KNOWN):
-            raise ConfigError(
-                f"{kind.__name__} has a {name} of its own, which is not known to use replies for their weighted mean "
-                f"alone, and to ask everybody for the same: {say}."
-            )
-    for phase in ("train", "evaluate"):
-        # Where figures pass, it is handed everybody's own.
-        name = f"{phase}_metrics_aggr_fn"
-        if phase not in passed and getattr(strategy, name) is not _AVERAGING:
-            raise ConfigError(
-                f"{name} is a function of your own, and would be handed one reply with the averages: leave it out, let "
-                f"figures pass uncovered, or state with {spelled('averages', True)} that averages are what it needs."
-            )

@@ -68,11 +68,12 @@ class Accountant:
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
         published: bool = True,
+        seen: Collection[int] | None = None,
     ) -> dict[str, Prices]:
         """μ² of one round, per adversary, in the order of the covering's members.
 
-        `arrived` are the uploads in the sum (None: all). Clients see the sum only if it was `published`,
-        that is, if the model was moved by it.
+        `arrived` are the uploads in the sum (None: all), `seen` those that the server has got, refused ones among them
+        (None: those in the sum). Clients see the sum only if it was `published`, that is, if the model was moved by it.
         """
         if self.trusted:
             # The server's noise does not depend on who stayed away.
@@ -85,7 +86,12 @@ class Accountant:
         if published:
             by_clients = by_peer(noise_layout, arrived=arrived, revealed=revealed, colluders=max(1, dishonest))
         # Under masks the sum is all there is to see, and it lacks the noise of whoever is missing.
-        seen = arrived if self.honest_arrivals or noise_layout.summed else None
+        if noise_layout.summed:
+            seen = arrived
+        elif not self.honest_arrivals:
+            seen = None
+        else:
+            seen = arrived if seen is None else seen
         prices = {SERVER: charges(noise_layout, arrived=seen, revealed=revealed), CLIENTS: by_clients}
         if COLLUSION in self.adversaries:
             prices[COLLUSION] = np.maximum(self._with_colluders(noise_layout, seen, revealed), prices[SERVER])
@@ -96,11 +102,18 @@ class Accountant:
     ) -> Prices:
         # What the masks can be made to open does not depend on who is said to have arrived.
         fixed = noise_layout.summed and noise_layout.removable
-        hidden = noise_layout
-        if seen is not None and not fixed:
-            hidden, here = only(noise_layout, seen), set(seen)
-            revealed = [pair for pair in revealed if here.issuperset(pair)]
-        hidden = without(hidden, revealed)
+        if seen is None or fixed:
+            return self._worst(noise_layout, without(noise_layout, revealed))
+        among, here = only(noise_layout, seen), set(seen)
+        alone = self._worst(noise_layout, without(among, [pair for pair in revealed if here.issuperset(pair)]))
+        if revealed or noise_layout.summed:
+            return alone
+        # Some uploads tell no more than all of them would, and what these share with the others still covers them.
+        everything = self._worst(noise_layout, noise_layout)
+        return np.where(np.isin(noise_layout.members, list(here)), np.minimum(alone, everything), 0.0)
+
+    def _worst(self, noise_layout: NoiseLayout, hidden: NoiseLayout) -> Prices:
+        """μ² of all members by what is `hidden` from the worst colluders."""
         result = np.zeros(len(noise_layout.members))
         if not hidden.members:
             return result
@@ -119,13 +132,14 @@ class Accountant:
         *,
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
+        seen: Collection[int] | None = None,
     ) -> set[int]:
         """The members that this round would bring over the limit, against whomever."""
         if self.limit is None:
             return set()
         members = np.asarray(noise_layout.members)
         over = np.zeros(len(members), dtype=np.bool_)
-        for name, price in self.prices(noise_layout, arrived=arrived, revealed=revealed).items():
+        for name, price in self.prices(noise_layout, arrived=arrived, revealed=revealed, seen=seen).items():
             over |= self.spent[name][members] + price > self.limit * (1 + _ROUNDING)
         return set(members[over].tolist())
 
@@ -136,10 +150,15 @@ class Accountant:
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
         published: bool = True,
+        seen: Collection[int] | None = None,
     ) -> None:
-        """Book one round. A client that stayed away pays too, unless arrivals are taken on the server's word."""
+        """Book one round.
+
+        A client that stayed away pays too, unless arrivals are taken on the server's word; one whose upload was refused
+        pays in any case, since the server has it.
+        """
         members = np.asarray(noise_layout.members)
-        prices = self.prices(noise_layout, arrived=arrived, revealed=revealed, published=published)
+        prices = self.prices(noise_layout, arrived=arrived, revealed=revealed, published=published, seen=seen)
         for name, price in prices.items():
             self.spent[name][members] += price
         self.rounds += 1
@@ -173,6 +192,7 @@ class SampledAccountant(Accountant):
         arrived: Collection[int] | None = None,
         revealed: Collection[tuple[int, int]] = (),
         published: bool = True,
+        seen: Collection[int] | None = None,
     ) -> dict[str, NDArray[np.float64]]:
         """One round each."""
         return {name: np.ones(len(noise_layout.members)) for name in self.adversaries}

@@ -35,7 +35,7 @@ SHARES_BY_SIZE = (
     "noise is shared by the sizes that clients claim, as the paper has it: one that claims much and adds none takes it "
     "away from all others (accounting = exact shares it equally)"
 )
-HONEST_ARRIVALS = "the server is honest about whose upload did not arrive"
+HONEST_ARRIVALS = "the server is honest about whose upload did not arrive, and drops one that comes too late unread"
 BARE_SUM = "the sum itself: no differential privacy is claimed for it"
 CRAFTED = "a server that crafts the model it sends can make the sum reveal one client"
 CRAFTED_VEILED = f"{CRAFTED}: clients cannot inspect a veiled model"
@@ -58,12 +58,38 @@ ALIGNED = (
     "rounds' models in about a second and has what lies between them (`fedveil audit` measures it); one that knows or "
     "guesses the model training began with, a published one for instance, has the whole model"
 )
+ALIGNMENT = {
+    "scale": (0.99, 5),
+    "signed": (1.0, 5),
+    "isometry": (1.0, 5),
+    "full": (0.99, 5),
+    "full, streams rotated": (0.99, 1),
+}
+"""By veil: the least cosine of an update as a client that aligned made it out, and on how many networks that was tried.
+
+A test holds these to docs/results/alignment.json. What was not measured is not here."""
+
+
+def reached(veil: str) -> tuple[str, ...]:
+    """What aligning got under a veil where it was measured, as a sentence; nothing where it was not."""
+    if veil not in ALIGNMENT:
+        return ()
+    cosine, networks = ALIGNMENT[veil]
+    figure = "1.00" if cosine == 1.0 else f"{cosine:.2f} or more"
+    where = "a small network" if networks == 1 else f"each of {networks} small networks"
+    return (
+        f"what a client that aligned made out of an update had a cosine of {figure} with it on {where}, "
+        f"one seed ({veil}; docs/results/alignment.md): a measurement, which bounds attackers from below only",
+    )
+
+
 KNOWN_START = "the model: clients know the weights it begins with, and read off what hides those they are sent"
 OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"
+CHOSEN_PLACES = "which coordinates are sent: they are chosen by a client's data, and whoever sees them learns of it"
 
-UNCLIPPED = "every client's gradient is assumed to have norm at most S = 1; nobody clips (not enforced)"
+UNCLIPPED = "every client's gradient is assumed to have norm at most S; nobody clips (not enforced)"
 HEAD_BARE = "Ψ and Φ travel bare: from Φ alone a batch of one is read off exactly, x = G_β[W₁]_i / G_β[b₁]_i"
 SCALES_KNOWN = "R∘η is Gaussian only for who does not know R; the server does, and given R the noise is bounded"
 
@@ -83,6 +109,7 @@ DIFFERENCES = (
     "to know it may choose the cohorts"
 )
 START = "the model's first version is known to clients alone: one that follows from a public seed is public"
+PUBLIC_START = "the model's first version: it is public, and later ones are known to clients alone"
 GIVEN_WINNERS = (
     "ε given what is hidden counts a client's own uploads, with the winners and their sums as given: both depend on "
     "everybody's data, without noise, and steer all later rounds"
@@ -137,11 +164,23 @@ def noise_circle(circle: Circle, colluders: int) -> str:
 
 
 def groups(count: int, size: int) -> str:
-    """What is seen of a round's clients in groups."""
+    """What is seen of clients in groups."""
     return (
         f"{count} sums a round, of {size} clients or one more each, where there would be one of all: each hides a "
-        f"client among {size - 1} others only, and who may collude is said for a group; who is in which follows from "
-        "the epoch's beacon, so that nobody picks it"
+        f"client among {size - 1} others only, and who may collude is said for a group. Who is in which follows from "
+        "the beacon of the run's first epoch, so that nobody picks it, and stays so through the run: groups that "
+        "changed could be solved for single clients. What remains: a group's sums of two rounds, in one of which a "
+        "client is away, differ by that client's part and by what training has changed meanwhile"
+    )
+
+
+def shrinking_noise(decay: float, rounds: int, first: float, last: float) -> str:
+    """What it means that noise shrinks over rounds; `first` and `last` in units of noise that stays the same."""
+    return (
+        f"the noise's deviation is multiplied by {decay:g} from each round to the next: beside noise that stays the "
+        f"same for the same ε it is {first:.3g} times as large in the first of {rounds} rounds and {last:.3g} times in "
+        "the last. ε is that of all rounds together, which add up exactly; of a client that misses rounds it is "
+        "counted on that it takes part in the last ones, which cost most"
     )
 
 

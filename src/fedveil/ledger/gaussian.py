@@ -102,6 +102,18 @@ def paper_sigma(epsilon: float, delta: float, rounds: float = 1) -> float:
     return math.sqrt(2 * rounds * -math.log(delta)) / epsilon
 
 
+def mpdp_sigma(epsilon: float, delta: float, strength: float = math.inf) -> float:
+    """MP-DP's Eq. (23) for one round, in units of the sensitivity: the deviation of K clients' noise in their sum.
+
+    (ε − ϑ/2)² = 2·ln(2/(δ·√(2π)))·ϑ with ϑ = (1 + 1/`strength`²)/σ² on the complete graph, `strength` = σ_Δ/σ_η.
+    """
+    _check_epsilon(epsilon)
+    _check_delta(delta)
+    half = epsilon + 2 * math.log(2 / (delta * math.sqrt(2 * math.pi)))
+    theta = 2 * epsilon**2 / (half + math.sqrt(half**2 - epsilon**2))
+    return math.sqrt((1 + 1 / strength**2) / theta)
+
+
 def _middle(low: float, high: float, mu: float) -> float:
     """φ(low)·(m(low) − m(high)) where neither factor overflows."""
     if mu > 0.1:

@@ -29,19 +29,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 from scipy.stats import binom
 
 from fedveil.errors import ConfigError
-from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.gaussian import epsilon_of, mu_of
 
 CONFIDENCE = 0.95
+MOST = 1_000_000
+"""So many canaries a game has at the most."""
 _HIGHEST = 50.0
 _EXACT = 1e-4
 _SHARES = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)
 _LEAST_GUESSES = 20
+_TOO_LITTLE = 2.0
 
 
 @dataclass(frozen=True)
@@ -118,17 +122,44 @@ def plan_guesses(canaries: int, *, mu: float, delta: float, gaussian: bool) -> G
     """How many guesses a game should make, from the claim alone: to choose after looking would void the bound.
 
     Where a claim is spent to the full, scores are N(±μ/2, 1). The observer guesses at the largest of either sign, and
-    among those beyond t a share of Φ(μ/2 − t)/(Φ(μ/2 − t) + Φ(−μ/2 − t)) is right.
+    among those beyond t a share of Φ(μ/2 − t)/(Φ(μ/2 − t) + Φ(−μ/2 − t)) is right. Few guesses show most of honest
+    noise, but even if all are right they rule out little: noise of half the size has to contradict its claim, where
+    any number of guesses lets it.
     """
     if not math.isfinite(mu) or mu <= 0:
         return GuessPlan(canaries, math.inf)
     plans = []
     for guesses in sorted({min(canaries, max(_LEAST_GUESSES, round(share * canaries))) for share in _SHARES}):
-        right = _expected_right(guesses / canaries, mu) * canaries
-        game = Guesses(canaries, guesses, min(guesses, round(right)))
-        shown = epsilon_of(mu_at_least(game), delta) if gaussian else epsilon_at_least(game, delta=delta)
-        plans.append(GuessPlan(guesses, shown))
-    return max(plans, key=lambda plan: plan.expected)
+        honest, halved = (_expected(canaries, guesses, mu=mu * factor) for factor in (1.0, _TOO_LITTLE))
+        shown = epsilon_of(mu_at_least(honest), delta) if gaussian else epsilon_at_least(honest, delta=delta)
+        caught = excludes(halved, epsilon=epsilon_of(mu, delta), delta=delta, gaussian=gaussian)
+        plans.append((caught, shown, guesses))
+    _, expected, guesses = max(plans)
+    return GuessPlan(guesses, expected)
+
+
+def excludes(game: Guesses, *, epsilon: float, delta: float, gaussian: bool, confidence: float = CONFIDENCE) -> bool:
+    """Whether a game rules an (ε, δ) out at this confidence; of `gaussian` noise, all that it would claim with it."""
+    tau = 1.0 - confidence
+    if gaussian:
+        return gaussian_excludes(game, mu=mu_of(epsilon, delta), tau=tau)
+    return tail_bound(game, epsilon=epsilon, delta=delta) <= tau
+
+
+def follows(shown: float, game: Guesses, *, delta: float, gaussian: bool, confidence: float) -> bool:
+    """Whether a bound on ε is the one that a game gives, without the search that found it."""
+    if not 0 <= shown < math.inf:
+        return False
+    # What was searched for is exact in μ, or in ε.
+    step = epsilon_of(mu_of(shown, delta) + 2 * _EXACT, delta) if gaussian else shown + 2 * _EXACT
+    ruled_out = partial(excludes, game, delta=delta, gaussian=gaussian, confidence=confidence)
+    below = max(0.0, shown - 1e-6 * (1 + shown))
+    return (not shown or ruled_out(epsilon=below)) and not ruled_out(epsilon=step)
+
+
+def _expected(canaries: int, guesses: int, *, mu: float) -> Guesses:
+    right = _expected_right(guesses / canaries, mu) * canaries
+    return Guesses(canaries, guesses, min(guesses, round(right)))
 
 
 def _expected_right(share: float, mu: float) -> float:

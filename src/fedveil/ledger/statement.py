@@ -12,16 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedveil.errors import ConfigError
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
-from fedveil.ledger.caveats import SECRET_BATCH
+from fedveil.ledger.caveats import HONEST_ARRIVALS, SECRET_BATCH
 from fedveil.ledger.gaussian import epsilon_of
+from fedveil.ledger.one_run import MOST, Guesses, excludes, follows
 from fedveil.ledger.releases import Caveats, Release
 
 OUTSIDER = "outsider"
 Verdict = Literal["differential privacy", "conditional", "estimate", "aggregate only", "ciphertexts only", "none"]
 _LONG = 1000.0
+_ALIKE = 1e-3
 _PLACES = "neither colluders nor the server choose a round's graph: it falls on them at random"
-_ARRIVALS = "the server is honest about whose upload did not arrive"
 _UNITS = {
     "record": ("one record of one client", "replace one record; numbers of samples are public"),
     "client": ("all data of one client", "replace one client's data; numbers of samples are public"),
@@ -45,20 +47,25 @@ class Line:
     outright: float | None = None
 
     @property
-    def add_remove(self) -> str:
-        """The same noise under the neighbouring relation that most others count with, in a sentence.
+    def add_remove_epsilon(self) -> float | None:
+        """ε of the same noise under the neighbouring relation that most others count with; None where it is not known.
 
         Adding or removing a unit moves a sum half as far as replacing it. Of secretly drawn batches μ only stands for
         the ε it gives, and half of it for nothing.
         """
         if self.epsilon is None or self.delta is None or self.mu is None or not math.isfinite(self.mu):
+            return None
+        return None if SECRET_BATCH in self.assumptions else epsilon_of(self.mu / 2, self.delta)
+
+    @property
+    def add_remove(self) -> str:
+        """The same in a sentence."""
+        other = self.add_remove_epsilon
+        if self.epsilon is None or other is None:
             return ""
-        if any(text == SECRET_BATCH for text in self.assumptions):
-            return ""
-        other = _figure(epsilon_of(self.mu / 2, self.delta))
         return (
-            f"replace-one ε = {_figure(self.epsilon)}; the same noise under add/remove, as Opacus and most tables "
-            f"count, is ε = {other}"
+            f"replace-one ε = {figure(self.epsilon)}; the same noise under add/remove, as Opacus and most tables "
+            f"count, is ε = {figure(other)}"
         )
 
     @property
@@ -66,14 +73,27 @@ class Line:
         """The verdict in a few characters."""
         if self.epsilon is None or self.delta is None:
             return self.verdict
-        figures = f"(ε = {_figure(self.epsilon)}, δ = {self.delta:g})"
+        figures = f"(ε = {figure(self.epsilon)}, δ = {self.delta:g})"
         given = f"{figures}\ngiven what is hidden"
-        given += "" if self.outright is None else f"; in\nany case ε = {_figure(self.outright)}"
+        given += "" if self.outright is None else f"; in\nany case ε = {figure(self.outright)}"
         return {"estimate": f"about {figures}, not proven", "conditional": given}.get(self.verdict, figures)
 
 
-def _figure(value: float) -> str:
+def figure(value: float) -> str:
+    """An ε as it is printed."""
     return f"{value:,.0f}" if value >= _LONG else f"{value:.4g}"
+
+
+def _at_least(value: float) -> str:
+    """A lower bound with four digits, never rounded up: that could put it above a claim that it is below."""
+    if value <= 0:
+        return "0"
+    step = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return f"{math.floor(value / step) * step:.4g}"
+
+
+def _rounds(count: int) -> str:
+    return f"{count:,} round{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,8 @@ class MeasuredEpsilon:
 
     `epsilon` takes the noise for Gaussian, where that is claimed; `any_noise` holds whatever it is. `proven` is the
     claim of the game's own ledger (None: there is none), and `expected` what a mechanism that spends all of it shows.
+    `own` is the ε that the run's own ledger has against the same adversary, after `own_rounds` rounds (None: it has
+    none). A run may have been charged otherwise than a game of its settings: then the figure is the mechanism's alone.
     """
 
     adversary: str
@@ -114,32 +136,97 @@ class MeasuredEpsilon:
     expected: float | None
     rounds: int
     seed: int
+    own: float | None = None
+    own_rounds: int | None = None
+
+    def check(self) -> None:
+        """Hold what a file says to what follows from its guesses.
+
+        Raises:
+            ConfigError: Guesses that no game has, or figures that do not follow from them.
+        """
+        game = Guesses(self.canaries, self.guessed, self.correct)
+        # The last of several parts with whole rounds of clients may have some more.
+        possible = self.canaries <= 2 * MOST and 0 < self.delta < 1 and 0.5 <= self.confidence < 1 and self.rounds >= 1
+        possible = possible and (self.proven is None or 0 < self.proven < math.inf)
+        possible = possible and (self.expected is None or 0 <= self.expected < math.inf)
+        terms = {"delta": self.delta, "confidence": self.confidence}
+        if not (
+            possible
+            and follows(self.any_noise, game, gaussian=False, **terms)
+            and follows(self.epsilon, game, gaussian=self.expected is not None, **terms)
+        ):
+            raise ConfigError(
+                f"ε ≥ {self.epsilon:g} and ε ≥ {self.any_noise:g} do not follow from {self.correct:,} right of "
+                f"{self.guessed:,} guesses at {self.canaries:,} canaries."
+            )
+
+    def beside(self, ledger: Ledger) -> MeasuredEpsilon:
+        """The same beside what a run's own ledger says now.
+
+        Raises:
+            ConfigError: The ledger knows no such adversary, or protects another unit from it, at another δ.
+        """
+        line = next((line for line in ledger.lines if line.adversary == self.adversary), None)
+        if line is None:
+            raise ConfigError(f"the ledger has no line against {self.adversary[:60]!r}.")
+        own = line.epsilon if line.verdict == "differential privacy" else None
+        if own is not None and (self.proven is None or self.delta != line.delta or _UNITS[self.unit][0] != line.unit):
+            raise ConfigError(f"it is not about what the ledger proves against {self.adversary}.")
+        return dataclasses.replace(self, own=own, own_rounds=ledger.rounds)
+
+    @property
+    def of_the_run(self) -> bool:
+        """Whether the game was charged what the run was: as many rounds, for the same claim."""
+        if self.proven is None or self.own is None or self.rounds != self.own_rounds:
+            return False
+        return math.isclose(self.proven, self.own, rel_tol=_ALIKE)
 
     @property
     def contradicts(self) -> bool:
         """Whether what was measured cannot be, if what is proven holds: but for chance, something is broken."""
-        return self.proven is not None and self.epsilon > self.proven
+        claim = self.own if self.of_the_run else self.proven
+        return claim is not None and self.epsilon > claim
+
+    @property
+    def could_contradict(self) -> bool:
+        """Whether guesses that are all right would rule out what is proven."""
+        if self.proven is None:
+            return True
+        best, gaussian = Guesses(self.canaries, self.guessed, self.guessed), self.expected is not None
+        return excludes(best, epsilon=self.proven, delta=self.delta, gaussian=gaussian, confidence=self.confidence)
 
     @property
     def result(self) -> str:
-        """Both figures side by side."""
-        proven = "nothing proven" if self.proven is None else f"ε ≤ {_figure(self.proven)} (proven)"
-        return f"ε ≥ {self.epsilon:.3g} ({self.confidence:.0%}) beside {proven}"
+        """Both figures side by side; a claim of the run's own only where the game was about it."""
+        measured = f"ε ≥ {_at_least(self.epsilon)} ({self.confidence:.0%})"
+        if self.proven is None:
+            return f"{measured} beside nothing proven"
+        if self.of_the_run and self.own is not None:
+            return f"{measured} beside ε ≤ {figure(self.own)} (proven)"
+        return f"{measured} in a game of {_rounds(self.rounds)}, of which ε ≤ {figure(self.proven)} is proven"
 
     @property
     def told(self) -> tuple[str, ...]:
         """In sentences."""
         of = {"record": "records", "client": "clients"}[self.unit]
         lines = [
-            f"against {self.adversary}, at δ = {self.delta:g}: {self.result}",
+            f"against {self.adversary}, replace one {self.unit}, at δ = {self.delta:g}: {self.result}",
             f"{self.correct:,} of {self.guessed:,} guesses were right, at the coins of {self.canaries:,} {of} over "
-            f"{self.rounds:,} rounds; whatever the noise is: ε ≥ {self.any_noise:.3g}",
+            f"{_rounds(self.rounds)}; whatever the noise is: ε ≥ {_at_least(self.any_noise)}",
         ]
+        if self.proven is not None and not self.of_the_run:
+            own = "the run has no such figure of its own yet"
+            if self.own is not None and self.own_rounds is not None:
+                own = f"the run's own line is ε = {figure(self.own)} after {_rounds(self.own_rounds)}"
+            lines.append(f"these figures are the mechanism's and not this run's: {own}")
         if self.contradicts:
             lines.append(
                 "this CONTRADICTS what is proven: noise, clipping or accounting is broken, or a chance of "
                 f"{1 - self.confidence:.0%} has come true (repeat with another seed)"
             )
+        elif not self.could_contradict:
+            lines.append("no guesses could have contradicted this claim: there are too few canaries for it")
         elif self.expected is not None:
             lines.append(
                 f"noise that spends all of its claim shows about ε ≥ {self.expected:.3g} in such a game: what lies "
@@ -264,9 +351,11 @@ def _server_line(
         return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
     # Whoever has a client's help takes that one's part out of the sum.
     over = caveats.over or ("a round's clients" if sees == "sees" else "a round's honest clients")
-    return Line(
-        SERVER, "aggregate only", f"{sees} the sum over {over} and nothing else", assumptions=caveats.assumptions
-    )
+    why = f"{sees} the sum over {over} and nothing else"
+    if unread:
+        fields = ", ".join(release.field for release in read)
+        why = f"{sees} the sum over {over} of {fields}, and of all else nothing but {unread[0].hiding}"
+    return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
 
 
 def _noised_line(
@@ -341,7 +430,7 @@ def _spent_line(adversary: str, accountant: Accountant, delta: float, unit: str,
         worst_client=client,
         unit=what,
         relation=relation,
-        assumptions=(*caveats.assumptions, *([] if proven else [_PLACES]), *([_ARRIVALS] if trusting else [])),
+        assumptions=(*caveats.assumptions, *([] if proven else [_PLACES]), *([HONEST_ARRIVALS] if trusting else [])),
     )
 
 

@@ -36,7 +36,8 @@ class ClientState:
     last, and `unexplained` counts rounds of that run in which it has revealed shares and was never shown what its
     neighbours signed. Where the model lives with clients, `group` is what they share, `held` the model, `pending`
     what the round it works on has brought so far, `transcript` what its last masks were bound to besides their graph,
-    and `misread` how many sums of that run it has refused.
+    and `misread` how many sums of that run it has refused. `grouped` is with whom it is summed through a whole run, all
+    attempts at it included, where a round's clients are in groups.
     """
 
     client: int
@@ -55,6 +56,7 @@ class ClientState:
     misread: int = 0
     epoch: int = -1
     unexplained: int = 0
+    grouped: tuple[int, ...] = ()
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -130,10 +132,11 @@ class ClientState:
         from fedveil.protocol.key_agreement import Keyring
 
         facts, tensors = from_stored(unseal(sealed, key=key, purpose=_PURPOSE))
+        facts = {"grouped": [], **facts}  # which earlier versions did not know
         try:
             known = {fact.name: facts[_STORED.get(fact.name, fact.name)] for fact in fields(ClientState)}
             keys, group, held, pending = (known[name] for name in ("keys", "group", "held", "pending"))
-            known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort")}
+            known |= {name: tuple(known[name]) for name in ("answered", "revealed", "cohort", "grouped")}
             known |= {
                 "keys": None if keys is None else Keyring.restored(known["client"], keys),
                 "group": None if group is None else Group.restored(group),

@@ -182,6 +182,7 @@ SECTIONS = ContributionSections(
         "gradients": "the client's gradient(s) on its batch, or its update",
         "values": "the training loss on its batch, or the φ values that combine into it",
         "statistics": "BatchNorm mean and variance of its batch",
+        "figures": "sums over samples that the client holds back: how many, their loss, and how they were answered",
         "within": "whether its update is within the round's clip, as plus or minus its number of samples",
         "weight": "how many samples it has",
         "ballot": "a one for each of the client's largest changes",
@@ -198,6 +199,10 @@ class Upload(Reply):
     round: Round
     attempt: Attempt
     payload: Annotated[Tensor, Shape((*REALS, torch.int64), ("contribution",)), SECTIONS]
+
+    def dense(self, length: int) -> Tensor:
+        """The contribution of `length` numbers, as one vector; a part of it where that is what was sent."""
+        return self.payload
 
 
 @message

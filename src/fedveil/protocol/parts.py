@@ -21,7 +21,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast, ClipBroadcast, Downlink
 from fedveil.errors import Code, ConfigError, ProtocolError
-from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip
+from fedveil.ledger.caveats import KNOWN_START, RunFacts, adaptive_clip, shrinking_noise
 from fedveil.ledger.correlated import NoiseLayout
 from fedveil.ledger.releases import Caveats, Release
 from fedveil.protocol.client_state import ClientState
@@ -41,13 +41,14 @@ Holder = Literal["server", "clients"]
 
 @dataclass(frozen=True, eq=False)
 class RoundContext:
-    """What both roles know about a round."""
+    """What both roles know about a round; and, of the server alone, who is in which of the run's `groups`."""
 
     round: int
     attempt: int
     cohort: tuple[int, ...]
     directory: Directory | None = None
     beacon: bytes = b""
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def check_scheduled(self) -> None:
         """Refuse a round that is not of the epoch, or with other clients than were settled before graphs were drawn."""
@@ -188,14 +189,22 @@ def _planned(plan: NoisePlan, context: RoundContext, work: LocalWork) -> NoiseLa
     # Remembered by context, which simulated clients share.
     samples, limits = context.samples(), bounded(work)
     reach = [limits.sensitivity(count) for count in samples]
-    return plan.noise_layout(context.cohort, samples, reach, seed=context.graph_seed())
+    return plan.noise_layout(context.cohort, samples, reach, seed=context.graph_seed(), round=context.round)
 
 
 def answered(plan: NoisePlan, state: ClientState, work: LocalWork) -> NoiseLayout:
     """The noise of the round a client answered last, by what it remembers."""
     samples = state.ring().known().samples_of(state.cohort)
     reach = [bounded(work).sensitivity(count) for count in samples]
-    return plan.noise_layout(state.cohort, samples, reach, seed=bytes.fromhex(state.graph))
+    return plan.noise_layout(state.cohort, samples, reach, seed=bytes.fromhex(state.graph), round=state.answered[0])
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Noise of deviation `sigma` in a sum of gradients that are taken to lie within a ball of radius `sensitivity`."""
+
+    sigma: float
+    sensitivity: float
 
 
 class Central(Protocol):
@@ -207,8 +216,8 @@ class Central(Protocol):
         ...
 
     @property
-    def assumed_sigma(self) -> float | None:
-        """The deviation of noise that rests on an assumption, where it is such noise."""
+    def assumed_noise(self) -> Assumed | None:
+        """The noise that rests on an assumption, where it is such noise."""
         ...
 
     def caveats(self) -> Caveats:
@@ -250,8 +259,8 @@ class Channel(Protocol):
         return None
 
     @property
-    def assumed_sigma(self) -> float | None:
-        """The deviation of noise in the sum that rests on an assumption, where there is such noise."""
+    def assumed_noise(self) -> Assumed | None:
+        """The noise in the sum that rests on an assumption, where there is such noise."""
         return None
 
     def own_sigma(self, clients: int) -> float | None:
@@ -338,6 +347,14 @@ class Uplink(Channel, Protocol):
     def gives_away(self, state: ClientState, request: Request) -> tuple[tuple[int, int], ...]:
         """Client side: the pairs whose noise is known to the server once clients have answered `request`."""
         return ()
+
+    def lasting_groups(self, context: RoundContext) -> tuple[tuple[int, ...], ...]:
+        """Server side: who is with whom from this round to the end of the run; none where one sum is all."""
+        return ()
+
+    def asked(self, context: RoundContext, able: tuple[int, ...]) -> tuple[int, ...]:
+        """Server side: whom a round asks, of all that are able to take part."""
+        return able
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> Summing:
         """Server side: where this round's uploads are folded."""
@@ -448,14 +465,14 @@ class Scheme:
         return self.uplink.plan if self.central is None else self.central.plan
 
     @property
-    def assumed_sigma(self) -> float | None:
-        """The deviation of noise in the sum that rests on an assumption, wherever it is added."""
-        return self.uplink.assumed_sigma if self.central is None else self.central.assumed_sigma
+    def assumed_noise(self) -> Assumed | None:
+        """The noise in the sum that rests on an assumption, wherever it is added."""
+        return self.uplink.assumed_noise if self.central is None else self.central.assumed_noise
 
     @property
     def noisy(self) -> bool:
         """Whether noise goes into the training."""
-        return self.plan is not None or self.assumed_sigma is not None
+        return self.plan is not None or self.assumed_noise is not None
 
     @property
     def readable(self) -> bool:
@@ -469,7 +486,10 @@ class Scheme:
         downlink = Caveats(unprotected=(KNOWN_START,)) if self._seen_through else self.downlink.caveats()
         rule = adapting(self.work)
         work = Caveats() if rule is None else Caveats(notes=(adaptive_clip(rule.share, rule.longer),))
-        parts = (self.uplink.caveats(run), downlink, central, work)
+        shrinking = Caveats()
+        if self.plan is not None and self.plan.target.decay != 1:
+            shrinking = Caveats(notes=(shrinking_noise(*self.plan.target.shrinking()),))
+        parts = (self.uplink.caveats(run), downlink, central, work, shrinking)
         return replace(self, caveats=self.caveats.followed_by(*parts))
 
     @property

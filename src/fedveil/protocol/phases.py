@@ -7,6 +7,7 @@ the run's record deals with the others (`runs/loop.py`):
                  ── RoundBegins ► privacy journal, written before the next Ask
                  ── RoundDone ──► metrics, checkpoint; the only place to stop and resume
                  ── RunStopped ─► the reason, for a person
+                 ── RunJudged ──► figures of the last model, where clients hold back samples
 
 One phase, in `gather`: everybody of `Ask.to` is sent `common`, and its own of `each`. An answer is folded into the
 accumulator as it comes and not kept. A client ends up in one of three lists, and the server decides by these alone:
@@ -32,6 +33,8 @@ from fedveil.protocol.messages import DeclaredReleases, Reply, Request, awaited_
 from fedveil.shapes import Sizes, Types, check, named
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fedveil.protocol.messages import Aggregate
 
 
@@ -145,6 +148,11 @@ class Gathered:
     bytes_down: int
     bytes_up: int
 
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """Whose answer the server has got, be it that it was not taken."""
+        return tuple(sorted({*self.arrived, *(client for client, why in self.refused.items() if why.came)}))
+
     def and_then(self, later: Gathered) -> Gathered:
         """The first phase's arrivals, with the traffic and refusals of a later phase of the same round."""
         return Gathered(
@@ -163,7 +171,8 @@ class RoundBegins:
     `samples` are the cohort's sample counts, as announced (empty where nobody announces them).
 
     Yielded again when uploads are missing and clients are about to be asked for what opens the sum without
-    them: then it says what `arrived` (None: everything may) and which pairs' noise will be `revealed`.
+    them: then it says what `arrived` (None: everything may), what besides was `seen`, having been refused, and which
+    pairs' noise will be `revealed`.
     """
 
     round: int
@@ -173,6 +182,17 @@ class RoundBegins:
     arrived: tuple[int, ...] | None = None
     revealed: tuple[tuple[int, int], ...] = ()
     samples: tuple[int, ...] = ()
+    seen: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class HeldBack:
+    """What clients' held-back samples say of the model that they were sent: how many, their mean loss, and sums that
+    answers are counted by."""
+
+    samples: float
+    loss: float
+    counts: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +200,7 @@ class RoundDone:
     """A round boundary: the only place where a run can be stopped and resumed.
 
     `aggregate` is what clients that hold the model themselves will be sent, to move it by. `code` says for programs why
-    the round `failed`.
+    the round `failed`. `held_back` is about the model that the round began with.
     """
 
     round: int
@@ -191,6 +211,7 @@ class RoundDone:
     revealed: tuple[tuple[int, int], ...] = ()
     aggregate: Aggregate | None = None
     code: Code | None = None
+    held_back: HeldBack | None = None
 
     @property
     def bad(self) -> bool:
@@ -210,7 +231,16 @@ class RunStopped:
     reason: str
 
 
-Step = Ask | RoundBegins | RoundDone | RunStopped
+@dataclass(frozen=True, eq=False)
+class RunJudged:
+    """After the last round: what clients' held-back samples say of the model that the run ends with, or why nobody
+    knows."""
+
+    held_back: HeldBack | None
+    failed: str = ""
+
+
+Step = Ask | RoundBegins | RoundDone | RunStopped | RunJudged
 Steps = Generator[Step, "Gathered | None", None]
 
 
@@ -222,7 +252,7 @@ class Engine(Protocol):
         ...
 
 
-def asked(steps: Steps, engine: Engine) -> Iterator[RoundBegins | RoundDone | RunStopped]:
+def asked(steps: Steps, engine: Engine) -> Iterator[RoundBegins | RoundDone | RunStopped | RunJudged]:
     """A server's steps, every `Ask` of them answered by an engine; the others are for whoever keeps the run's record.
 
     The next one is not asked for before the last has been dealt with.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedveil.errors import Code, ProtocolError
 from fedveil.ledger.correlated import NoiseLayout
-from fedveil.protocol.parts import RoundContext, Terms, bounded, planned
+from fedveil.protocol.parts import RoundContext, Terms, adapting, bounded, planned
 from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.work.messages import LocalWork
@@ -38,25 +38,30 @@ _WIDER = 1 + 2.0**-18
 
 @dataclass(frozen=True)
 class Reach:
-    """How long a vector can be, and how large each of its numbers."""
+    """How long a vector can be, and how large each of its numbers; where a clip follows the updates, the last of them
+    answers whether they were within it, and is no larger than that takes."""
 
     norm: float
     number: float
+    answer: float | None = None
 
     @staticmethod
     def of(samples: Sequence[int], work: LocalWork, *, variance: float, length: int) -> Reach:
         """That of a sum of clipped contributions, of clients with so many `samples`, under noise of this variance."""
         clipped = sum(samples) * bounded(work).largest * (1 + ROUNDING)
         sigma, root = math.sqrt(variance * _WIDER), math.sqrt(length * _TAIL)
-        return Reach(
-            clipped + sigma * math.sqrt(length + 2 * root + 2 * _TAIL),
-            clipped + sigma * math.sqrt(2 * (_TAIL + math.log(2 * max(length, 1)))),
-        )
+        largest = sigma * math.sqrt(2 * (_TAIL + math.log(2 * max(length, 1))))
+        rule, answer = adapting(work), None
+        if rule is not None and work.clip is not None:
+            answer = sum(samples) * work.clip * rule.mark * (1 + ROUNDING) + largest
+        return Reach(clipped + sigma * math.sqrt(length + 2 * root + 2 * _TAIL), clipped + largest, answer)
 
     def check(self, vector: Tensor, what: str) -> None:
         """Refuse a vector that is longer, or holds a larger number, or one that is no number."""
         norm, largest = float(vector.norm()), float(vector.abs().max()) if len(vector) else 0.0
-        measured = ((norm, self.norm, "is {:.3g} long"), (largest, self.number, "holds a number of {:.3g}"))
+        measured = [(norm, self.norm, "is {:.3g} long"), (largest, self.number, "holds a number of {:.3g}")]
+        if self.answer is not None:
+            measured.append((abs(float(vector[-1])), self.answer, "answers {:.3g} to whether updates were clipped"))
         for figure, most, said in measured:
             if not figure <= most:
                 raise ProtocolError(

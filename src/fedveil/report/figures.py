@@ -243,13 +243,18 @@ def _against_epsilon(groups: Sequence[SourceGroup], worth: Worth, adversary: str
         for group, line in lines
         if line is not None and line.epsilon is not None
     }
+    others = {
+        group.slot: "" if (other := line.add_remove_epsilon) is None else f" (add/remove: {plain(other)})"
+        for group, line in lines
+        if line is not None
+    }
     without = [group for group, line in lines if line is None or line.epsilon is None]
     outright = [(x, group) for x, group in proven if verdicts[group.slot] == _PROVEN]
     traces, best = _with_front(outright, worth) if outright else ([], [])
     for x, group in proven:
         verdict = verdicts[group.slot]
         note = "" if verdict == _PROVEN else f", {verdict}"
-        point = _point(group, x, worth, f"ε = {plain(x)} for {units[group.slot]}{note}")
+        point = _point(group, x, worth, f"ε = {plain(x)} for {units[group.slot]}{others[group.slot]}{note}")
         if note:
             point["marker"]["symbol"] += "-open"
         traces.append(point)

@@ -16,10 +16,11 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from fedveil.config import RunConfig, parse_model_options
+from fedveil.config import RunConfig
 from fedveil.errors import ConfigError, missing_extra
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER
 from fedveil.ledger.statement import Ledger
+from fedveil.plain import parse_model_options
 from fedveil.report.figures import Figure, Worth, curves, trade_offs, worth_of
 from fedveil.report.judged import JudgedView, constant_answer, judged_table, judged_views, reliability
 from fedveil.report.sources import (
@@ -206,6 +207,8 @@ def _lead(runs: Sequence[Run]) -> str:
 def _tiles(group: SourceGroup, worth: Worth) -> Pairs:
     line = group.line(SERVER)
     held = DASH if line is None else (plain(line.epsilon) if line.epsilon is not None else "none proven")
+    if line is not None and (other := line.add_remove_epsilon) is not None:
+        held += f" (add/remove: {plain(other)})"
     return (
         (worth.title, spread(group.values(worth.name), worth.shown)),
         ("ε against the server", held),
@@ -289,10 +292,20 @@ def _trained(group: SourceGroup) -> dict[str, str]:
         ("Clients", _text(last.get("clients", settings.get("clients")))),
         ("Rounds", f"{_text(last.get('rounds', last.get('round')))} of {_text(settings.get('rounds'))}"),
         ("Loss", _text(last.get("loss")) if run.ended else ""),
+        ("By clients' held-back samples", _by_clients(last)),
         ("Seeds" if len(group.runs) > 1 else "Seed", ", ".join(_text(run.seed) for run in group.runs)),
         ("Machine", f"{_text(settings.get('device'))}, {_text(settings.get('dtype'))}, {engine}"),
     ]
     return {name: value for name, value in pairs if value}
+
+
+def _by_clients(last: Mapping[str, Any]) -> str:
+    """What clients say together of the model, by samples that they held back."""
+    named = {"accuracy": percent, "mse": plain, "loss": plain}
+    told = [(name, number(last, f"client_test_{name}")) for name in named]
+    figures = [f"{name} {named[name](value)}" for name, value in told if value is not None]
+    samples = number(last, "client_test_samples")
+    return f"{', '.join(figures)}, of {samples:.0f} samples" if figures and samples is not None else ""
 
 
 def _hidden(last: Mapping[str, Any]) -> str:

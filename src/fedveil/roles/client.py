@@ -290,7 +290,9 @@ class ClientRole(Participant):
         context = self._context(request, *((None, b"") if ring is None else (ring.directory, ring.beacon)))
         context.check_scheduled()
         state = self._uplink.admit(state, context, private)
-        self._policy.check_cohort(state.client, self._uplink.summed_with(len(context.cohort)))
+        together = [peer for peer in state.grouped if peer in context.cohort]
+        size = len(together) if together else self._uplink.summed_with(len(context.cohort))
+        self._policy.check_cohort(state.client, size)
         self._check_clip(state, request)
         if context.directory is not None:
             context.check_sizes(state.client, self._policy.size_ratio(self._scheme.max_size_ratio), samples=samples)

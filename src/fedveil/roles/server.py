@@ -6,6 +6,7 @@ It knows no clock, thread, socket or file. Whoever drives it (`runs/loop.py`) ca
     RoundBegins  a round is about to be asked for                        → the privacy journal is written first
     RoundDone    a round is over                                         → metrics, checkpoint
     RunStopped   the run ends before its last round                      → somebody is told why
+    RunJudged    clients that hold back samples have judged the model    → the summary
 
 The run (`Conductor.run`)
 
@@ -60,11 +61,23 @@ from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.key_agreement import Introductions
 from fedveil.protocol.messages import DeclaredReleases, Request, Train, released_fields
 from fedveil.protocol.parts import RoundContext, Scheme, Summing, adapting, check_length
-from fedveil.protocol.phases import Ask, DeclaredOnly, Gathered, Inbox, RoundDone, RunStopped, Step, Steps
+from fedveil.protocol.phases import (
+    Ask,
+    DeclaredOnly,
+    Gathered,
+    HeldBack,
+    Inbox,
+    RoundDone,
+    RunJudged,
+    RunStopped,
+    Step,
+    Steps,
+)
 from fedveil.protocol.plausible import check_sum
 from fedveil.protocol.trimming import outvoted
 from fedveil.secrets import SecretSource
 from fedveil.work.batches import Schedule
+from fedveil.work.held_back import FIGURES
 
 _LATECOMERS_EVERY = 10
 
@@ -104,13 +117,14 @@ class Conductor(ABC):
         self._stopped = False
         self._declared = DeclaredReleases(scheme.releases(architecture))
         self._introductions: Introductions | None = None
+        self._judged = FIGURES in self._terms.layout.names
         drawn = self._secrets.stream("run", state.attempt).bytes(16).hex()
         if scheme.uplink.introduction != "none":
             self._introductions = Introductions(
                 scheme.uplink.introduction,
                 run.get("name", "") + drawn,
                 cohort=self._cohort,
-                rounds=max(self._rounds, 1),
+                rounds=max(self._rounds, 1) + self._judged,
                 max_size_ratio=scheme.max_size_ratio,
                 earlier=run.get("announced"),
             )
@@ -118,7 +132,10 @@ class Conductor(ABC):
     def run(self) -> Steps:
         """Train until the last round; every boundary yields a `RoundDone`, and no `Ask` carries or takes what is
         undeclared."""
-        steps, answer = self._steps(), None
+        return self._declared_alone(self._steps())
+
+    def _declared_alone(self, steps: Steps) -> Steps:
+        answer = None
         while True:
             try:
                 step = steps.send(answer)
@@ -253,7 +270,9 @@ class ServerState:
     clip: float | None = None
     """The next round's clip, where it follows the updates; None: that of the settings."""
     bad_rounds: int = 0
-    """How many rounds in a row have failed because honest clients cannot have sent what came of them."""
+    """How many rounds since the last good one have failed because of what clients sent in them."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Who is summed with whom through the whole run, where clients are in groups that the server cannot see into."""
 
     @staticmethod
     def fresh(weights: Weights, velocity: Tensor | None = None) -> ServerState:
@@ -280,10 +299,23 @@ class ServerRole(Conductor):
         self._adaptive = adapting(scheme.work)
         self._mover = Mover(architecture, optimiser)
         self._owed: dict[int, Request] = {}
+        self._figures: Tensor | None = None
         self.state: ServerState = state
         self._declared.check([f"upload.{name}" for name in self._terms.layout.names])
 
-    def _round(self, context: RoundContext, able: tuple[int, ...]) -> Steps:
+    def _finish(self) -> Steps:
+        """Where clients hold back samples, have them judge the last model: a round that moves nothing."""
+        if not self._judged:
+            return
+        try:
+            context, able = yield from self._assembled()
+            self._scheme.uplink.fits(len(able))
+        except ConfigError as reason:
+            yield RunJudged(None, str(reason).rstrip("."))
+            return
+        yield from self._round(context, able, moves=False)
+
+    def _round(self, context: RoundContext, able: tuple[int, ...], *, moves: bool = True) -> Steps:
         state, uplink = self.state, self._uplink
         veil = self._scheme.downlink.veil(
             self._architecture,
@@ -291,6 +323,10 @@ class ServerRole(Conductor):
             stream=self._secrets.stream("veil", state.round),
             head_level=state.head_level,
         )
+        state.groups = state.groups or uplink.lasting_groups(context)
+        if state.groups:
+            context = replace(context, groups=state.groups)
+            able = uplink.asked(context, able)
         total = uplink.accumulator(context, self._terms, device=state.weights.parameters.device)
         named = None if self._introductions is None else torch.tensor(context.cohort, dtype=torch.int64)
         broadcast = veil.broadcast()
@@ -299,7 +335,8 @@ class ServerRole(Conductor):
         request = Train(context.round, context.attempt, broadcast, named)
         owed = {client: self._owed[client] for client in able if client in self._owed}
         begins = context.begins()
-        yield begins
+        if moves:
+            yield begins
         gathered = yield Ask(able, request, total, each=owed)
         assert gathered is not None
         for client in gathered.arrived:  # whoever is missing may not have been told, and is told again
@@ -314,22 +351,38 @@ class ServerRole(Conductor):
             while phase is not None:
                 revealed = uplink.revealed(total)
                 if len(traffic.arrived) < len(context.cohort):
-                    yield replace(begins, arrived=traffic.arrived, revealed=revealed)
+                    yield replace(begins, arrived=traffic.arrived, revealed=revealed, seen=traffic.seen)
                 answer = yield phase
                 assert answer is not None
                 gathered, traffic = answer, traffic.and_then(answer)
                 phase = uplink.open(total, gathered, context)
+            self._figures = None
             recovered, clip = self._recovered(veil, total, context, arrived=traffic.arrived)
         except ProtocolError as reason:
             failed, code = str(reason), reason.code
         self._owe(uplink.parting(total))
+        held_back = None if failed else self._held_back(veil)
+        if not moves:
+            yield RunJudged(held_back, failed)
+            return
         state.round += 1
         if failed:
             yield RoundDone(context.round, None, context.cohort, traffic, failed=failed, revealed=revealed, code=code)
             return
         self._take(recovered, round=context.round)
         state.clip = clip
-        yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed)
+        yield RoundDone(context.round, recovered.loss, context.cohort, traffic, revealed=revealed, held_back=held_back)
+
+    def _held_back(self, veil: Veil) -> HeldBack | None:
+        """What clients' held-back samples say of the model under this veil."""
+        sums = self._figures
+        if sums is None or not float(sums[0]) > 0:
+            return None
+        tensors, size = self._terms.layout.sections[0][1]
+        values = sums[1 : 1 + tensors] / sums[0]
+        loss = veil.recover(Mean(values.new_zeros(tensors, size), values, values.new_zeros(0))).loss
+        assert loss is not None
+        return HeldBack(float(sums[0]), loss, sums[1 + tensors :])
 
     def _take(self, recovered: Recovered, *, round: int) -> None:
         """Move the model by what a round has brought."""
@@ -345,7 +398,16 @@ class ServerRole(Conductor):
         noise_layout = self._scheme.noise_layout(context, self._terms)
         if noise_layout is None:
             return
-        over = self._accountant.exceeded_by(noise_layout, arrived=gathered.arrived, revealed=revealed)
+        seen = gathered.seen
+        over = self._accountant.exceeded_by(noise_layout, arrived=gathered.arrived, revealed=revealed, seen=seen)
+        spoilt = over & {client for client in seen if client not in gathered.arrived}
+        if spoilt and self._introductions is not None:
+            # Whoever sends what must be refused pays for having been seen; once it cannot, others do without it.
+            self._introductions.leave_out(spoilt)
+            raise ProtocolError(
+                f"the upload of client {min(spoilt)} was refused, and taking off the noise that others share with it "
+                "would bring it over the privacy target: it takes no further part"
+            )
         if over and (not revealed or self._accountant.honest_arrivals):
             raise ProtocolError(
                 f"{len(context.cohort) - len(gathered.arrived)} of {len(context.cohort)} uploads are missing, and with "
@@ -393,11 +455,13 @@ class ServerRole(Conductor):
         assert start is not None
         answers = float(sums["within"] / sums["weight"]) / (start * self._adaptive.mark)
         in_full = replace(recovered, gradient=recovered.gradient * (now / start))  # it came in units of the clip
-        return in_full, self._adaptive.following(now, answers)
+        return in_full, self._adaptive.following(now, answers, start=start)
 
     def _weighed(self, summed: Tensor, context: RoundContext, arrived: Sequence[int]) -> dict[str, Tensor]:
         """A sum by its sections, with the weight of those that are in it."""
         sums = dict(self._terms.layout.split(summed))
+        if self._judged:
+            self._figures = sums[FIGURES] if self._figures is None else self._figures + sums[FIGURES]
         sums["weight"] = self._weight(sums["weight"], context, arrived)
         if not float(sums["weight"]) > 0:
             raise ProtocolError("the uploads' weights do not add up to a positive number")

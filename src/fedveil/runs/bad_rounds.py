@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, spelled
 from fedveil.protocol.phases import RoundDone
 from fedveil.roles.server import ServerState
 from fedveil.runs.callbacks import Row
 from fedveil.runs.job import Job
+from fedveil.runs.monitor import skips_bad_rounds
 
 _CLIENTS_NAMED = 20
 _MOST_BAD = 3
+_LEAST_LOSS = 1e-6
 
 
 def refused_round(row: Row) -> str:
@@ -26,16 +27,23 @@ def refused_round(row: Row) -> str:
     )
 
 
-def too_many(config: RunConfig, state: ServerState) -> bool:
+def too_many(job: Job, state: ServerState) -> bool:
     """Whether a run ends here because of bad rounds."""
-    return state.bad_rounds >= (1 if config.on_bad_round == "stop" else config.max_bad_rounds or _MOST_BAD)
+    skips = skips_bad_rounds(job.config, job.scheme)
+    return state.bad_rounds >= (job.config.max_bad_rounds or _MOST_BAD if skips else 1)
 
 
-def why_stopped(config: RunConfig, state: ServerState) -> str:
+def why_stopped(job: Job, state: ServerState) -> str:
     """Why it does."""
-    rule = spelled("on_bad_round", "stop") if config.on_bad_round == "stop" else spelled("max_bad_rounds")
-    count = f"{state.bad_rounds} rounds in a row were" if state.bad_rounds > 1 else f"round {state.round} was"
-    return f"{count} refused for what clients sent in them ({rule})"
+    skips = skips_bad_rounds(job.config, job.scheme)
+    rule = spelled("max_bad_rounds") if skips else spelled("on_bad_round", "stop")
+    if job.config.on_bad_round is None and not skips:
+        rule += ", as where masks alone hide what clients send"
+    if state.bad_rounds == 1:
+        return f"round {state.round} was refused for what clients sent in it ({rule})"
+    return (
+        f"{state.bad_rounds} rounds, and no good one between them, were refused for what clients sent in them ({rule})"
+    )
 
 
 def check_guard(job: Job) -> None:
@@ -58,13 +66,19 @@ class LossGuard:
     """Takes a round back that makes the loss on held-out samples more than `most` times as large, or no number.
 
     What it compares with is the loss of the model that the round began with, so that a run that is resumed decides the
-    same.
+    same. Losses are compared by their ratio: one below 10⁻⁶ counts as that, and one that begins below 0 is refused.
     """
 
     def __init__(self, most: float, state: ServerState, loss: Callable[[], float]) -> None:
         self._most = most
         self._loss = loss
-        self._keep(state, loss())
+        begun = loss()
+        if not begun >= 0:
+            raise ConfigError(
+                f"{spelled('max_loss_jump')} says how many times as large a loss may become, and on the held-out "
+                f"samples this one begins with {begun:.4g}: give a loss that is never negative, or leave the bound out."
+            )
+        self._keep(state, begun)
 
     def _keep(self, state: ServerState, loss: float) -> None:
         self._before, self._good = replace(state, weights=state.weights.clone(), velocity=state.velocity.clone()), loss
@@ -72,7 +86,7 @@ class LossGuard:
     def judged(self, done: RoundDone, state: ServerState) -> RoundDone:
         """The round as it counts; where it is taken back, `state` is what it was before, but for its number."""
         loss = self._loss()
-        if loss <= self._most * self._good:
+        if loss <= self._most * max(self._good, _LEAST_LOSS):
             self._keep(state, loss)
             return done
         before = self._before

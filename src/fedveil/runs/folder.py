@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedveil.config import BEFORE, RunConfig
+from fedveil.config import RunConfig, as_before
 from fedveil.data.description import Description
 from fedveil.errors import CheckpointError, ConfigError, naming, spelled
 from fedveil.ledger.statement import Ledger, MeasuredEpsilon
@@ -104,6 +104,7 @@ class RunFolder:
         self._beside_file = self.path / "metrics.resumed.jsonl"
         self._rows_file = self.metrics_file
         self._held: list[int] = []
+        self._groups: tuple[tuple[int, ...], ...] = ()
 
     def take(self) -> None:
         """Hold the folder against other processes until it is released; one that leads elsewhere is refused."""
@@ -187,7 +188,7 @@ class RunFolder:
                 f"The run in {self.path} was started with the {engine} engine, and its clients keep their part of it "
                 f"there: resume it with {way}."
             )
-        return BEFORE | RunConfig.read(self.config_file)
+        return as_before(RunConfig.read(self.config_file))
 
     def config(
         self, changes: Mapping[str, Any] | None = None, *, say: Callable[[str], None] = lambda text: None
@@ -242,6 +243,22 @@ class RunFolder:
         """Remember up to where the privacy journal has come."""
         if facts := self._remembered():
             write_atomically(self._attempts, json.dumps({**facts, "journal": mark}))
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Who is summed with whom through the run, all attempts at it included; none where nobody has written that."""
+        groups = self._remembered().get("groups", [])
+        if not isinstance(groups, list) or not all(isinstance(group, list) for group in groups):
+            raise CheckpointError(f"{self._attempts} is damaged: its groups are no lists of clients.")
+        clients = [client for group in groups for client in group]
+        if not all(type(client) is int for client in clients) or len(set(clients)) < len(clients):
+            raise CheckpointError(f"{self._attempts} is damaged: its groups are no lists of clients.")
+        return tuple(tuple(group) for group in groups)
+
+    def keep_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Write down, before any of them is asked, who is summed with whom."""
+        if groups and groups != self._groups:
+            write_atomically(self._attempts, json.dumps({**self._remembered(), "groups": groups}))
+            self._groups = groups
 
     def _remembered(self) -> dict[str, Any]:
         try:
@@ -308,7 +325,7 @@ class RunFolder:
         figures = all(
             figure(value) or (value is None and name not in _ALWAYS)
             for name, value in {**dict.fromkeys(_ALWAYS), **summary}.items()
-            if name in _CLOSING or name.startswith(("client_view_", "test_", "validation_"))
+            if name in _CLOSING or name.startswith(("client_view_", "client_test_", "test_", "validation_"))
         )
         texts = all(isinstance(summary.get(name, ""), str) for name in _TEXTS)
         texts = texts and all(name in summary for name in ("scheme", "holder", "loss"))
@@ -399,15 +416,26 @@ def read_ledger(
     file = RunFolder(path).ledger_file if path.is_dir() else path
     if not file.exists():
         if (path / "config.toml").exists():
-            return _so_far(RunFolder(path), own or {}, say)
+            return _with_measured(_so_far(RunFolder(path), own or {}, say), path)
         raise CheckpointError(f"There is no run at {path}: give a run folder or its ledger.json.")
-    ledger = ledger_from(read_named(file), where=str(file))
-    measured = file.parent.joinpath(*MEASURED)
-    if not measured.exists():
+    return _with_measured(ledger_from(read_named(file), where=str(file)), file.parent)
+
+
+def _with_measured(ledger: Ledger, folder: Path) -> Ledger:
+    """The same with what a game has measured, if one was played."""
+    file, measured = folder.joinpath(*MEASURED), ledger.measured
+    if file.exists():
+        measured = made(MeasuredEpsilon, read_named(file), where=f"{file} is no measurement, or")
+    if measured is None:
         return ledger
-    return replace(
-        ledger, measured=made(MeasuredEpsilon, read_named(measured), where=f"{measured} is no measurement, or")
-    )
+    try:
+        measured.check()
+        return replace(ledger, measured=measured.beside(ledger))
+    except ConfigError as reason:
+        raise CheckpointError(
+            f"What was measured in {folder} is not what a game gives: {reason} Remove {file}, and audit the run again "
+            "with --one-run."
+        ) from reason
 
 
 def _so_far(folder: RunFolder, changes: Mapping[str, Any], say: Callable[[str], None]) -> Ledger:

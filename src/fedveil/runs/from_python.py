@@ -85,7 +85,10 @@ def job_of_objects(
     if config.class_weights == BALANCED:
         counts = class_counts(torch.cat([whole(client.y) for client in pool.clients]), facts.outputs)
     shape, augment = (given if callable(given := settings.get(name)) else None for name in ("lr_schedule", "augment"))
-    common = agreed(config, clients=len(pool), task=task, own=info, loss=own, counts=counts, shape=shape)
+    outputs = facts.outputs
+    common = agreed(
+        config, clients=len(pool), task=task, outputs=outputs, own=info, loss=own, counts=counts, shape=shape
+    )
     if common.scheme.plan is not None:
         for party in parties:
             if isinstance(party, LazySamples):

@@ -20,7 +20,7 @@ from fedveil.data import Dataset, Split
 from fedveil.data.description import Description, describe_split
 from fedveil.data.preparation import Preparation
 from fedveil.data.sources import EMBEDDED
-from fedveil.downlink import Architecture, Weights, assemble, draw
+from fedveil.downlink import Architecture, Weights, draw_for
 from fedveil.downlink.architecture import draw_secret_epsilon
 from fedveil.downlink.export import verified, verify
 from fedveil.downlink.scales import Coverage, coverage, require_coverage
@@ -35,8 +35,10 @@ from fedveil.plain import read_text
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme, bounded
 from fedveil.roles.server import Optimiser
+from fedveil.runs.client_figures import judged_by_clients
 from fedveil.runs.judgement import probabilities
 from fedveil.runs.monitor import best_note, guard_note
+from fedveil.runs.moving_state import refuse_moving_state
 from fedveil.runs.objective import BALANCED, check_weights, class_counts, loss_of, own_assumptions, weights_note
 from fedveil.runs.own_metrics import OwnMetrics
 from fedveil.runs.pretrained import FROZEN, HANDED, PUBLISHED, fill_from, nothing_hidden
@@ -44,6 +46,7 @@ from fedveil.runs.recipe import augmentation_of, optimiser_of, rate_of, schedule
 from fedveil.schemes import SchemeInfo, Setting
 from fedveil.schemes.registry import Option
 from fedveil.secrets import OsSecrets, SecretSource, SecretStream, SeededSecrets
+from fedveil.uplink.grouped import check_grouped
 from fedveil.work import Batches, BinaryCrossEntropy, Loss
 from fedveil.work.batches import Factor
 from fedveil.work.clipping import refuse_batch_norm
@@ -232,7 +235,7 @@ class Job:
             said = (*said, PUBLISHED)
         elif self.architecture.table is not None and self.facts.name is None and self.config.public_start is None:
             said = (*said, HANDED)
-        return (*said, *best_note(self), *guard_note(self.config))
+        return (*said, *best_note(self), *guard_note(self.config, self.scheme))
 
     @property
     def own_epsilon_lost(self) -> bool:
@@ -351,8 +354,9 @@ def job_from_config(config: RunConfig, *, describe: bool = False) -> Job:
     placed = split.train.to(dtype=dtype_of(config), device=device_of(config))
     pool = ClientPool.shared(placed.x, placed.y, parts)
     counts = class_counts(split.train.y, split.train.outputs) if config.class_weights == BALANCED else None
-    common = agreed(config, clients=len(pool), task=facts.task, counts=counts)
-    job = assemble_job(config, model, pool, split.test, facts, validation=split.validation, common=common)
+    common = agreed(config, clients=len(pool), task=facts.task, outputs=facts.outputs, counts=counts)
+    validation, groups = split.validation, split.train.groups
+    job = assemble_job(config, model, pool, split.test, facts, common=common, validation=validation, groups=groups)
     description = describe_split(split, parts, names) if describe else None
     return replace(job, client_names=names, description=description, remarks=split.remarks)
 
@@ -381,6 +385,7 @@ def agreed(
     *,
     clients: int,
     task: str,
+    outputs: int = 1,
     own: SchemeInfo | None = None,
     loss: Loss | None = None,
     counts: Sequence[int] | None = None,
@@ -388,8 +393,8 @@ def agreed(
 ) -> Agreed:
     """The scheme that settings name, or the caller's `own`, for so many clients, and how the model moves.
 
-    `loss` is one of the caller's own, and so is `shape`, that of the learning rate; `counts` are the classes'
-    (`objective.class_counts`), where somebody counts.
+    `outputs` is how many the model has. `loss` is one of the caller's own, and so is `shape`, that of the learning
+    rate; `counts` are the classes' (`objective.class_counts`), where somebody counts.
     """
     info = schemes.find(config.scheme) if own is None else own
     loss = loss_of(config, task, info.default_loss, counted=counts) if loss is None else loss
@@ -399,7 +404,8 @@ def agreed(
     cohort = Cohort.of(clients, cohort=config.cohort, seed=seed)
     setting = Setting(
         *(loss, Batches(config.batch_size, seed), schedule, config.vectorise),
-        rounds=config.rounds,
+        # Clients that hold back samples are asked once more after the last round.
+        rounds=config.rounds + (config.client_test_fraction is not None),
         family=config.family,
         known_start=bool(config.public_start),
         robust_groups=config.robust_groups or 0,
@@ -412,11 +418,8 @@ def agreed(
             f"{spelled('max_update_norm')} does not go with {spelled('scheme', info.name)}: {why}. Where updates are "
             f"clipped, sums are held to {spelled('clip')} and to what noise adds, without a setting."
         )
-    if config.record and config.robust_groups:
-        raise ConfigError(
-            f"{spelled('record', True)} keeps one sum a round for audits, and {spelled('robust_groups')} has several: "
-            "leave one of them out."
-        )
+    if config.robust_groups:
+        check_grouped(scheme, cohort=cohort.size, clients=clients, recorded=config.record)
     scheme = replace(scheme, max_size_ratio=config.max_size_ratio, max_update_norm=config.max_update_norm)
     if config.family not in ("auto", scheme.downlink.family):
         why = "its noise is made for scales" if scheme.downlink.traced else "it has no veil"
@@ -424,6 +427,7 @@ def agreed(
             f"{spelled('family', config.family)} does not go with {spelled('scheme', info.name)}: {why}. It goes with "
             "lossless, pbpfl, veil-secagg and veil-dp."
         )
+    scheme = judged_by_clients(scheme, config, loss, task=task, outputs=outputs)
     scheme.uplink.fits(cohort.size)
     because = _because(config, info, task, head_noise=scheme.downlink.head_noise)
     return Agreed(scheme, loss, because, cohort, optimiser_of(config, scheme, schedule))
@@ -459,12 +463,12 @@ def drawn(scheme: Scheme, model: nn.Module, example: Tensor, facts: ModelFacts) 
     _check_output(model, example, facts)
     if not model.training:
         model.train()  # as a whole; parts of a training model that are in evaluation mode stay frozen
-    architecture, weights = draw(model, example, traced=scheme.downlink.traced, family=scheme.downlink.family)
+    architecture, weights = draw_for(scheme.downlink, model, example)
     if architecture.size and not bool(architecture.trainable.any()):
         raise ConfigError("Every parameter of the model is frozen: let some be trained (requires_grad_(True)).")
     if scheme.plan is not None and not scheme.work.reports:
         refuse_batch_norm(architecture)
-    _refuse_moving_state(architecture, weights, example)
+    refuse_moving_state(architecture, weights, example)
     return architecture, weights
 
 
@@ -478,14 +482,19 @@ def assemble_job(
     common: Agreed | None = None,
     guard: Guard | None = None,
     validation: Dataset | None = None,
+    groups: Tensor | None = None,
     augment: Callable[[Tensor], Tensor] | None = None,
 ) -> Job:
     """The scheme, its architecture and roles for a model and clients that are already there.
 
-    `augment` is the caller's own function of an input, where settings say that there is one.
+    `groups` says of the rows that clients share which belong together. `augment` is the caller's own function of an
+    input, where settings say that there is one.
     """
     device, dtype = device_of(config), dtype_of(config)
-    common = agreed(config, clients=len(pool), task=facts.task) if common is None else common
+    if common is None:
+        common = agreed(config, clients=len(pool), task=facts.task, outputs=facts.outputs)
+    assert config.seed is not None
+    pool = pool.holding_back(config.client_test_fraction, seed=config.seed, groups=groups)
     scheme = common.scheme
     check_weights(config, common.loss, scheme, outputs=facts.outputs)
     example = _example(pool, facts, dtype)
@@ -500,7 +509,6 @@ def assemble_job(
         if not others:
             raise
         raise TraceError(f"{reason} Without a veil this model trains under {', '.join(others)}.") from reason
-    assert config.seed is not None
     source: SecretSource = SeededSecrets(config.seed) if config.simulated_secrets else OsSecrets()
     if secret_epsilon(config, scheme):
         draw_secret_epsilon(weights, source.stream("epsilon"))
@@ -534,12 +542,12 @@ def _covered(
     architecture, weights = drawn(scheme, model, example, facts)
     if architecture.table is None:
         return architecture, weights, None
-    scheme.downlink.head_tensors(architecture)
-    head = scheme.downlink.head_noise
+    down, secret = scheme.downlink, secret_epsilon(config, scheme)
+    down.head_tensors(architecture)
     if architecture.table.symmetry is not None:
-        architecture = verified(architecture, weights, example, downlink=scheme.downlink, sizes=sizes)  # type: ignore[arg-type]
+        architecture = verified(architecture, weights, example, downlink=down, sizes=sizes)  # type: ignore[arg-type]
     assert architecture.table is not None
-    covered = coverage(architecture.table, head_noise=head, secret_epsilon=secret_epsilon(config, scheme))
+    covered = coverage(architecture.table, head_noise=down.head_noise, secret_epsilon=secret, shifted=down.shifted)
     require_coverage(covered, minimum=config.min_coverage)
     return architecture, weights, nothing_hidden(covered) if config.public_start else covered
 
@@ -568,45 +576,6 @@ def _instead(
                 drawn(scheme, model, example, facts)
                 fitting.append(info.name)
     return tuple(fitting)
-
-
-def _plain_state(module: nn.Module) -> dict[str, object]:
-    """The numbers, truth values and strings, and lists of them, that layers keep as attributes."""
-
-    def plain(value: object) -> bool:
-        if isinstance(value, dict):
-            return plain([*value.keys(), *value.values()])
-        return all(map(plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, (int, float, str))
-
-    return {
-        f"{path}.{name}".lstrip("."): copy.deepcopy(value)
-        for path, layer in module.named_modules()
-        for name, value in vars(layer).items()
-        if plain(value)
-    }
-
-
-def _refuse_moving_state(architecture: Architecture, weights: Weights, example: Tensor) -> None:
-    """What training moves beside parameters would be a hidden state of one machine: neither sent, summed nor saved."""
-    module = assemble(architecture, weights).train()
-    before = _plain_state(module)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        module(example.to(weights.parameters.dtype) if example.is_floating_point() else example)
-    moved = [name for name, value in weights.buffers.items() if not torch.equal(module.get_buffer(name), value)]
-    if moved:
-        raise TraceError(
-            f"The model changes its buffer {moved[0]!r} while it trains, and buffers other than BatchNorm's running "
-            "statistics are not sent or averaged. Use BatchNorm or GroupNorm, or keep the buffer constant."
-        )
-    if architecture.table is None:  # under noise, what remembers samples is looked for by its effect
-        return
-    after = _plain_state(module)
-    changed = [name for name, value in before.items() if name in after and repr(after[name]) != repr(value)]
-    if changed:
-        raise TraceError(
-            f"The model changes its attribute {changed[0]!r} when it is called, and a veil is worked out for one "
-            "state of it. Keep the attribute constant, or make what it says an input."
-        )
 
 
 def _guard(config: RunConfig) -> Guard:

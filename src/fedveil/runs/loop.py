@@ -33,11 +33,12 @@ from fedveil.errors import (
 from fedveil.ledger.accountant import Accountant
 from fedveil.protocol.client_state import Held
 from fedveil.protocol.messages import Request, Train
-from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunStopped, asked
+from fedveil.protocol.phases import Engine, RoundBegins, RoundDone, RunJudged, RunStopped, asked
 from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
+from fedveil.runs.client_figures import named_figures
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
 from fedveil.runs.judgement import Judgement, judge
@@ -117,6 +118,8 @@ class Outcome:
     judged: Judgement | None = None
     client_view: ClientScores | None = None
     validation: dict[str, float] = field(default_factory=dict)
+    held_back: dict[str, float] = field(default_factory=dict)
+    """What samples that clients hold back say of the last model."""
     stopped: str = ""
     diverged: bool = False
     failed_metrics: set[str] = field(default_factory=set)
@@ -204,6 +207,7 @@ def train_job(
         job.pool,
         absent=_simulated_dropout(job),
         spent=privacy_journal.remembered(),
+        grouped=state.groups,
         listen=listen if recorder is None else recorder.hear,
         on_answer=on_answer,
     )
@@ -286,6 +290,11 @@ def conduct(
         if isinstance(step, RunStopped):
             outcome.stop(step.reason, say)
             continue
+        if isinstance(step, RunJudged):
+            outcome.held_back = named_figures(job.scheme, step.held_back)
+            if step.failed:
+                say(f"{WARNING}clients could not judge the last model by what they hold back: {step.failed}.")
+            continue
         if isinstance(step, RoundBegins):
             if on_begin is not None and step.arrived is None:
                 try:
@@ -300,7 +309,7 @@ def conduct(
         declined = not done.gathered.arrived and _all_refused(Code.ENDED, done)
         if privacy_journal.accountant is not None:
             privacy_journal.end(done, void=declined and not done.gathered.missing)
-        failures = failures + 1 if done.failed else 0
+        failures += bool(done.failed) and not done.bad
         # Whoever is missing has not said so: one client's word does not end the run for it.
         if declined and done.round > 0 and (not done.gathered.missing or failures >= _MOST_FAILURES):
             state.round = done.round  # nobody takes part any more: what was trained before this round is the result
@@ -309,7 +318,11 @@ def conduct(
         state.round = done.round + 1
         if guard is not None and not done.failed:
             done = guard.judged(done, state)
-        state.bad_rounds = state.bad_rounds + 1 if done.bad else 0
+        # Nothing but a good round ends a row: whoever spoils rounds in two ways by turns spoils them all the same.
+        if done.bad:
+            state.bad_rounds += 1
+        elif not done.failed:
+            failures = state.bad_rounds = 0
         if done.failed and (_all_refuse(done) or failures >= _MOST_FAILURES):
             raise _failure(done)
         if done.aggregate is not None and written is not None:
@@ -325,7 +338,7 @@ def conduct(
         if not outcome.diverged and _runs_away(outcome.rows[0], row):
             outcome.diverged = True
             say(f"{WARNING}{_diverged(outcome.rows[0], row)} {_cure(job)}")
-        if state.bad_rounds:
+        if done.bad:
             say(f"{WARNING}{refused_round(row)}")
         try:
             if on_round is not None:
@@ -333,8 +346,8 @@ def conduct(
         except StopTraining as reason:
             outcome.stop(str(reason), say)
             server.end()
-        if state.bad_rounds and not outcome.stopped and too_many(job.config, state):
-            outcome.stop(why_stopped(job.config, state), say)
+        if done.bad and not outcome.stopped and too_many(job, state):
+            outcome.stop(why_stopped(job, state), say)
             server.end()
     outcome.seconds = time.perf_counter() - started
     _LOG.info("%s ends after round %d, in %.1f seconds", job.scheme.name, state.round, outcome.seconds)
@@ -434,6 +447,8 @@ def _row(job: Job, done: RoundDone, state: ServerState, *, seconds: float) -> Ro
         row["refused"] = {str(client): refusal.text for client, refusal in gathered.refused.items()}
     if state.clip is not None:
         row["clip"] = state.clip
+    if done.held_back is not None:
+        row |= named_figures(job.scheme, done.held_back)
     every = job.config.evaluate_every
     if every and (done.round + 1) % every == 0:
         if job.test is not None:
@@ -552,7 +567,7 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         summary |= {**outcome.scores.as_data(), **outcome.scores.own_data()}
     if outcome.judged is not None:
         summary["judged"] = outcome.judged.as_data()
-    summary |= outcome.validation
+    summary |= {**outcome.validation, **outcome.held_back}
     if outcome.client_view is not None:
         summary |= outcome.client_view.as_data()
     losses = [row["loss"] for row in rows if row.get("loss") is not None]

@@ -10,6 +10,7 @@ from fedveil.errors import ConfigError, spelled, unknown_name
 from fedveil.runs.metrics import KINDS
 
 if TYPE_CHECKING:
+    from fedveil.protocol.parts import Scheme
     from fedveil.runs.job import Job
 
 VALIDATION_LOSS = "validation_loss"
@@ -101,16 +102,37 @@ def best_note(job: Job) -> tuple[str, ...]:
     return (f"{chosen}, which is computed from what clients send, and tells no more than that",)
 
 
-def guard_note(config: RunConfig) -> tuple[str, ...]:
-    """What a ledger says of rounds that are taken back by held-out samples."""
-    if config.max_loss_jump is None:
-        return ()
-    return (
-        f"a round that makes the loss on held-out samples more than {config.max_loss_jump:g} times as large is taken "
-        "back. For clients' training data that is a choice among models that are counted already, and costs nothing "
-        "more; of the held-out samples every round's choice is a release without noise, which no ε counts, clients' "
-        "own or not",
-    )
+def skips_bad_rounds(config: RunConfig, scheme: Scheme) -> bool:
+    """Whether a run goes on after a bad round; where sums without noise are all that hides clients, if it is told to.
+
+    The next round asks for sums of the same model again, and two of those that differ in one client show its part.
+    """
+    if config.on_bad_round is not None:
+        return config.on_bad_round == "skip"
+    return not _bare_sums(scheme) or config.max_bad_rounds is not None
+
+
+def _bare_sums(scheme: Scheme) -> bool:
+    return scheme.holder == "server" and not scheme.readable and not scheme.noisy
+
+
+def guard_note(config: RunConfig, scheme: Scheme) -> tuple[str, ...]:
+    """What a ledger says of rounds that are taken back."""
+    said: list[str] = []
+    if config.max_loss_jump is not None:
+        said.append(
+            f"a round that makes the loss on held-out samples more than {config.max_loss_jump:g} times as large is "
+            "taken back. For clients' training data that is a choice among models that are counted already, and costs "
+            "nothing more; of the held-out samples every round's choice is a release without noise, which no ε counts, "
+            "clients' own or not"
+        )
+    if _bare_sums(scheme) and skips_bad_rounds(config, scheme):
+        said.append(
+            "a round that is refused or taken back is followed by one on the same model: of a client that is in one "
+            "of the two sums and not in the other the server reads the part, exactly, if whoever spoilt the round "
+            "tells it with what"
+        )
+    return tuple(said)
 
 
 def _and_end(config: RunConfig) -> str:

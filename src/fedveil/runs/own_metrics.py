@@ -20,7 +20,7 @@ RESERVED = frozenset(
     "failed_rounds ledger judged data client_names class_weights best loss_because diverged recovered "
     "failed_metrics code suspects bad_rounds clip family levels secret_bits secret_reals".split()
 )
-_PREFIXES = ("test_", "validation_", "client_view_")
+_PREFIXES = ("test_", "validation_", "client_view_", "client_test_")
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedveil import schemes
-from fedveil.downlink import Architecture, draw
+from fedveil.downlink import Architecture, draw_for
 from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.accountant import CLIENTS, COLLUSION, SERVER, Accountant
 from fedveil.ledger.correlated import (
@@ -58,13 +58,25 @@ class Rounds:
         """How many rounds one client takes part in at most."""
         return self.plan.target.participations
 
+    @property
+    def times(self) -> float:
+        """How many times what the first round costs, whoever takes part most and in the dearest rounds pays at most."""
+        return self.plan.target.affordable(0)
+
+    def told(self, what: str) -> str:
+        """In a sentence."""
+        often = f"{self.participations} times"
+        if self.plan.target.decay != 1:
+            often = f"{self.times:,.6g} times, as the {self.participations} rounds with the least noise cost"
+        return f"{what}, taken {often}"
+
     def noise_layout(self, round: int = 0, *, plan: NoisePlan | None = None) -> NoiseLayout:
         """The noise of a round."""
         members = self.cohort.draw(round)
         samples = [self.samples[client] for client in members]
         reach = [self.work.sensitivity(count) for count in samples]
         seed = graph_seed(beacon=b"planned", round=round, members=members)
-        return (plan or self.plan).noise_layout(members, samples, reach, seed=seed)
+        return (plan or self.plan).noise_layout(members, samples, reach, seed=seed, round=round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +103,7 @@ def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     first = rounds.noise_layout()
     if size == rounds.cohort.clients and not sparse:
         accountant.charge(first)
-        _repeat(accountant, rounds.count)
+        _repeat(accountant, rounds.times, rounds=rounds.count)
         return Charged(first)
     if size <= ROUND_BY_ROUND_UP_TO and not rounds.cohort.shuffled:  # any client may have the busiest seats
         for round in range(rounds.count):
@@ -101,9 +113,8 @@ def charge(accountant: Accountant, rounds: Rounds) -> Charged:
     for name, spent in accountant.spent.items():
         client = int(np.argmax(spent))
         accountant.spent[name] = _one(accountant.clients, client, float(spent[client]))
-    _repeat(accountant, rounds.participations)
-    accountant.rounds = rounds.count
-    return Charged(first, f"the worst client of one round, taken {rounds.participations} times")
+    _repeat(accountant, rounds.times, rounds=rounds.count)
+    return Charged(first, rounds.told("the worst client of one round"))
 
 
 def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
@@ -135,14 +146,15 @@ def _bounded(accountant: Accountant, rounds: Rounds) -> Charged:
             accountant.how = f"{tried}; colluders may do better"
     scale = 1.0
     if plan.accounting == "exact":
-        scale = max(price for _, price in prices.values()) / plan.target.per_round()
+        scale = max(price for _, price in prices.values()) / plan.target.per_round(0)
     for name, (client, price) in prices.items():
-        accountant.spent[name] = _one(accountant.clients, client, rounds.participations * price / scale)
+        accountant.spent[name] = _one(accountant.clients, client, rounds.times * price / scale)
     accountant.rounds = rounds.count
     first = replace(unscaled, residual=unscaled.residual * scale, pairs=unscaled.pairs * scale)
     how = (
-        f"server: one round's graph, taken {rounds.participations} times; client {prices[SERVER][0]} is charged at "
-        f"least {dearest.lower / dearest.upper:.4f} of this, and a certified bound says that nobody is charged more"
+        rounds.told("server: one round's graph")
+        + f"; client {prices[SERVER][0]} is charged at least {dearest.lower / dearest.upper:.4f} of this, and a "
+        "certified bound says that nobody is charged more"
     )
     return Charged(first, how)
 
@@ -169,11 +181,11 @@ def _colluding(noise_layout: NoiseLayout, colluders: int, *, weakest: int) -> tu
     return best
 
 
-def _repeat(accountant: Accountant, times: int) -> None:
-    """Whatever was charged, so many times over."""
+def _repeat(accountant: Accountant, times: float, *, rounds: int) -> None:
+    """Whatever was charged, so many times over, as the price of so many rounds."""
     for spent in accountant.spent.values():
         spent *= times
-    accountant.rounds = times
+    accountant.rounds = rounds
 
 
 def _one(clients: int, client: int, value: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -335,7 +347,7 @@ def _traced(scheme: Scheme, model: tuple[nn.Module, torch.Tensor] | None) -> Arc
     # Which fields leave a client does not depend on the network.
     stand_in = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 10)), torch.randn(2, 8)
     net, example = stand_in if model is None else model
-    return draw(net.train(), example, traced=scheme.downlink.traced, family=scheme.downlink.family)[0]
+    return draw_for(scheme.downlink, net.train(), example)[0]
 
 
 def _unspent(

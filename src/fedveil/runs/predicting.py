@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedveil.config import BEFORE, RunConfig
+from fedveil.config import RunConfig, as_before
 from fedveil.data.arrays import read_array
 from fedveil.data.new_samples import Expected, NewSamples, read_samples, refuse_raw_pixels
 from fedveil.data.preparation import Features, Pixels
@@ -242,7 +242,7 @@ def predict_dataset(
     loaded = load_model(path, model=model, say=say)
     config = loaded.config
     settings = RunConfig.from_mapping(
-        BEFORE | {name: value for name, value in config.items() if value is not None}, where=str(path)
+        as_before({name: value for name, value in config.items() if value is not None}), where=str(path)
     )
     trained = config.get("dataset")
     own = isinstance(trained, str) and dataset is not None and _same(dataset, trained)

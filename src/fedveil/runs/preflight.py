@@ -203,7 +203,7 @@ def _check_promises(job: Job) -> None:
             return
         samples = [len(job.pool.clients[client]) for client in first]
         reach = [bounded(scheme.work).sensitivity(count) for count in samples]
-        noise_layout = scheme.plan.noise_layout(first, samples, reach, seed=_seed(first, 0))
+        noise_layout = scheme.plan.noise_layout(first, samples, reach, seed=_seed(first, 0), round=0)
         if policy is not None and scheme.central is None:
             for client in first:
                 policy.charged(noise_layout, client=client, spent=0.0)

@@ -30,7 +30,6 @@ from fedveil.protocol.parts import Scheme, bounded
 from fedveil.protocol.phases import RoundBegins, RoundDone
 from fedveil.runs.job import Job
 from fedveil.runs.journal_file import JournalFile
-from fedveil.schemes.mpdp import SENSITIVITY
 from fedveil.secrets import SecretStream
 from fedveil.uplink.grid import ROUNDING
 from fedveil.uplink.noise_plan import COMPLETE_UP_TO, NoisePlan, Target
@@ -74,22 +73,23 @@ class Floors:
 
 def composed(scheme: Scheme, *, rounds: int, delta: float) -> Composed | None:
     """MP-DP's figure for one round, and for `rounds` of them; None for other schemes."""
-    sigma = scheme.assumed_sigma
-    if sigma is None:
+    noise = scheme.assumed_noise
+    if noise is None:
         return None
-    mu = SENSITIVITY / sigma
-    return Composed(sigma, delta, rounds, epsilon_of(mu, delta), epsilon_of(mu * math.sqrt(rounds), delta))
+    mu = noise.sensitivity / noise.sigma
+    return Composed(noise.sigma, delta, rounds, epsilon_of(mu, delta), epsilon_of(mu * math.sqrt(rounds), delta))
 
 
 def floors(scheme: Scheme, architecture: Architecture, *, clients: int, stream: SecretStream) -> Floors | None:
     """The δ floors of a round of `clients` under decomposed noise, for one draw of R; None for other schemes."""
-    scale = scheme.uplink.own_sigma(clients)
+    scale, noise = scheme.uplink.own_sigma(clients), scheme.assumed_noise
     factors = None if scale is None else scheme.downlink.noise_factors(architecture, stream=stream)
-    if scale is None or factors is None or not len(factors):
+    if scale is None or noise is None or factors is None or not len(factors):
         return None
+    reach = noise.sensitivity
     return Floors(
-        delta_floor(scale=scale, clients=clients, shift=SENSITIVITY / float(factors.min())),
-        abs(delta_floor_even(scale=scale, clients=clients, sensitivity=SENSITIVITY, factors=factors.numpy())),
+        delta_floor(scale=scale, clients=clients, shift=reach / float(factors.min())),
+        abs(delta_floor_even(scale=scale, clients=clients, sensitivity=reach, factors=factors.numpy())),
         len(factors),
     )
 
@@ -174,10 +174,10 @@ class _Terms:
         both = self.reach.keys() & other.reach.keys()
         return self.plan == other.plan and all(self.reach[client] == other.reach[client] for client in both)
 
-    def noise_layout(self, cohort: Sequence[int], graph: bytes) -> NoiseLayout:
+    def noise_layout(self, cohort: Sequence[int], graph: bytes, *, round: int) -> NoiseLayout:
         """The noise of a round."""
         samples, reach = [self.sizes[client] for client in cohort], [self.reach[client] for client in cohort]
-        return self.plan.noise_layout(cohort, samples, reach, seed=graph)
+        return self.plan.noise_layout(cohort, samples, reach, seed=graph, round=round)
 
 
 class PrivacyJournal:
@@ -228,6 +228,7 @@ class PrivacyJournal:
         entry: dict[str, Any] = {"begin": [begins.round, begins.attempt], "cohort": cohort, "graph": begins.graph.hex()}
         if begins.arrived is not None:
             entry |= {"arrived": list(begins.arrived), "revealed": [list(pair) for pair in begins.revealed]}
+            entry |= _besides(begins.seen, begins.arrived)
         self._write(entry)
 
     def _meet(self, begins: RoundBegins) -> None:
@@ -261,25 +262,28 @@ class PrivacyJournal:
             "arrived": None if len(arrived) == len(done.cohort) else arrived,
             "revealed": [list(pair) for pair in done.revealed],
         }
-        self._write(entry | ({} if done.published else {"failed": True}))
-        self._charge(self._terms, done.cohort, begins.graph, arrived, done.revealed, published=done.published)
+        seen = done.gathered.seen
+        self._write(entry | _besides(seen, arrived) | ({} if done.published else {"failed": True}))
+        told = (begins.round, done.cohort, begins.graph, arrived, done.revealed)
+        self._charge(self._terms, *told, done.published, seen=seen)
 
     def _charge(
         self,
         terms: _Terms,
+        round: int,
         cohort: Sequence[int],
         graph: bytes,
         arrived: Sequence[int] | None,
         revealed: Sequence[Sequence[int]],
-        *,
         published: bool = True,
+        seen: Sequence[int] | None = None,
     ) -> None:
         assert self.accountant is not None
-        noise_layout = terms.noise_layout(cohort, graph)
+        noise_layout = terms.noise_layout(cohort, graph, round=round)
         if self.first is None:
             self.first, self._first_plan = noise_layout, terms.plan
         pairs = [(client, other) for client, other in revealed]
-        self.accountant.charge(noise_layout, arrived=arrived, revealed=pairs, published=published)
+        self.accountant.charge(noise_layout, arrived=arrived, revealed=pairs, published=published, seen=seen)
 
     def _replay(self, entries: list[dict[str, Any]]) -> Mapping[int, int]:
         """Charge every round in the journal, for the noise it had then: a run may go on with another target.
@@ -325,12 +329,16 @@ class PrivacyJournal:
                     cohort = everybody if begins["cohort"] is None else begins["cohort"]
                     graph, published = bytes.fromhex(begins["graph"]), not entry.get("failed", False)
                     arrived = cohort if entry["arrived"] is None else entry["arrived"]
-                    self._charge(noise, cohort, graph, arrived, entry["revealed"], published=published)
+                    seen, revealed = [*arrived, *entry.get("refused", ())], entry["revealed"]
+                    told = (begins["begin"][0], cohort, graph, arrived, revealed, published)
+                    self._charge(noise, *told, seen=seen)
         for noise, begins in begun:  # killed in the middle: whatever was asked for may have been seen
             self._charged.add(begins["begin"][0])
             cohort = everybody if begins["cohort"] is None else begins["cohort"]
             graph = bytes.fromhex(begins["graph"])
-            self._charge(noise, cohort, graph, begins.get("arrived"), begins.get("revealed", ()))
+            got = begins.get("arrived")
+            seen = [*(cohort if got is None else got), *begins.get("refused", ())]
+            self._charge(noise, begins["begin"][0], cohort, graph, got, begins.get("revealed", ()), seen=seen)
         return terms.sizes
 
     @property
@@ -498,7 +506,7 @@ def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | N
     # Noise that stays in the sum, in the units of a summed contribution.
     used = math.sqrt(float(first.residual.sum()))
     reach = float(first.sensitivity.max()) / (1 + ROUNDING)  # the paper's numbers are real ones
-    by_paper = plan.paper_scale(reach)
+    by_paper = plan.paper_scale(reach, 0)
     if plan.per_sample:
         by_paper /= reach / bounded(scheme.work).sensitivity(1)
     if plan.layout == "local":
@@ -509,3 +517,9 @@ def _paper_figure(scheme: Scheme, first: NoiseLayout | None, plan: NoisePlan | N
 def _numbered(named: Mapping[str, Any]) -> dict[int, Any]:
     """By client number: JSON has names only."""
     return {int(client): value for client, value in named.items()}
+
+
+def _besides(seen: Sequence[int] | None, arrived: Sequence[int]) -> dict[str, Any]:
+    """Whose upload the server has got and refused, where there is such."""
+    refused = sorted(set(seen or ()) - set(arrived))
+    return {"refused": refused} if refused else {}

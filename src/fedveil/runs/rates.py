@@ -51,7 +51,8 @@ def with_found_rate(job: Job, *, own: SchemeInfo | None = None) -> tuple[Job, st
 
 def _with_rate(job: Job, rate: float, own: SchemeInfo | None) -> Job:
     config = job.config.with_changes(lr=rate)
-    common = agreed(config, clients=len(job.pool), task=job.facts.task, own=own, loss=job.loss, shape=job.shape)
+    task, outputs = job.facts.task, job.facts.outputs
+    common = agreed(config, clients=len(job.pool), task=task, outputs=outputs, own=own, loss=job.loss, shape=job.shape)
     return replace(job, config=config, scheme=common.scheme, optimiser=common.optimiser)
 
 

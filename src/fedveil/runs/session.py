@@ -173,6 +173,15 @@ def continue_in(
         state, reached = fresh_state(job), folder.reached()
         lost = f"The checkpoints of {reached} rounds are gone" if reached > config.checkpoint_every > 0 else ""
         told(f"{lost or 'No checkpoint yet'}: starting from the first round.")
+    state.groups = folder.groups()
+    lasting = config.robust_groups if config.robust_groups and not job.scheme.readable else 0
+    if (state.groups or state.round or folder.reached()) and len(state.groups) != lasting:
+        folder.release()
+        raise CheckpointError(
+            f"attempts.json in {folder.path} does not tell of {lasting} groups of the run's clients, and sums of other "
+            "ones could be solved for single clients. Put the file back, resume with the settings the run was started "
+            f"with, or start anew with another {spelled('out')}."
+        )
     state.attempt = folder.resume(config)
     earlier = folder.go_on(state.round)
     summary = train_into(job, folder, state, earlier=earlier, quiet=quiet, say=say, train=train, follow=follow)
@@ -246,6 +255,10 @@ def train_into(
             _LOG.info("round %d: checkpoint in %s", now.round, folder.checkpoints)
             watch.callbacks.kept()
 
+    def begins(round: int) -> None:
+        folder.keep_groups(state.groups)
+        watch.round_begins(round)
+
     def boundary(row: Row, now: ServerState) -> None:
         folder.append_metrics(row)
         try:
@@ -261,8 +274,8 @@ def train_into(
     try:
         if watch.best is not None:
             watch.best.resume(earlier, folder.checkpoints, job.weights, fingerprint=fingerprint, say=told)
-        begins = f"the run goes on after round {state.round}" if state.attempt else "the run begins"
-        folder.note("resumed" if state.attempt else "began", begins, round=state.round, attempt=state.attempt)
+        begun = f"the run goes on after round {state.round}" if state.attempt else "the run begins"
+        folder.note("resumed" if state.attempt else "began", begun, round=state.round, attempt=state.attempt)
         watch.callbacks.begin(folder, config, earlier)
         with Progress(job.scheme.name, total=config.rounds, done=state.round, quiet=quiet) as bar:
             record = folder.record if config.record else None
@@ -270,7 +283,7 @@ def train_into(
                 job,
                 state=state,
                 on_round=boundary,
-                on_begin=watch.round_begins,
+                on_begin=begins,
                 on_answer=bar.listener,
                 journal=folder.privacy_journal,
                 record=record,

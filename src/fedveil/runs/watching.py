@@ -16,7 +16,7 @@ class Watch:
     """Callbacks and the best round of a job; `keep` writes a checkpoint where one is due, or the `last` one."""
 
     def __init__(self, job: Job, callbacks: Sequence[Follower]) -> None:
-        self._config = job.config
+        self._job = job
         self.callbacks = Callbacks(callbacks)
         self.best = best_of(job)
         self.keep: Callable[[ServerState, bool], None] = lambda state, last: None
@@ -42,7 +42,7 @@ class Watch:
             self._check()
         except StopTraining as reason:
             stop = reason
-        self.keep(state, stop is not None or too_many(self._config, state))
+        self.keep(state, stop is not None or too_many(self._job, state))
         if stop is not None:
             raise stop
         self._check()

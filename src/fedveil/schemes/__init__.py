@@ -2,12 +2,13 @@
 
 # isort: off
 from fedveil.schemes.registry import SchemeInfo, Setting, assemble, find, info_of, scheme, schemes
-from fedveil.schemes import fedavg, noised, lossless, hardened, mpdp, client_held
+from fedveil.schemes import fedavg, noised, lossless, hardened, mpdp, client_held, baselines
 
 __all__ = [
     "SchemeInfo",
     "Setting",
     "assemble",
+    "baselines",
     "client_held",
     "fedavg",
     "find",

@@ -38,11 +38,14 @@ def veil_secagg(
     masking: MaskOptions,
     value_range: float = 2.0**24,
     collusion: float = COLLUSION,
+    stream_rotations: bool = False,
     local: LocalOptions,
 ) -> Scheme:
     """`lossless`, with everything a client sends under masks; `collusion` is the share of clients they withstand."""
     masks = masking.masks(value_range, collusion=collusion)
-    veiled = lossless(setting, head_groups=head_groups, head=head, spread=spread, local=local)
+    veiled = lossless(
+        setting, head_groups=head_groups, head=head, spread=spread, stream_rotations=stream_rotations, local=local
+    )
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise, refuses=False)
     if not local.one_gradient:
         work = replace(local.training(setting), refuses=False)

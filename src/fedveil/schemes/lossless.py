@@ -12,6 +12,7 @@ from fedveil.schemes.options import HeadOptions, LocalOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
+from fedveil.work.losses import CrossEntropy
 from fedveil.work.messages import LocalWork
 
 _PROTECTS = (
@@ -34,13 +35,19 @@ def lossless(
     head_groups: int | None = None,
     head: HeadOptions,
     spread: float = 4.0,
+    stream_rotations: bool = False,
     local: LocalOptions,
 ) -> Scheme:
     """Rescaling + head noise, m groups; m = the number of outputs unless given."""
     noise = head.noise(setting, head_groups)
     many = "full" if local.one_gradient else "isometry"
-    family = setting.family_or(many if noise is None else "scale")
+    family = setting.family_or(many if noise is None or stream_rotations else "scale")
     work: LocalWork = Gradients(setting.loss, setting.batches, setting.vectorise)
+    if stream_rotations and not local.one_gradient:
+        raise ConfigError(
+            "Stream rotations fold gains into the layers that read them, and a client's own steps would train the "
+            f"folded network: take one gradient per round, or {spelled('stream_rotations', False)}."
+        )
     if local.one_gradient:
         local.refuse_training()
     elif family in STEP_BY_STEP and noise is None:
@@ -53,7 +60,9 @@ def lossless(
             f"takes isometries) clients train step by step; or use more rounds, or {spelled('scheme', 'fedavg')} for "
             "local training without a veil."
         )
-    return Scheme(name="lossless", downlink=Rescaling(spread, noise, family), work=work, uplink=Bare())
+    shifted = family == "full" and noise is None and isinstance(setting.loss, CrossEntropy)
+    downlink = Rescaling(spread, noise, family, stream_rotations, shifted)
+    return Scheme(name="lossless", downlink=downlink, work=work, uplink=Bare())
 
 
 @scheme(

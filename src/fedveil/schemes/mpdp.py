@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import math
-
 from fedveil.downlink.decomposed import Decomposed
 from fedveil.downlink.rescaling import Rescaling
-from fedveil.errors import ConfigError
-from fedveil.ledger.gaussian import paper_sigma
+from fedveil.errors import ConfigError, spelled
 from fedveil.ledger.releases import Caveats
 from fedveil.protocol.parts import Scheme
-from fedveil.schemes.options import AssumedPairOptions, Budget, HeadOptions
+from fedveil.schemes.options import AssumedBudget, AssumedPairOptions, HeadOptions
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.assumed import AssumedNoise, Law
 from fedveil.uplink.central import AssumedCentral
 from fedveil.uplink.plain import Bare
 from fedveil.work.gradients import Gradients
 
-SENSITIVITY = 1.0
-_CAVEATS = Caveats(
-    paper="σ = S·√(2·ln(1/δ))/ε for each round, S = 1 (MP-DP, Theorems 10 and 11)",
-    notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
-)
+_FORMULAS = {
+    "equations": "(ε − ϑ/2)² = 2·ln(2/(δ·√(2π)))·ϑ, ϑ = (1 + σ_η²/σ_Δ²)·S²/σ² (MP-DP, Eq. (23))",
+    "tail": "σ = S·√(2·ln(1/δ))/ε (NADP-FL's formula, by which MP-DP was run here at first)",
+}
 
 
-def _sigma(budget: Budget) -> float:
-    if not (math.isfinite(budget.epsilon) and budget.epsilon > 0):
-        raise ConfigError(f"epsilon must be a positive number (got {budget.epsilon}).")
-    if not 0 < budget.delta < 1:
-        raise ConfigError(f"delta must lie strictly between 0 and 1 (got {budget.delta}); 1e-5 is usual.")
-    return SENSITIVITY * paper_sigma(budget.epsilon, budget.delta)
+def _caveats(budget: AssumedBudget) -> Caveats:
+    return Caveats(
+        paper=f"{_FORMULAS[budget.calibration]} for each round, S = {budget.sensitivity:g}",
+        notes=("epsilon is that of one round, as in the paper; a run of T rounds composes to far more",),
+    )
 
 
-def _noise(law: Law, budget: Budget, pairs: AssumedPairOptions) -> AssumedNoise:
+def _noise(law: Law, budget: AssumedBudget, pairs: AssumedPairOptions) -> AssumedNoise:
     return AssumedNoise(
-        _sigma(budget),
+        budget.sigma(pairs.pair_strength),
         law,
+        sensitivity=budget.sensitivity,
         strength=pairs.pair_strength,
         neighbours=pairs.neighbours,
         cancelling=not pairs.skip_cancelling,
@@ -55,7 +51,7 @@ def _noise(law: Law, budget: Budget, pairs: AssumedPairOptions) -> AssumedNoise:
 def mpdp(
     setting: Setting,
     *,
-    budget: Budget,
+    budget: AssumedBudget,
     pairs: AssumedPairOptions,
     head_groups: int | None = None,
     head: HeadOptions,
@@ -66,7 +62,7 @@ def mpdp(
         downlink=Decomposed(head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=_noise("decomposed", budget, pairs),
-        caveats=_CAVEATS,
+        caveats=_caveats(budget),
     )
 
 
@@ -80,19 +76,28 @@ def mpdp(
 def mpdp_naive(
     setting: Setting,
     *,
-    budget: Budget,
+    budget: AssumedBudget,
     pairs: AssumedPairOptions,
     head_groups: int | None = None,
     head: HeadOptions,
     spread: float = 4.0,
 ) -> Scheme:
-    """Gaussian noise of MP-DP's size added in the perturbed domain."""
+    """Gaussian noise of MP-DP's size added in the perturbed domain: σ by every client (Eq. (7))."""
+    if budget.calibration == "tail":
+        noise = _noise("gaussian", budget, pairs)
+    elif pairs != AssumedPairOptions():
+        raise ConfigError(
+            "The clients of mpdp-naive share no noise (MP-DP, Eq. (7)): leave neighbours, pair_strength and "
+            f"skip_cancelling out, or say {spelled('calibration', 'tail')} for the form in which they share it."
+        )
+    else:
+        noise = AssumedNoise(budget.sigma(), "gaussian", shared=False, sensitivity=budget.sensitivity)
     return Scheme(
         name="mpdp-naive",
         downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
-        uplink=_noise("gaussian", budget, pairs),
-        caveats=_CAVEATS,
+        uplink=noise,
+        caveats=_caveats(budget),
     )
 
 
@@ -106,7 +111,7 @@ def mpdp_naive(
 def mp_cdp(
     setting: Setting,
     *,
-    budget: Budget,
+    budget: AssumedBudget,
     head_groups: int | None = None,
     head: HeadOptions,
     spread: float = 4.0,
@@ -117,6 +122,6 @@ def mp_cdp(
         downlink=Rescaling(spread, head.noise(setting, head_groups)),
         work=Gradients(setting.loss, setting.batches, setting.vectorise),
         uplink=Bare(acquainted=True),
-        central=AssumedCentral(_sigma(budget)),
-        caveats=_CAVEATS,
+        central=AssumedCentral(budget.sigma(), budget.sensitivity),
+        caveats=_caveats(budget),
     )

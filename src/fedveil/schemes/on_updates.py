@@ -9,22 +9,27 @@ An upload is
                                        beyond the range, so that the server knows of a cut, and not whose
     weight                             how many examples it trained on
 
-The model itself travels in the app's own records: the protocol's broadcast is empty.
+The model itself travels in the app's own records: the protocol's broadcast is empty. Under `pads` clients hold it: it
+does not travel, and the server reads the sum of what stands behind the update, the weight included, and not the sum
+of updates.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from fedveil.client_held.ciphers import Pads
+from fedveil.client_held.divided import Parallel
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
-from fedveil.downlink.plain import Plain
+from fedveil.downlink.plain import Kept, Plain
 from fedveil.errors import FedVeilError, NumericError, ProtocolError, unknown_name
+from fedveil.ledger import caveats
 from fedveil.protocol.parts import Scheme
 from fedveil.schemes.options import Budget, DpOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import SchemeInfo, Setting
@@ -32,12 +37,15 @@ from fedveil.tensors import Layout
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.noise_plan import NoisePlan
 from fedveil.uplink.noised import Noised
+from fedveil.uplink.vote import Ratio
 from fedveil.work.clipping import check_bound
 from fedveil.work.messages import ClientData, Workspace
 from fedveil.work.per_sample import clipped
 
 _LOG = logging.getLogger(__name__)
 
+PADS = "pads"
+"""The scheme in which clients hold the model."""
 SLOTS = 16
 """How many figures of an app are averaged under masks."""
 FLAGS = 2
@@ -51,14 +59,16 @@ that the mean of clients with a hundred examples each is exact to 10⁻⁹."""
 class AppUpdate:
     """The app's own training, as local work: `size` numbers moved, `slots` figures, and what they weigh.
 
-    `trained` gives the contribution; on the server's side, where nobody trains, there is none.
+    `trained` gives the contribution, from the model where clients hold it (`held`); on the server's side, where nobody
+    trains, there is none.
     """
 
     clip: float | None = None
     size: int = 0
     slots: int = 0
     range: float = VALUE_RANGE
-    trained: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
+    held: bool = False
+    trained: Callable[[Tensor], Tensor] | None = field(default=None, compare=False, repr=False)
 
     returns = "update"
     unit = "client"
@@ -79,6 +89,11 @@ class AppUpdate:
         return FLAGS if self.clip is None else 0
 
     @property
+    def behind(self) -> int:
+        """How many numbers stand behind the update where clients hold the model: figures, flags, and the weight."""
+        return self.slots + self.flags + 1
+
+    @property
     def largest(self) -> float:
         """How long an update can be."""
         return self.clip or 0.0
@@ -89,7 +104,7 @@ class AppUpdate:
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """The moved numbers with the figures behind them, and the weight."""
-        moved = ("gradients", (1, self.size + self.slots + self.flags))
+        moved = ("gradients", (1, self.size + self.slots + self.flags + self.held))
         return Layout((moved, ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
     def contribution(self, update: Tensor, weight: float, figures: Sequence[float]) -> Tensor:
@@ -99,8 +114,9 @@ class AppUpdate:
         """
         if self.clip is not None:
             return torch.cat([clipped(update, self.clip), torch.ones(1, dtype=torch.float64)])
+        vote = torch.ones(int(self.held), dtype=torch.float64)  # as many as samples: weights are among what is hidden
         if not bool(update.isfinite().all()):
-            return torch.zeros(self.size + self.slots + self.flags + 1, dtype=torch.float64)
+            return torch.cat([torch.zeros(self.size + self.behind, dtype=torch.float64), vote])
         values = torch.zeros(self.slots, dtype=torch.float64)
         values[: len(figures)] = torch.tensor(figures, dtype=torch.float64)
         cut = [not bool(((part * weight).abs() <= self.range).all()) for part in (update, values)]
@@ -111,13 +127,13 @@ class AppUpdate:
                 self.range,
             )
         said = torch.tensor([*map(float, cut), 1.0], dtype=torch.float64)
-        return torch.cat([update, values.nan_to_num(nan=0.0), said]) * weight
+        return torch.cat([torch.cat([update, values.nan_to_num(nan=0.0), said]) * weight, vote])
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """The contribution."""
         if self.trained is None:
             raise ProtocolError("an app trains on its own machine alone")
-        return self.trained()
+        return self.trained(broadcast.parameters)
 
     def run_many(
         self, workspace: Workspace, broadcast: Broadcast, clients: Sequence[ClientData], *, round: int
@@ -132,14 +148,16 @@ class AppUpdate:
 
 @dataclass(frozen=True)
 class UpdateBudget(Budget):
-    """(ε, δ) for all data of a client, and the norm that its update is clipped to."""
+    """(ε, δ) for all data of a client, the norm that its update is clipped to, and what noise is multiplied by from
+    round to round."""
 
     clip: float = 1.0
+    noise_decay: float = 1.0
 
     @property
     def options(self) -> DpOptions:
         """The same as other schemes have it."""
-        return DpOptions(self.epsilon, self.delta, self.clip)
+        return DpOptions(self.epsilon, self.delta, self.clip, noise_decay=self.noise_decay)
 
 
 def _secagg(
@@ -150,10 +168,19 @@ def _secagg(
     return Scheme(name="secagg", downlink=Plain(), work=AppUpdate(range=value_range), uplink=masks)
 
 
+def _pads(
+    setting: Setting, *, masking: MaskOptions, value_range: float = VALUE_RANGE, collusion: float = COLLUSION
+) -> Scheme:
+    """Masks modulo 2⁶⁴, and pads on the sum; the model lives with the clients."""
+    pads = Pads(masking.masks(value_range, collusion=collusion))
+    work = AppUpdate(range=value_range, held=True)
+    return Scheme(name="pads", downlink=Kept(), work=work, uplink=Parallel(Ratio(1.0), pads), holder="clients")
+
+
 def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, collusion: float = COLLUSION) -> Scheme:
     """Clipped, with everybody's share of the noise, under masks."""
     plan = NoisePlan(
-        dp.target(setting),
+        dp.options.target(setting),
         "sum",
         collusion=collusion,
         neighbours=masking.neighbours,
@@ -166,7 +193,7 @@ def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, coll
 
 def _dp_fedavg(setting: Setting, *, dp: UpdateBudget) -> Scheme:
     """Clipped, under enough noise for each client alone."""
-    plan = NoisePlan(dp.target(setting), "local")
+    plan = NoisePlan(dp.options.target(setting), "local")
     return Scheme(name="dp-fedavg", downlink=Plain(), work=AppUpdate(dp.clip), uplink=Noised(plan))
 
 
@@ -181,10 +208,29 @@ def _nadp(setting: Setting, *, dp: UpdateBudget, pairs: PairOptions) -> Scheme:
     )
 
 
+def fitted(scheme: Scheme, *, size: int, slots: int, public: bool) -> Scheme:
+    """The scheme for a model of `size` numbers and so many figures; `public`: the server knows what the model begins
+    with, which clients hold from there on."""
+    assert isinstance(scheme.work, AppUpdate)
+    work, uplink, said = replace(scheme.work, size=size, slots=slots), scheme.uplink, scheme.caveats
+    if isinstance(uplink, Parallel) and isinstance(uplink.cipher, Pads):
+        uplink = replace(uplink, cipher=replace(uplink.cipher, bare=work.behind))
+    if public:
+        assumed = tuple(text for text in said.assumptions if text != caveats.START)
+        said = replace(said, assumptions=assumed, unprotected=(*said.unprotected, caveats.PUBLIC_START))
+    return replace(scheme, work=work, uplink=uplink, caveats=said)
+
+
 SCHEMES: dict[str, SchemeInfo] = {
     name: SchemeInfo(name, "", summary, protects, "auto", build)
     for name, summary, protects, build in (
         ("secagg", "updates under masks: the server learns sums", "client data from the server: sums only", _secagg),
+        (
+            PADS,
+            "updates under masks, their sum under pads: the model lives with the clients",
+            "client data and the model from the server (computational); from clients: only sums, without a bound",
+            _pads,
+        ),
         (
             "dp-secagg",
             "clipped updates with shared integer noise, under masks",
@@ -207,7 +253,7 @@ SCHEMES: dict[str, SchemeInfo] = {
 }
 """The schemes that cover the updates of somebody's own app."""
 
-_FEWEST = {"secagg": 3, "dp-secagg": 3, "nadp": 2}
+_FEWEST = {"secagg": 3, PADS: 3, "dp-secagg": 3, "nadp": 2}
 
 
 def scheme_info(name: str) -> SchemeInfo:

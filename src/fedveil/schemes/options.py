@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from fedveil.downlink.rescaling import HeadNoise
-from fedveil.errors import ConfigError, spelled
+from fedveil.errors import ConfigError, spelled, unknown_name
+from fedveil.ledger.gaussian import mpdp_sigma, paper_sigma
 from fedveil.protocol.directory import draws_of
 from fedveil.schemes.registry import Setting
 from fedveil.uplink.graph import COLLUSION
@@ -37,12 +39,40 @@ class Budget:
         return Target(self.epsilon, self.delta, setting.rounds, setting.participations, setting.rate)
 
 
+Calibration = Literal["equations", "tail"]
+
+
+@dataclass(frozen=True)
+class AssumedBudget(Budget):
+    """(ε, δ) of one round as MP-DP reckons, for gradients that are taken to lie within a ball."""
+
+    sensitivity: float = 1.0
+    calibration: Calibration = "equations"
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.sensitivity) and self.sensitivity > 0):
+            raise ConfigError(f"sensitivity must be a positive number (got {self.sensitivity}).")
+        if self.calibration not in get_args(Calibration):
+            raise unknown_name("calibration", self.calibration, get_args(Calibration))
+
+    def sigma(self, strength: float = math.inf) -> float:
+        """The deviation of the noise in a sum, `strength` that of pairs over what each client adds for itself."""
+        if self.calibration == "tail":
+            return self.sensitivity * paper_sigma(self.epsilon, self.delta)
+        return self.sensitivity * mpdp_sigma(self.epsilon, self.delta, strength or math.inf)
+
+
 @dataclass(frozen=True)
 class DpOptions(Budget):
     """Differential privacy that is proven: what is clipped, and who counts."""
 
     clip: float = 1.0
     accounting: Accounting = "exact"
+    noise_decay: float = 1.0
+
+    def target(self, setting: Setting) -> Target:
+        """What a whole run aims at, with noise that shrinks over its rounds where that is asked for."""
+        return replace(super().target(setting), decay=self.noise_decay)
 
 
 @dataclass(frozen=True)
@@ -53,10 +83,16 @@ class AdaptiveOptions:
     clip_quantile: float | None = None
     clip_rate: float | None = None
     clip_share: float | None = None
+    clip_range: float | None = None
 
     def rule(self) -> AdaptiveClip | None:
         """How it does, where it does."""
-        given = {"quantile": self.clip_quantile, "rate": self.clip_rate, "share": self.clip_share}
+        given = {
+            "quantile": self.clip_quantile,
+            "rate": self.clip_rate,
+            "share": self.clip_share,
+            "range": self.clip_range,
+        }
         given = {name: value for name, value in given.items() if value is not None}
         if given and not self.adaptive_clip:
             raise ConfigError(

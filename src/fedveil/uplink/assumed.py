@@ -1,6 +1,6 @@
 """Noise whose size rests on an assumption: MP-DP's client noise, with sensitivities that nobody enforces.
 
-A client's gradient is taken to lie within a ball of radius S (the paper sets S = 1 and clips nothing).
+A client's gradient is taken to lie within a ball of radius S (`sensitivity`: the paper sets 1, and clips nothing).
 Noise covers the first tensor alone; Ψ and Φ, losses and statistics travel bare. Nothing is proven by it,
 and no plan is handed to the ledger.
 """
@@ -25,7 +25,7 @@ from fedveil.ledger.releases import Caveats, Cover, Release
 from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.key_agreement import Introduction
 from fedveil.protocol.messages import Reply, Request, Upload, releases_of
-from fedveil.protocol.parts import RoundContext, Terms, Uplink
+from fedveil.protocol.parts import Assumed, RoundContext, Terms, Uplink
 from fedveil.secrets import SecretSource
 from fedveil.tensors import Layout
 from fedveil.uplink.graph import Graph, complete, covering_graph
@@ -47,6 +47,7 @@ class AssumedNoise(Uplink):
     sigma: float
     law: Law
     shared: bool = True
+    sensitivity: float = 1.0
     strength: float = math.sqrt(1000.0)
     neighbours: int | None = None
     cancelling: bool = True
@@ -67,9 +68,9 @@ class AssumedNoise(Uplink):
         return "keys" if self._paired else "sizes"
 
     @property
-    def assumed_sigma(self) -> float:
-        """σ."""
-        return self.sigma
+    def assumed_noise(self) -> Assumed:
+        """σ for S."""
+        return Assumed(self.sigma, self.sensitivity)
 
     def own_sigma(self, clients: int) -> float:
         """σ/√K where it is shared, or σ."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedveil.downlink.decomposed import client_noise, simulated_noise
 from fedveil.ledger import caveats
 from fedveil.ledger.releases import Caveats
-from fedveil.protocol.parts import RoundContext, Terms, planned
+from fedveil.protocol.parts import Assumed, RoundContext, Terms, planned
 from fedveil.secrets import SecretStream
 from fedveil.uplink.fixed_point import FixedPoint
 from fedveil.uplink.grid import add_noise
@@ -24,7 +24,7 @@ class PlannedCentral:
 
     plan: NoisePlan
 
-    assumed_sigma = None
+    assumed_noise = None
 
     def caveats(self) -> Caveats:
         """It counts on announced sizes and on the server."""
@@ -48,13 +48,14 @@ class AssumedCentral:
     """σ(ε, δ) of one round, for a mean of K client gradients each assumed to lie within a ball of radius S."""
 
     sigma: float
+    sensitivity: float = 1.0
 
     plan = None
 
     @property
-    def assumed_sigma(self) -> float:
-        """σ of one round."""
-        return self.sigma
+    def assumed_noise(self) -> Assumed:
+        """σ of one round for S."""
+        return Assumed(self.sigma, self.sensitivity)
 
     def caveats(self) -> Caveats:
         """Nobody clips."""

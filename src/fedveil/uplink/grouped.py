@@ -1,9 +1,20 @@
-"""A round's clients in groups, a sum for each: one bad upload spoils the mean of its group, and the others outvote it.
+"""A run's clients in groups, a sum for each: one bad upload spoils the mean of its group, and the others outvote it.
 
-Who is in which group follows from the round's seed, as graphs do: where clients know each other that is the beacon's,
-which nobody picks, and every client works its group out for itself. To the uplink inside, a group is a cohort of its
-own: it masks, drops out and is opened by itself, and a group that cannot be opened is left out. What the server then
-does with the groups' means is in `protocol/trimming.py`.
+Where the server sees sums alone, groups are drawn once and stay for the whole run. Redrawn ones would be equations with
+every client an unknown: over a dozen rounds of a slowly moving model, or two on the same one, they can be solved for
+single clients. Who is in which group follows from the beacon of the run's first epoch, to which every client adds a
+nonce, so that nobody picks it, and every client works its group out for itself when it first takes part. It remembers
+it through later epochs and attempts (`ClientState.grouped`), and so does the server (`ServerState.groups`, and in the
+run's folder). Then a round's group is what of it is in the round's cohort:
+
+    who is away     is missing in its group, as in a round without groups
+    who leaves      is missing from it for good; a group of fewer than five is summed no more
+    who comes later is in no group, and takes part in the next run: on whose word should it believe who is with it?
+
+Where the server reads every upload there is nothing to solve for, and groups are drawn anew every round.
+
+To the uplink inside, a group is a cohort of its own: it masks, drops out and is opened by itself, and a group that
+cannot be opened is left out. What the server then does with the groups' means is in `protocol/trimming.py`.
 """
 
 from __future__ import annotations
@@ -35,20 +46,38 @@ FEWEST_CLIENTS = 5
 """A sum of fewer would hide a client among too few others."""
 
 
+FEWEST_AT_FIRST = FEWEST_GROUPS + 1
+"""One client can close its group, by shares that open nothing, and enough have to be left."""
+
+
+@lru_cache(maxsize=8)
+def _drawn(context: RoundContext, count: int) -> tuple[tuple[int, ...], ...]:
+    # Remembered by context, which simulated clients share.
+    beacon, first = b"", context.round
+    if context.directory is not None and context.beacon:  # the same in every round of an epoch
+        beacon, first = context.beacon, context.directory.epoch.first
+    seed = graph_seed(beacon=beacon, round=first, members=context.cohort)
+    return split(context.cohort, groups=count, seed=seed)
+
+
+@lru_cache(maxsize=1024)
+def _within(context: RoundContext, members: tuple[int, ...]) -> RoundContext:
+    """The round of a group: of those that are of it, whoever is of the round's cohort."""
+    here = frozenset(context.cohort)
+    cohort = tuple(client for client in members if client in here)
+    return RoundContext(context.round, context.attempt, cohort, context.directory, context.beacon)
+
+
 @lru_cache(maxsize=8)
 def _groups(context: RoundContext, count: int) -> tuple[RoundContext, ...]:
-    # Remembered by context, which simulated clients share, and so are the contexts of groups.
-    known = context.directory is not None and bool(context.beacon)
-    seed = context.graph_seed() if known else graph_seed(beacon=b"", round=context.round, members=context.cohort)
-    return tuple(
-        RoundContext(context.round, context.attempt, members, context.directory, context.beacon)
-        for members in split(context.cohort, groups=count, seed=seed)
-    )
+    """The rounds of all groups that are large enough."""
+    groups = [_within(context, members) for members in context.groups or _drawn(context, count)]
+    return tuple(group for group in groups if len(group.cohort) >= FEWEST_CLIENTS)
 
 
 @dataclass(frozen=True)
 class Grouped(Uplink):
-    """The uplink `inner`, in `groups` groups a round."""
+    """The uplink `inner`, in `groups` groups."""
 
     inner: Uplink
     groups: int
@@ -90,24 +119,40 @@ class Grouped(Uplink):
         """As the uplink inside does."""
         self.inner.prepare()
 
-    def _own(self, context: RoundContext, client: int) -> RoundContext:
+    def _members(self, context: RoundContext, state: ClientState) -> tuple[int, ...]:
+        """With whom a client is summed, itself included: as it remembers, or as the run's first epoch draws it."""
+        if state.grouped:
+            return state.grouped
+        if context.directory is not None and context.directory.epoch.first > 0:
+            raise ProtocolError(
+                f"client {state.client} comes after this run's groups were drawn, and nobody it could believe tells it "
+                "who is in them: it can take part in the next run"
+            )
+        context.check_member(state.client)
+        return next(group for group in _drawn(context, self.groups) if state.client in group)
+
+    def _own(self, context: RoundContext, state: ClientState) -> RoundContext:
         """The group of a client; where clients are not told of each other, groups are the server's alone."""
         if self.introduction == "none":
             return context
-        for group in _groups(context, self.groups):
-            if client in group.cohort:
-                return group
-        raise ProtocolError(f"client {client} was sent a round in which it has no part")
+        own = _within(context, self._members(context, state))
+        if len(own.cohort) < FEWEST_CLIENTS:
+            raise ProtocolError(
+                f"of the group of client {state.client} {len(own.cohort)} are left, and a sum of fewer than "
+                f"{FEWEST_CLIENTS} would hide each among too few"
+            )
+        return own
 
     def admit(self, state: ClientState, context: RoundContext, private: Request | None) -> ClientState:
-        """Go into the round of one's group."""
-        return self.inner.admit(state, self._own(context, state.client), private)
+        """Go into the round of one's group, and stay in that."""
+        entered = self.inner.admit(state, self._own(context, state), private)
+        return entered if self.introduction == "none" else replace(entered, grouped=self._members(context, state))
 
     def protect(
         self, state: ClientState, vector: Tensor, context: RoundContext, terms: Terms, *, secrets: SecretSource
     ) -> tuple[ClientState, Reply]:
         """As in a round of one's group alone."""
-        return self.inner.protect(state, vector, self._own(context, state.client), terms, secrets=secrets)
+        return self.inner.protect(state, vector, self._own(context, state), terms, secrets=secrets)
 
     def answer(self, state: ClientState, request: Request, private: Request | None) -> tuple[ClientState, Reply]:
         """As the uplink inside does: a client remembers its group as the cohort."""
@@ -115,12 +160,21 @@ class Grouped(Uplink):
 
     def shared_part(self, state: ClientState, peer: int, context: RoundContext, terms: Terms) -> Tensor | None:
         """What two of one group share."""
-        own = self._own(context, state.client)
+        own = self._own(context, state)
         return self.inner.shared_part(state, peer, own, terms) if peer in own.cohort else None
 
     def unit(self, context: RoundContext, terms: Terms) -> float:
         """As the uplink inside has it."""
         return self.inner.unit(context, terms)
+
+    def lasting_groups(self, context: RoundContext) -> tuple[tuple[int, ...], ...]:
+        """Drawn once, where the server sees nothing but their sums."""
+        return () if self.readable else _drawn(context, self.groups)
+
+    def asked(self, context: RoundContext, able: tuple[int, ...]) -> tuple[int, ...]:
+        """Whoever is in a group that is large enough."""
+        grouped = {client for group in _groups(context, self.groups) for client in group.cohort}
+        return tuple(client for client in able if client in grouped)
 
     def accumulator(self, context: RoundContext, terms: Terms, *, device: torch.device) -> GroupedSum:
         """A sum for every group."""
@@ -226,10 +280,11 @@ class GroupedSum:
 def in_groups(scheme: Scheme, groups: int) -> Scheme:
     """A scheme with its round's clients in groups; refused where the sum of a group would be a release too many."""
     setting, name = spelled("robust_groups"), spelled("scheme", scheme.name)
-    fitting = "Groups go with fedavg, lossless, pbpfl and veil-secagg."
-    if groups < FEWEST_GROUPS:
+    fitting = "Groups go with fedavg, lossless, pbpfl, secagg and veil-secagg."
+    if groups < FEWEST_AT_FIRST:
         raise ConfigError(
-            f"{setting} must be at least {FEWEST_GROUPS} (got {groups}): of two groups, nobody can tell which is bad."
+            f"{setting} must be at least {FEWEST_AT_FIRST} (got {groups}): one client can keep its group from being "
+            f"opened, and of fewer than {FEWEST_GROUPS} that are left nobody can tell which is bad."
         )
     if scheme.noisy:
         raise ConfigError(
@@ -245,3 +300,18 @@ def in_groups(scheme: Scheme, groups: int) -> Scheme:
     uplink = scheme.summing
     inner: Uplink = replace(uplink, groups=groups) if isinstance(uplink, Masked) else uplink
     return replace(scheme, uplink=Grouped(inner, groups))
+
+
+def check_grouped(scheme: Scheme, *, cohort: int, clients: int, recorded: bool) -> None:
+    """Refuse groups under masks of which a round asks a part only, and records for audits."""
+    if recorded:
+        raise ConfigError(
+            f"{spelled('record', True)} keeps one sum a round for audits, and {spelled('robust_groups')} has several: "
+            "leave one of them out."
+        )
+    if not scheme.readable and cohort < clients:
+        raise ConfigError(
+            f"{spelled('robust_groups')} under masks goes with rounds that ask everybody, not {cohort} of {clients}: "
+            "clients stay in the groups they are drawn into, since sums of changing ones could be solved for single "
+            f"clients. Leave {spelled('cohort')} out."
+        )

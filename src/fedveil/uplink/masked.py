@@ -499,6 +499,12 @@ class Masked(Uplink):
         total.check_reach()
         if self.unmask == "on-dropout" and len(alive) == len(context.cohort):
             return None
+        if self.unmask == "on-dropout" and len(gathered.seen) > len(alive):
+            refused = next(client for client in gathered.seen if client not in alive)
+            raise ProtocolError(
+                f"the upload of client {refused} was refused, and without masks of its own, opening those that others "
+                "share with it would show the server what it holds"
+            )
         total.asked = True
         request = Unmask(context.round, context.attempt, torch.tensor(alive, dtype=torch.int64))
         return Ask(alive, request, total, each=total.relayed())

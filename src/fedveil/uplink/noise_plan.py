@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedveil.errors import ConfigError, ProtocolError, spelled, unknown_name
 from fedveil.ledger.correlated import NoiseLayout, by_peer, charges, worst_collusion
 from fedveil.ledger.gaussian import mu_of, paper_sigma, sampled_noise
+from fedveil.ledger.schedule import affordable_rounds, check_decay
 from fedveil.ledger.sparse import Circle, least_circle
 from fedveil.uplink.graph import Graph, circulant, complete, covering_graph, default_degree
 from fedveil.uplink.grid import ROUNDING, check_pairs
@@ -122,13 +123,17 @@ LEAST_DELTA = 1e-100
 
 @dataclass(frozen=True)
 class Target:
-    """(ε, δ) over a run in which one client takes part at most `participations` times."""
+    """(ε, δ) over a run in which one client takes part at most `participations` times.
+
+    From each round to the next the noise's deviation is multiplied by `decay`.
+    """
 
     epsilon: float
     delta: float
     rounds: int
     participations: int
     rate: float = 1.0
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
@@ -144,15 +149,25 @@ class Target:
             raise ConfigError(
                 f"A client takes part in between 1 and all {self.rounds} rounds, not in {self.participations}."
             )
+        check_decay(self.decay, rounds=self.rounds)
 
     @property
     def mu(self) -> float:
         """The largest μ of the whole run that meets the target."""
         return mu_of(self.epsilon, self.delta)
 
-    def per_round(self) -> float:
-        """μ² of one round: an equal part of the whole."""
-        return self.mu**2 / self.participations
+    def per_round(self, round: int | None = None) -> float:
+        """μ² of one round, counted from 0: its part of the whole, an equal one where noise is the same in all."""
+        return self.mu**2 / self.affordable(round)
+
+    def affordable(self, round: int | None = None) -> float:
+        """How many rounds with the noise of this one the target pays for."""
+        return affordable_rounds(round, decay=self.decay, rounds=self.rounds, participations=self.participations)
+
+    def shrinking(self) -> tuple[float, int, float, float]:
+        """The factor a round, how many rounds, and the first and last one's deviation over one that stays the same."""
+        first, last = (math.sqrt(self.affordable(t) / self.participations) for t in (0, self.rounds - 1))
+        return self.decay, self.rounds, first, last
 
 
 @dataclass(frozen=True)
@@ -191,6 +206,11 @@ class NoisePlan:
             raise ConfigError(
                 "Secret sampling of records amplifies noise that a client adds for itself, by exact accounting: use "
                 f"{spelled('scheme', 'ldp')} {spelled('accounting', 'exact')}."
+            )
+        if self.sampling is not None and self.target.decay != 1:
+            raise ConfigError(
+                "Under secret sampling the noise of all rounds is found together and is the same in each: leave out "
+                f"{spelled('secret_sampling')} or {spelled('noise_decay')}."
             )
         if self.accounting not in ACCOUNTING:
             raise unknown_name("accounting", self.accounting, ACCOUNTING)
@@ -259,15 +279,26 @@ class NoisePlan:
         return given if given is not None and given.gap(colluders) > 0 else None
 
     def noise_layout(
-        self, members: Sequence[int], samples: Sequence[int], sensitivity: Sequence[float], *, seed: bytes
+        self,
+        members: Sequence[int],
+        samples: Sequence[int],
+        sensitivity: Sequence[float],
+        *,
+        seed: bytes,
+        round: int | None = None,
     ) -> NoiseLayout:
-        """The noise of a round with these clients (ascending), scaled to the target."""
+        """The noise of a round with these clients (ascending), scaled to the target.
+
+        Which `round` it is, counted from 0, must be said where noise shrinks over rounds.
+        """
         # Everybody computes this alone; another order would deal the same pairs other shares.
         if any(later <= earlier for earlier, later in itertools.pairwise(members)):
             raise ProtocolError("a round must name each of its clients once, in ascending order")
         fixed = self.neighbours is None and self.circle(len(members)) is None
         drawn = b"" if fixed else seed  # without a graph to draw, every round is alike
-        return _noise_layout(self, tuple(members), tuple(samples), tuple(sensitivity), drawn)
+        which = None if self.target.decay == 1 else round
+        self.target.affordable(which)  # refuses a round that noise is not planned for
+        return _noise_layout(self, tuple(members), tuple(samples), tuple(sensitivity), drawn, which)
 
     def noise_multiplier(self) -> float:
         """σ over the reach of one record, for secretly sampled records."""
@@ -279,11 +310,12 @@ class NoisePlan:
             delta=self.target.delta,
         )
 
-    def paper_scale(self, sensitivity: float) -> float:
+    def paper_scale(self, sensitivity: float, round: int | None = None) -> float:
         """The papers' s: S·√(4·T·ln(1/δ))/ε for pairs (two queries a round), S·√(2·q·T·ln(1/δ))/ε for local noise,
-        S·√(2·T·ln(1/δ))/ε for noise added once."""
+        S·√(2·T·ln(1/δ))/ε for noise added once. Where it shrinks, T is Σ_s ρ^(2(t − s)) in round t."""
         target = self.target
-        rounds = {"pairs": 2.0 * target.rounds, "local": target.rate * target.rounds, "sum": float(target.rounds)}
+        count = replace(target, participations=target.rounds).affordable(round)
+        rounds = {"pairs": 2.0 * count, "local": target.rate * count, "sum": count}
         return sensitivity * paper_sigma(target.epsilon, target.delta, rounds[self.layout])
 
 
@@ -309,21 +341,47 @@ def noise_graph(plan: NoisePlan, members: tuple[int, ...], seed: bytes) -> Graph
 
 @lru_cache(maxsize=32)
 def _noise_layout(
-    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
+    plan: NoisePlan,
+    members: tuple[int, ...],
+    samples: tuple[int, ...],
+    sensitivity: tuple[float, ...],
+    seed: bytes,
+    round: int | None,
 ) -> NoiseLayout:
-    count = len(members)
-    reach = np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
-    nobody = np.empty(0, dtype=np.int64)
-    if plan.layout == "local" or (plan.layout == "pairs" and count == 1):
+    if plan.layout == "local" or (plan.layout == "pairs" and len(members) == 1):
+        reach, nobody = _reach(sensitivity), np.empty(0, dtype=np.int64)
         if plan.accounting == "paper":
-            scales = np.asarray([plan.paper_scale(bound) for bound in sensitivity])
+            scales = np.asarray([plan.paper_scale(bound, round) for bound in sensitivity])
             if plan.per_sample:
                 scales /= max(samples)
         elif plan.sampling is not None:
             scales = reach / 2.0 * plan.noise_multiplier()
         else:
-            scales = reach * math.sqrt(_SAFE / plan.target.per_round())
+            scales = reach * math.sqrt(_SAFE / plan.target.per_round(round))
         return NoiseLayout(members, reach, scales**2, nobody, nobody, np.empty(0))
+    unit, worst = _unscaled(plan, members, samples, sensitivity, seed)
+    if plan.accounting == "paper":
+        scale = plan.paper_scale(max(sensitivity), round) ** 2
+    else:
+        scale = worst / plan.target.per_round(round) * _SAFE
+    if not math.isfinite(scale):
+        raise ConfigError(
+            "No amount of this noise meets the target: a client could be left with no noise that others do not know. "
+            "Lower collusion, or raise the number of clients or neighbours."
+        )
+    return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
+
+
+def _reach(sensitivity: tuple[float, ...]) -> NDArray[np.float64]:
+    return np.asarray(sensitivity, dtype=np.float64) * (1.0 + ROUNDING)
+
+
+@lru_cache(maxsize=8)  # rounds whose noise differs in nothing but its size
+def _unscaled(
+    plan: NoisePlan, members: tuple[int, ...], samples: tuple[int, ...], sensitivity: tuple[float, ...], seed: bytes
+) -> tuple[NoiseLayout, float]:
+    """Shared noise in units of the sum's, and the μ² of whoever is worst off under it, where the plan is exact."""
+    count, reach, nobody = len(members), _reach(sensitivity), np.empty(0, dtype=np.int64)
     by_size = np.asarray(samples, dtype=np.float64) / sum(samples)
     residual = by_size if plan.accounting == "paper" else np.full(count, 1 / count)
     if plan.layout == "sum":
@@ -333,19 +391,12 @@ def _noise_layout(
         unit = NoiseLayout(members, reach, residual, *pairs, circle=plan.circle(count))
         check_pairs(unit)
     if plan.accounting == "paper":
-        scale = plan.paper_scale(max(sensitivity)) ** 2
-    else:
-        colluders = plan.colluders(count)
-        worst = worst_of(unit, colluders, estimated=plan.graph == "everybody")
-        if not plan.trusted:
-            worst = np.maximum(worst, by_peer(unit, colluders=max(1, colluders)))
-        scale = float(worst.max()) / plan.target.per_round() * _SAFE
-    if not math.isfinite(scale):
-        raise ConfigError(
-            "No amount of this noise meets the target: a client could be left with no noise that others do not know. "
-            "Lower collusion, or raise the number of clients or neighbours."
-        )
-    return replace(unit, residual=unit.residual * scale, pairs=unit.pairs * scale)
+        return unit, math.nan
+    colluders = plan.colluders(count)
+    worst = worst_of(unit, colluders, estimated=plan.graph == "everybody")
+    if not plan.trusted:
+        worst = np.maximum(worst, by_peer(unit, colluders=max(1, colluders)))
+    return unit, float(worst.max())
 
 
 def worst_of(noise_layout: NoiseLayout, colluders: int, *, estimated: bool = False) -> NDArray[np.float64]:

@@ -17,7 +17,7 @@ from fedveil.downlink.architecture import (
 )
 from fedveil.downlink.messages import Broadcast, PublicHead
 from fedveil.errors import NumericError
-from fedveil.tensors import Layout, flatten, plain_attention, without_compiler
+from fedveil.tensors import Layout, flatten, vectorising
 from fedveil.work.batches import Batches, convolves, has_random_layers, seeded_dropout
 from fedveil.work.groups import GroupStep, Task, captures, groups_of
 from fedveil.work.losses import Loss, SquareLoss
@@ -131,7 +131,7 @@ def steps(
             rows.append(_flat(parameters, pull(seed)[0]))
         return torch.cat([*rows, phi, statistics])
 
-    with without_compiler(), plain_attention():
+    with vectorising():
         return torch.vmap(one_client)(x, y)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.errors import ConfigError, NumericError
-from fedveil.tensors import Layout, all_in_range, flatten, plain_attention, without_compiler
+from fedveil.tensors import Layout, all_in_range, flatten, vectorising
 from fedveil.work.batches import Batches, Schedule, convolves, descend, has_random_layers, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout
 from fedveil.work.groups import GroupDescent, Task, captures, groups_of
@@ -148,7 +148,7 @@ class LocalSteps(SideBySide):
         for chosen in zip(*batches, strict=True):
             pairs = [data.take(which, step=step) for data, (step, which) in zip(clients, chosen, strict=True)]
             x, y = (torch.stack(column) for column in zip(*pairs, strict=True))
-            with torch.enable_grad(), without_compiler(), plain_attention():
+            with torch.enable_grad(), vectorising():
                 loss = torch.vmap(loss_of)(copies, x, y)
                 grads = torch.autograd.grad(loss.sum(), moving, allow_unused=True, materialize_grads=True)
             with torch.no_grad():

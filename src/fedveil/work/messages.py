@@ -58,7 +58,8 @@ class ClientData:
     """One client's samples; `client` is its public number.
 
     `rows` selects them from a larger tensor (None: all), so that simulated clients share one copy. Where there is a
-    `source`, they are read from it. `augment` changes those that are taken to be trained on.
+    `source`, they are read from it. `augment` changes those that are taken to be trained on. `held_back` are samples
+    that it does not train on, and judges the model by.
     """
 
     client: int
@@ -67,6 +68,7 @@ class ClientData:
     rows: Tensor | None = None
     source: Source | None = None
     augment: Augmentation | None = None
+    held_back: ClientData | None = None
 
     @staticmethod
     def reading(client: int, source: Source) -> ClientData:
@@ -89,7 +91,8 @@ class ClientData:
     def read(self, chosen: Tensor, *, step: int) -> tuple[Tensor, Tensor]:
         """The chosen samples, not augmented."""
         if self.source is not None:
-            return self.source.read(chosen, step=step)
+            own = chosen if self.rows is None else self.rows[chosen.to(self.rows.device)]
+            return self.source.read(own, step=step)
         whole = chosen.shape[0] == (self.y if self.rows is None else self.rows).shape[0]
         if self.rows is not None:
             chosen = self.rows if whole else self.rows[chosen.to(self.rows.device)]

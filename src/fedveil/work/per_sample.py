@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, TappedLinear
-from fedveil.tensors import plain_attention, without_compiler
+from fedveil.tensors import plain_attention, vectorising
 from fedveil.work import vmapped
 from fedveil.work.batches import has_random_layers
 from fedveil.work.losses import Loss
@@ -213,14 +213,13 @@ class Rows:
         """One table per client, filled in one go (not `index_add_`, whose order varies on a GPU)."""
         clients, each = weights.shape
         scaled = weights[:, :, None, None] * self.values.reshape(clients, each, *self.values.shape[1:])
-        offset = torch.arange(clients, device=self.words.device)[:, None, None] * self.size
-        places = self.words.reshape(clients, each, -1) + offset
 
-        def table(places: Tensor, values: Tensor) -> Tensor:
-            given = (values.flatten(0, 2), places.flatten(), clients * self.size, -1, False)
-            return torch.ops.aten.embedding_dense_backward(*given).reshape(clients, -1)  # type: ignore[no-any-return]
+        def tables(words: Tensor, values: Tensor) -> Tensor:
+            places = words + torch.arange(len(words), device=words.device)[:, None, None] * self.size
+            given = (values.flatten(0, 2), places.flatten(), len(words) * self.size, -1, False)
+            return torch.ops.aten.embedding_dense_backward(*given).reshape(len(words), -1)  # type: ignore[no-any-return]
 
-        return _by_blocks(table, places, scaled)
+        return _by_blocks(tables, self.words.reshape(clients, each, -1), scaled)
 
     def careful(self) -> tuple[Rows, Tensor]:
         """Nothing is multiplied but by a weight."""
@@ -253,27 +252,22 @@ def measured(factors: Mapping[str, Factor]) -> tuple[dict[str, Factor], Tensor]:
 
 
 def _by_blocks(product: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor) -> Tensor:
-    """A product that adds the samples (dimension 1) of its factors, a bounded number of them at a time."""
-    samples = left.shape[1]
+    """A product that adds the samples (dimension 1) of its factors, a bounded number of them at a time, all at once.
+
+    Those sums are added pairwise: a rounding for every doubling.
+    """
+    clients, samples = left.shape[:2]
     if samples <= SAMPLES_ADDED:
         return product(left, right)
-    spans = (slice(start, start + SAMPLES_ADDED) for start in range(0, samples, SAMPLES_ADDED))
-    return _added(product(left[:, span], right[:, span]) for span in spans)
-
-
-def _added(parts: Iterator[Tensor]) -> Tensor:
-    """The sum, pairwise: a rounding for every doubling, and not for every part."""
-    waiting: list[tuple[int, Tensor]] = []
-    for part in parts:
-        size = 1
-        while waiting and waiting[-1][0] == size:
-            part = waiting.pop()[1].add_(part)
-            size *= 2
-        waiting.append((size, part))
-    total = waiting.pop()[1]
-    while waiting:
-        total = waiting.pop()[1].add_(total)
-    return total
+    whole = samples - samples % SAMPLES_ADDED
+    blocks = (part[:, :whole].reshape(-1, SAMPLES_ADDED, *part.shape[2:]) for part in (left, right))
+    sums = product(*blocks).reshape(clients, whole // SAMPLES_ADDED, -1)
+    if whole < samples:
+        sums = torch.cat([sums, product(left[:, whole:], right[:, whole:])[:, None]], 1)
+    while (count := sums.shape[1]) > 1:
+        paired = sums[:, 0 : count - count % 2 : 2] + sums[:, 1::2]
+        sums = torch.cat([paired, sums[:, -1:]], 1) if count % 2 else paired
+    return sums[:, 0]
 
 
 def _zeroed(values: Tensor, odd: Tensor) -> Tensor:
@@ -388,12 +382,49 @@ class RecordedEmbedding(nn.Embedding):
         return words * (self.embedding_dim + words)
 
 
-Recorded = RecordedLinear | RecordedEmbedding
-_KINDS: tuple[type[Recorded], ...] = (RecordedLinear, RecordedEmbedding)
+class RecordedConvolution(nn.Conv2d):
+    """A convolution of pictures whose weight's gradients are products of matrices of patches.
+
+    Under vmap they are a convolution with a group for every sample, for which a GPU has no good kernel.
+    """
+
+    original: ClassVar[tuple[type[nn.Module], ...]] = (nn.Conv2d,)
+    slot: _Slot
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute and record."""
+        if input.dim() == 3:  # a picture that is no batch
+            return self(input[None])[0]  # type: ignore[no-any-return]
+        bias = None if self.bias is None else self.bias.detach()
+        made = F.conv2d(input, self.weight.detach(), bias, self.stride, self.padding)
+        return self.slot.recorder.note(self, input, made)
+
+    def factors(self, inputs: Sequence[Tensor], deltas: Sequence[Tensor]) -> dict[str, Factor]:
+        """Gradients of weight and bias from all calls' inputs and δ, samples first."""
+        given = torch.cat([self._patches(tensor) for tensor in inputs], 2)
+        back = torch.cat([tensor.transpose(1, 2).flatten(2) for tensor in deltas], 2)
+        return {"weight": Dense(torch.bmm(back, given.transpose(1, 2)).flatten(1)), "bias": Dense(back.sum(2))}
+
+    def _patches(self, input: Tensor) -> Tensor:
+        """What the kernel meets at every place it stands, (samples, channels · kernel, places)."""
+        (height, width), (down, right) = self.kernel_size, self.stride
+        rows, columns = (int(size) for size in self.padding)
+        padded = F.pad(input.transpose(1, 2), (columns, columns, rows, rows))
+        windows = padded.unfold(3, height, down).unfold(4, width, right)
+        return windows.permute(0, 1, 5, 6, 2, 3, 4).flatten(4).flatten(1, 3)
+
+    def numbers(self, inputs: Sequence[Tensor]) -> int:
+        """How many numbers a sample's factors take."""
+        height, width = self.kernel_size
+        return self.weight.numel() + height * width * sum(tensor.numel() for tensor in inputs)
 
 
-def install(module: nn.Module) -> _Slot:
-    """Turn every layer that can be recorded into its recorded twin, in place."""
+Recorded = RecordedLinear | RecordedEmbedding | RecordedConvolution
+_KINDS: tuple[type[Recorded], ...] = (RecordedLinear, RecordedEmbedding, RecordedConvolution)
+
+
+def install(module: nn.Module, *, patches: bool) -> _Slot:
+    """Turn every layer that can be recorded into its recorded twin, in place; convolutions only with `patches`."""
     slot = _Slot()
     owners: dict[int, int] = {}
     for layer in module.modules():
@@ -403,6 +434,7 @@ def install(module: nn.Module) -> _Slot:
         kind = next((kind for kind in _KINDS if type(layer) in kind.original), None)
         if (
             kind is not None
+            and (patches or kind is not RecordedConvolution)
             and _plain(layer)
             and all(owners[id(p)] == 1 for p in layer._parameters.values() if p is not None)
         ):
@@ -420,13 +452,23 @@ def _plain(layer: nn.Module) -> bool:
         return False
     if isinstance(layer, nn.Embedding):
         return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    if isinstance(layer, nn.Conv2d):
+        known = layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros"
+        return known and isinstance(layer.padding, tuple)
     return True
 
 
 CPU_BYTES = 160 << 20
 CPU_TENSOR_BYTES = 16 << 20
 """More for one tensor is slower on a CPU: beyond 32 MB, malloc asks the system for new pages every time."""
-GPU_BYTES = 4 << 30
+GPU_SHARE = 1 / 6
+"""Of a GPU's memory, whatever else lies there: how sums round is to depend on the card alone."""
+
+
+def _budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE)
+    return CPU_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -513,13 +555,18 @@ class _Plan:
 
 
 class PerSample:
-    """A network whose per-sample gradients are taken under vmap, in factors where a layer allows it."""
+    """A network whose per-sample gradients are taken under vmap, in factors where a layer allows it.
 
-    def __init__(self, architecture: Architecture, loss: Loss) -> None:
+    Convolutions are taken by `patches` on a GPU, where they are not given; on a CPU that is the slower way.
+    """
+
+    def __init__(self, architecture: Architecture, loss: Loss, *, patches: bool | None = None) -> None:
         self.module = architecture.new_skeleton(fused=False).requires_grad_(False)
         self._loss = loss
         self._trained = set(trained_names(architecture))
-        self._slot = install(self.module)
+        if patches is None:
+            patches = any(parameter.device.type == "cuda" for parameter in self.module.parameters())
+        self._slot = install(self.module, patches=patches)
         vmapped.install(self.module)
         self._random = "different" if has_random_layers(self.module) else "error"
         self._plans: dict[tuple[object, ...], _Plan] = {}
@@ -528,7 +575,7 @@ class PerSample:
         """The clipped sums of `clients` clients with equally many samples, those of a client in a row."""
         plan = self._plan(x[:1], y[:1])
         each = len(y) // clients
-        budget = budget or (GPU_BYTES if x.device.type == "cuda" else CPU_BYTES)
+        budget = budget or _budget(x.device)
         element = next((parameter.element_size() for parameter in self.module.parameters()), 4)
         at_once = max(1, budget // (plan.numbers * element))
         if x.device.type == "cpu":
@@ -572,7 +619,7 @@ class PerSample:
         derived = torch.func.grad_and_value(one_sample, argnums=(0, 1), has_aux=True)
         mapped = torch.vmap(derived, in_dims=(None, None, 0, 0), randomness=self._random)
         try:
-            with without_compiler(), plain_attention():
+            with vectorising():
                 (deltas, dense), (losses, inputs) = mapped(plan.taps, rest, x, y)
         finally:
             self._slot.recorder = LayerRecorder()

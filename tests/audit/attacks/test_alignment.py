@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from audit.small_runs import QUICK, subject_of
+from audit.small_runs import QUICK, folder, job_of, subject_of
 from fedveil.audit.attack import attacks
 from fedveil.audit.attacks.alignment import received
 from fedveil.audit.findings import KNOWN_FIRST, Finding, Score, Trial, judged, sentences
-from fedveil.audit.subject import Scene
+from fedveil.audit.subject import Scene, enacted
 from fedveil.audit.trials import model_trials
 from fedveil.audit.views import ClientView, from_bytes, to_bytes
 from fedveil.errors import DataError, NotApplicableError
@@ -20,10 +20,13 @@ from fedveil.errors import DataError, NotApplicableError
 CHANGE = "cosine of the change, were the first model known"
 FOLLOWED = "error when followed, were the first model known"
 OPEN: dict[str, Any] = {"head_noise": False}
+VIT: dict[str, Any] = {"model": "vit", "model_options": {"width": 8, "depth": 1, "heads": 2, "patch": 4}}
 
 
 def trial_of(**changes: Any) -> Trial:
-    subject = subject_of(**{"lr": 0.05, "momentum": 0.9, **changes})
+    given = {"lr": 0.05, "momentum": 0.9, **changes}
+    own = "model_options" in given  # which are no key to keep a run by
+    subject = enacted(job_of(**given), folder() / "record") if own else subject_of(**given)
     (trial,) = model_trials(Scene(subject, subject, False, QUICK, judged=False), [attacks()["alignment"]])
     return trial
 
@@ -59,11 +62,13 @@ def test_orders_and_signs_hide_no_update_and_nothing_from_who_knows_the_start() 
     [
         ({"family": "scale", **OPEN}, 0.98),
         ({"family": "full", **OPEN}, 0.98),
+        ({"loss": "cross-entropy", **OPEN}, 0.98),
         ({"family": "scale"}, 0.8),
+        pytest.param({"stream_rotations": True, **OPEN, **VIT}, 0.95, marks=pytest.mark.slow),
         ({"scheme": "veil-dp", "epsilon": 8.0, "family": "isometry"}, 0.999),
         ({"scheme": "mpdp", "epsilon": 8.0, "lr": 0.01, "momentum": 0.0}, 0.8),
     ],
-    ids=["scale", "full", "head noise", "differential privacy", "decomposed noise"],
+    ids=["scale", "full", "shifted logits", "head noise", "streams", "differential privacy", "decomposed noise"],
 )
 def test_no_veil_keeps_updates_from_a_client_that_aligns(changes: dict[str, Any], least: float) -> None:
     score = score_of(trial_of(**changes))

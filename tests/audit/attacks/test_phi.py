@@ -29,7 +29,8 @@ REFERENCE = "lenet-sigmoid"
 
 @cache
 def run(scheme: str, model: str = "mlp", batch: int = 1, groups: int | None = None) -> Heard:
-    given: dict[str, Any] = {"neighbours": 2, "head_groups": groups} if scheme.startswith("mpdp") else {}
+    given: dict[str, Any] = {"head_groups": groups} if scheme.startswith("mpdp") else {}
+    given |= {"neighbours": 2} if scheme == "mpdp" else {}
     given |= {"reshape": (1, 8, 8), "options": {"width": 4} if model == "cnn" else {}} if model != "mlp" else {}
     given |= {"min_coverage": 0.0} if model == REFERENCE else {}
     return listen(job(scheme=scheme, model=model, clients=CLIENTS, batch_size=batch, rounds=1, **given))

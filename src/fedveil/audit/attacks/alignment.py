@@ -40,18 +40,22 @@ FIRST = "first model"
     adaptive=True,
     how="hidden units of two rounds matched within the network's own symmetries (ours)",
 )
-def alignment_attack(view: View, context: AttackContext, *, family: str = "scale") -> dict[str, Tensor]:
+def alignment_attack(
+    view: View, context: AttackContext, *, family: str = "scale", streams: bool = False, shifted: bool = False
+) -> dict[str, Tensor]:
     """The server's update between two received models, and the earlier of them in the basis that it is written in.
 
     Where the auditor says what the model began with, also the last model, matched with that at once (`direct`) and
-    through all received ones, one after the other (`followed`). `family` is what the run's settings tell everybody.
+    through all received ones, one after the other (`followed`). `family`, `streams` and `shifted` are what the run's
+    settings tell everybody; where gains are folded into the layers that read them, all of it is about the folded
+    network, and where logits are shifted, about the network whose logits have the mean 0.
     """
     seen = seen_by(view, ClientView)
     if not seen.facts.traced:
         raise NotApplicableError("no veil: the client is sent the server's model")
-    architecture = seen.facts.architecture(family)
-    table = scale_table(architecture)
-    models = {each.round: received(architecture, each.broadcast) for each in seen.broadcasts}
+    architecture = seen.facts.architecture(family, streams=streams)
+    table = scale_table(architecture).sent
+    models = {each.round: received(architecture, each.broadcast, shifted=shifted) for each in seen.broadcasts}
     before, after = (models[each.round] for each in pair_of(seen.broadcasts))
     fresh = flatten([value.detach() for value in seen.facts.module(seed=context.seed).parameters()])
     frame = before.rebased(table, fresh)
@@ -59,7 +63,7 @@ def alignment_attack(view: View, context: AttackContext, *, family: str = "scale
     found = {"frame": frame.flat, "update": update}
     context.progress(0.2)
     if FIRST in seen.known:
-        first = seen.known[FIRST].double()
+        first = as_sent(architecture, seen.known[FIRST].double(), shifted=shifted)
         found["direct"] = aligned(table, models[max(models)], first)
         found["followed"] = first
         for place, round in enumerate(sorted(models)):
@@ -98,8 +102,24 @@ class Received:
         return Received(table.hide(self.flat, basis), _stacked(noise, self.flat), self.covered)
 
 
-def received(architecture: Architecture, broadcast: Broadcast) -> Received:
-    """A model as a client can write it: transitional layers multiplied into the weights behind them.
+def as_sent(architecture: Architecture, flat: Tensor, *, shifted: bool) -> Tensor:
+    """A model in the form in which it is sent, but for secrets: gains folded, and logits without what shifts hide."""
+    flat = scale_table(architecture).folded(flat)
+    return _centred(architecture, flat.clone()) if shifted else flat
+
+
+def _centred(architecture: Architecture, flat: Tensor) -> Tensor:
+    """Logits whose mean is 0 for every sample, in place: probabilities are the same."""
+    head = scale_table(architecture).head
+    for name in () if head is None else (head.weight, head.bias):
+        if name is not None:
+            part = architecture.parameters.part(flat, name)
+            part -= part.mean(0)
+    return flat
+
+
+def received(architecture: Architecture, broadcast: Broadcast, *, shifted: bool = False) -> Received:
+    """A model as a client can write it: transitional layers multiplied into the weights behind them, shifts taken off.
 
     Raises:
         DataError: What was sent is no model of this architecture.
@@ -111,6 +131,8 @@ def received(architecture: Architecture, broadcast: Broadcast) -> Received:
             "record is not of this network."
         )
     flat, directions = broadcast.parameters.double(), []
+    if shifted:
+        flat = _centred(architecture, flat.clone())
     covered: tuple[str, ...] = ()
     table, head = scale_table(architecture), broadcast.head
     if head is not None and table.head is not None:

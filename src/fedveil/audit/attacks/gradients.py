@@ -332,7 +332,7 @@ def _overheard(view: OutsiderView, context: AttackContext) -> tuple[Tensor | Non
     if not isinstance(client, int) or not isinstance(round, int):
         raise ConfigError("Many uploads passed on the wire: the settings client and round must say which to read.")
     uploads = {
-        message.attempt: said.payload
+        message.attempt: view.facts.whole(said)
         for message in view.messages
         if (message.kind, message.client, message.round) == ("reply", client, round)
         and isinstance(said := message.opened(), Upload)

@@ -1,0 +1,222 @@
+"""Where the clients of an app hold its model (`scheme="pads"`): what that takes on both sides.
+
+The roles are those of `client_held`. A model is its arrays in one row, in float64; what the server sends an app in
+their place is their *form*, names, shapes and types, without a number. The row that a run begins with is version 0:
+
+    first = "server"    public: the arrays that `start` was given, sent with the first round
+    first = "client"    secret: a client makes it (`protect(first=…)`) and lends it to the others, sealed
+
+A round's sum stays under pads, so that each client moves its own row: weighted sum / weight. The sum of what stands
+behind the update (figures, what was cut off, the weight) has no pad, and is all that the server reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from safetensors.numpy import save
+from torch import Tensor
+
+from fedveil.client_held.client import HolderRole, Keeper
+from fedveil.client_held.messages import Borrowed, Finish
+from fedveil.client_held.server import Farewells, RelayRole
+from fedveil.downlink.architecture import Weights
+from fedveil.downlink.messages import Recovered
+from fedveil.errors import ConfigError, ProtocolError
+from fedveil.flower.app_records import FormError
+from fedveil.flower.app_setup import AgreedApp, AppSetup, no_model
+from fedveil.protocol.client_state import ClientState, Held
+from fedveil.protocol.messages import Aggregate, Request
+from fedveil.protocol.phases import Ask
+from fedveil.roles.server import Mover, Optimiser
+from fedveil.runs.folder import write_atomically
+from fedveil.tensors import raw
+from fedveil.work.batches import Schedule
+
+First = Literal["server", "client"]
+FIRST = ("server", "client")
+_TYPE = "numpy.ndarray"
+_BEHIND = -1
+
+
+class NoModelError(ConfigError):
+    """Something that needs the model, asked of a server that holds none."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        super().__init__(f"{what}, and under pads the server never holds the model's numbers: {instead}.")
+
+
+# --- the form of a model
+
+
+def form_of(record: ArrayRecord) -> ArrayRecord:
+    """Names, shapes and types of arrays, without their numbers."""
+    empty = {
+        name: Array(dtype=array.dtype, shape=tuple(array.shape), stype=_TYPE, data=b"")
+        for name, array in record.items()
+    }
+    return ArrayRecord(empty)
+
+
+def form_digest(record: ArrayRecord) -> str:
+    """What everybody's model has in common with this one, in a run's settings."""
+    listed = [[name, array.dtype, list(array.shape)] for name, array in record.items()]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+def check_form(record: ArrayRecord, setup: AppSetup) -> None:
+    """Refuse arrays of another form than the run's."""
+    if form_digest(record) != setup.form:
+        raise FormError("arrays have other names, shapes or types than those of the run's model")
+
+
+def filled(form: ArrayRecord, row: Tensor, *, moved: bool) -> ArrayRecord:
+    """A row in its form; once it has `moved`, what is not floating is float64, as in Flower's own mean."""
+    arrays, place, numbers = {}, 0, row.numpy()
+    for name, old in form.items():
+        count = int(np.prod(old.shape, dtype=np.int64))
+        part, kind = numbers[place : place + count].reshape(tuple(old.shape)), np.dtype(old.dtype)
+        arrays[name] = Array(part.astype(np.float64 if moved and kind.kind != "f" else kind))
+        place += count
+    if place != len(numbers):
+        raise FormError(f"a form of {place} numbers came in a run of a model of {len(numbers)}")
+    return ArrayRecord(arrays)
+
+
+def write_model(path: Path, arrays: ArrayRecord) -> None:
+    """A client's own copy of the model: a safetensors file of its arrays by name."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    content = save({name: np.asarray(array.numpy(), order="C") for name, array in arrays.items()})
+    write_atomically(path, content, mode=0o600)
+
+
+# --- a client
+
+
+def begun(row: Tensor) -> Held:
+    """Version 0. Masks are bound to its digest: clients who were given different ones have no sum."""
+    nothing = torch.empty(0, dtype=torch.float64)
+    digest = hashlib.sha256(b"fedveil app model 1")
+    digest.update(raw(row).data)
+    return Held(Weights(row, nothing, nothing, {}), nothing, transcript=digest.digest())
+
+
+def behind(size: int) -> Held:
+    """What a client has that holds no model yet: it refuses to train on this, and is lent one.
+
+    It has the shape of one and takes no memory: `size` is the server's word.
+    """
+    nothing = torch.empty(0, dtype=torch.float64)
+    shape = torch.zeros(1, dtype=torch.float64).expand(size)
+    return Held(Weights(shape, nothing, nothing, {}), nothing, version=_BEHIND)
+
+
+class _Adding(Mover):
+    """Moves a row by a round's mean, as it is."""
+
+    def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
+        weights.parameters.add_(recovered.gradient)
+
+
+class _AppKeeper(Keeper):
+    """A client's way with an app's model."""
+
+    def __init__(self, *parts: Any, **how: Any) -> None:
+        super().__init__(*parts, **how)
+        self._mover = _Adding(self._terms.architecture, how["optimiser"])
+
+    def brought_up(
+        self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None
+    ) -> ClientState:
+        unmoved = state.held is None or state.held.version <= 0
+        if version == 0 and unmoved and isinstance(private, Borrowed):
+            # Whoever has made a first model, and was not heard, gives way to the one that was.
+            return replace(state, held=self._borrowed(state, private, version), pending=None)
+        return super().brought_up(state, version, latest, private)
+
+    def _borrowed(self, state: ClientState, lent: Borrowed, version: int) -> Held:
+        held = super()._borrowed(state, lent, version)
+        if version == 0 and held.transcript != begun(held.weights.parameters).transcript:
+            raise ProtocolError("a first model was lent under another's digest")
+        return held
+
+    def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
+        recovered = super()._recovered(state, latest, winners)
+        sums, size = recovered.gradient, len(self._start.weights.parameters)
+        weight = float(sums[-1])
+        if weight < 0:
+            raise ProtocolError("weights add up to less than nothing")
+        # Where nobody's update was finite, nothing has moved.
+        mean = sums[:size] / weight if weight else torch.zeros(size, dtype=torch.float64)
+        return replace(recovered, gradient=mean)
+
+
+class AppHolder(HolderRole):
+    """A client of an app that holds the model; `start` is version 0, or what stands for none."""
+
+    def __init__(self, agreed: AgreedApp, start: Held, *, trained: Callable[[Tensor], Tensor], **own: Any) -> None:
+        scheme, optimiser = agreed.training(trained), Optimiser(Schedule(1.0))
+        super().__init__(scheme, no_model()[0], start=start, optimiser=optimiser, **own)
+
+    @property
+    def _keeps(self) -> type[Keeper]:
+        return _AppKeeper
+
+
+# --- the server
+
+
+class AppRelay(RelayRole):
+    """The server: it relays sums, and reads of each what has no pad."""
+
+    def __init__(self, agreed: AgreedApp, state: Any, *, born: bool, **run: Any) -> None:
+        """`born`: whether there is a model to begin with; if not, the first client that is asked makes it."""
+        super().__init__(agreed.scheme, no_model()[0], state, **run)
+        self._work, self._born = agreed.work, born
+        self._largest_loan = 8 * self._work.size + (1 << 20)
+        if not born:
+            self._holding = dict.fromkeys(range(agreed.config.clients), _BEHIND)
+
+    @property
+    def version(self) -> int:
+        """How many sums have brought the model here."""
+        return self._version
+
+    def miss(self, clients: Sequence[int]) -> None:
+        """Lend the model to clients that are not known to hold it."""
+        self._holding.update(dict.fromkeys(clients, _BEHIND))
+
+    def _lenders(self) -> list[int]:
+        lenders = super()._lenders()
+        unborn = not self._born and self._version == 0
+        return lenders or (list(self._group.members) if unborn else [])
+
+    def read(self, aggregate: Aggregate) -> Tensor:
+        """The sum of what stands behind the updates."""
+        return self._uplink.bare(aggregate, samples=len(aggregate.asked))  # everybody has announced one
+
+
+@dataclass(frozen=True, eq=False)
+class Standing:
+    """What an attempt has left: `farewell` brings its clients to the model's last version, under its own keys."""
+
+    setup: AppSetup
+    farewell: Finish
+
+    @property
+    def reached(self) -> int:
+        """The model's version, counted through all attempts."""
+        return self.setup.start + self.farewell.version
+
+    def ask(self) -> Ask:
+        """Have everybody move to it."""
+        everybody = tuple(range(int(self.setup.settings["clients"])))
+        return Ask(everybody, self.farewell, Farewells(self.farewell.version, everybody))

@@ -1,0 +1,84 @@
+"""Which strategies are taken: those that use replies for their weighted mean alone, and under pads not even that."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from flwr.serverapp.strategy import (
+    Bulyan,
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    DifferentialPrivacyClientSideFixedClipping,
+    DifferentialPrivacyServerSideAdaptiveClipping,
+    DifferentialPrivacyServerSideFixedClipping,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedMedian,
+    FedProx,
+    FedTrimmedAvg,
+    FedXgbBagging,
+    FedXgbCyclic,
+    FedYogi,
+    Krum,
+    MultiKrum,
+    QFedAvg,
+    Strategy,
+)
+
+from fedveil.errors import ConfigError, spelled
+from fedveil.flower.app_held import NoModelError
+from fedveil.flower.app_setup import Metrics
+
+_COMPARES = (
+    *(FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, FedXgbBagging, FedXgbCyclic),
+    *(DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping),
+    *(DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping),
+)
+_KNOWN = (FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad, FedYogi)
+_REPLACED = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+_AVERAGING = FedAvg().train_metrics_aggr_fn
+
+
+def check_only_averages(strategy: Strategy, evaluation: Metrics | None) -> None:
+    """Refuse what the server cannot do without the model's numbers."""
+    kind = type(strategy)
+    if getattr(kind, "aggregate_train", None) not in (FedAvg.aggregate_train, FedProx.aggregate_train):
+        raise NoModelError(
+            f"{kind.__name__} computes on the mean that a round has brought (a step, a momentum, an aggregation of its "
+            "own)",
+            "use FedAvg or FedProx, which only average, or scheme='secagg'",
+        )
+    if evaluation == "pass":
+        raise NoModelError(
+            "Evaluations that pass as they are come with the server's arrays", "use evaluation='average', or 'drop'"
+        )
+
+
+def check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str]) -> None:
+    """Refuse a strategy that needs single updates, or may."""
+    kind = type(strategy)
+    if isinstance(strategy, _COMPARES):
+        raise ConfigError(
+            f"{kind.__name__} works on single updates, which nobody sees under protection: use FedAvg, FedProx, "
+            "FedAvgM, FedAdam, FedAdagrad or FedYogi."
+        )
+    if stated:
+        return
+    say = f"if it does, say so with {spelled('averages', True)}"
+    if not isinstance(strategy, FedAvg):
+        raise ConfigError(f"{kind.__name__} is not known to use replies for their weighted mean alone: {say}.")
+    for name in _REPLACED:
+        if not any(getattr(kind, name) is getattr(known, name) for known in _KNOWN):
+            raise ConfigError(
+                f"{kind.__name__} has a {name} of its own, which is not known to use replies for their weighted mean "
+                f"alone, and to ask everybody for the same: {say}."
+            )
+    for phase in ("train", "evaluate"):
+        # Where figures pass, it is handed everybody's own.
+        name = f"{phase}_metrics_aggr_fn"
+        if phase not in passed and getattr(strategy, name) is not _AVERAGING:
+            raise ConfigError(
+                f"{name} is a function of your own, and would be handed one reply with the averages: leave it out, let "
+                f"figures pass uncovered, or state with {spelled('averages', True)} that averages are what it needs."
+            )

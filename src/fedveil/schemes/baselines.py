@@ -1,0 +1,110 @@
+"""The yardsticks that the papers hold themselves to: published systems made of parts that other schemes have too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedveil.downlink.plain import Plain
+from fedveil.errors import ConfigError, spelled
+from fedveil.ledger.releases import Caveats
+from fedveil.protocol.parts import Scheme
+from fedveil.schemes.client_held import dp_fedavg
+from fedveil.schemes.fedavg import fedavg
+from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, MaskOptions
+from fedveil.schemes.registry import Setting, scheme
+from fedveil.uplink.graph import COLLUSION
+from fedveil.uplink.selected import Choice, Selected, SelectionNoise
+
+_VARYING = (
+    "σ_t = ρᵗ·min_i(2θ/|D_i|)·√(2q·ln(1/δ)·Σ_s ρ^(−2s))/ε (Yuan et al. 2023 with ParaAegis's numbers): no bound on an "
+    "update of local epochs, so no guarantee"
+)
+_PER_VALUE = "ε/c for each of the c = ⌈θ_u·d⌉ values of an epoch (Shokri and Shmatikov 2015)"
+_SHRINKING = DpOptions(noise_decay=0.9)
+
+
+@scheme(
+    "secagg",
+    paper="secure aggregation (Bonawitz et al. 2017, on the sparse graphs of Bell et al. 2020), a baseline of NADP-FL",
+    summary="plain federated averaging; up, everything masked modulo 2^64: the server learns the sum",
+    protects=(
+        "client data from the server: it learns only sums (proven, with a tenth of the clients colluding, but for a "
+        "chance that the ledger prints: 2^-30 a run unless cohorts are small); the model from nobody"
+    ),
+)
+def secagg(
+    setting: Setting,
+    *,
+    masking: MaskOptions,
+    value_range: float = 2.0**24,
+    collusion: float = COLLUSION,
+    local: LocalOptions,
+) -> Scheme:
+    """`fedavg` with everything a client sends under masks; `collusion` is the share of clients they withstand."""
+    plain = fedavg(setting, local=local)
+    # Under masks a refusal would tell more than the sum does.
+    work = replace(plain.work, refuses=False)  # type: ignore[type-var]
+    return Scheme(name="secagg", downlink=Plain(), work=work, uplink=masking.masks(value_range, collusion=collusion))
+
+
+@scheme(
+    "varying-dp",
+    paper="noise of varying amplitude (Yuan et al. 2023), a baseline of ParaAegis",
+    summary="dp-fedavg with noise that shrinks by a factor each round",
+    protects="all of a client's data from everybody, (ε, δ); the model from nobody",
+)
+def varying_dp(
+    setting: Setting, *, dp: DpOptions = _SHRINKING, local: LocalOptions, adaptive: AdaptiveOptions
+) -> Scheme:
+    """`dp-fedavg`, with 0.9 for `noise_decay` where nothing is said.
+
+    The cited work lets ρ follow the loss as well; a ρ that depends on data would itself be a release, and is left out.
+    """
+    constant = dp_fedavg(setting, dp=dp, local=local, adaptive=adaptive)
+    return replace(constant, name="varying-dp", caveats=Caveats(paper=_VARYING))
+
+
+@scheme(
+    "ppdl",
+    paper="PPDL, selective sharing (Shokri and Shmatikov 2015), a baseline of accuracy-lossless perturbation",
+    summary="plain averaging of a chosen part of each gradient or update, under noise of a fixed size",
+    protects=(
+        "nothing that is proven: less is sent, under Gaussian noise or by the sparse vector technique, of whose ε the "
+        "ledger says what it comes to; the model from nobody"
+    ),
+)
+def ppdl(
+    setting: Setting,
+    *,
+    upload_share: float = 0.1,
+    upload_choice: Choice | None = None,
+    upload_noise: SelectionNoise = "gaussian",
+    noise_variance: float | None = None,
+    round_epsilon: float | None = None,
+    cut: float | None = None,
+    select_above: float = 1e-4,
+    local: LocalOptions,
+) -> Scheme:
+    """What is largest, with N(0, v); or, with laplace, what a noisy threshold lets pass, as the original has it."""
+    sparse = upload_noise == "laplace"
+    idle = (
+        {"upload_choice": upload_choice, "noise_variance": noise_variance}
+        if sparse
+        else {"round_epsilon": round_epsilon}
+    )
+    for name, value in idle.items():
+        if value is not None:
+            raise ConfigError(
+                f"{spelled(name)} has no meaning with {spelled('upload_noise', upload_noise)}: leave out one of them."
+            )
+    uplink = Selected(
+        upload_share,
+        upload_choice or "largest",
+        1e-3 if noise_variance is None else noise_variance,
+        (1.0 if round_epsilon is None else round_epsilon) if sparse else None,
+        0.001 if cut is None and sparse else cut,
+        select_above,
+    )
+    return replace(
+        fedavg(setting, local=local), name="ppdl", uplink=uplink, caveats=Caveats(paper=_PER_VALUE if sparse else "")
+    )
