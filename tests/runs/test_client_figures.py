@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "head noise": {},
     "orders and signs": {"head_noise": False},
     "local training": {"head_noise": False, "loss": "cross-entropy", "local_steps": 2},
-    "groups": {"head_noise": False, "clients": 15, "robust_groups": 3},
+    "groups": {"head_noise": False, "clients": 20, "robust_groups": 4},
     "some of the clients": {"head_noise": False, "clients": 6, "cohort": 6, "unmask": "on-dropout"},
 }
 
