@@ -18,7 +18,7 @@ from fedveil.flower.messages import Told, is_count
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import attended
-from fedveil.schemes.on_updates import PADS, SLOTS, AppUpdate, fitted, scheme_info
+from fedveil.schemes.on_updates import HELD, PADS, SLOTS, AppUpdate, fitted, scheme_info
 from fedveil.schemes.registry import Setting
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import make_loss
@@ -134,13 +134,16 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
             f"app's run: {_MOST_DRAWN:,}."
         )
     # Evaluations have nothing but figures, whose averages the server reads.
-    held = config.scheme == PADS and setup.phase == "train"
+    held = config.scheme in HELD and setup.phase == "train"
     if held and not (setup.form and setup.first):
         raise ProtocolError("a run's setup says nothing of the model that clients are to hold")
-    info = scheme_info("secagg" if config.scheme == PADS and not held else config.scheme)
+    info = scheme_info("secagg" if config.scheme in HELD and not held else config.scheme)
     nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
     cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)
     options = {name: value for name, value in config.scheme_options.items() if value is not None}
+    if config.scheme not in (info.name, PADS):
+        # Of a scheme whose updates travel otherwise: how masks are made, and not the range of numbers without weight.
+        options = {name: value for name, value in options.items() if name in info.declared and name != "value_range"}
     scheme, cohort = attended(info, nothing, options, cohort=cohort, simulation=False)
     if setup.metrics == "average" and scheme.plan is not None:
         raise ProtocolError("a run's setup averages metrics under a scheme that has noise")

@@ -53,7 +53,7 @@ from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.roles.client import ClientRole, Participant
 from fedveil.runs.terms import Accepted, Between, RequiredError, check_terms, read_required
-from fedveil.schemes.on_updates import PADS, SLOTS, scheme_info
+from fedveil.schemes.on_updates import HELD, SLOTS, scheme_info
 from fedveil.work.messages import ClientData
 
 _LOG = logging.getLogger(__name__)
@@ -222,6 +222,7 @@ class _Protection:
         asked = _Asked.read(message.content)
         setup = asked.setup
         agreed = agreed_app(setup)
+        agreed.scheme.uplink.prepare()
         self._accept(agreed, setup)
         told: dict[str, Any] = {}
         for name in (HEADER, PARTS):
@@ -237,21 +238,22 @@ class _Protection:
             own = memory.entered(asked.client)
 
             def trained(row: Tensor) -> Tensor:
-                if agreed.config.scheme == PADS:
+                if agreed.config.scheme in HELD:
                     _give(message.content, asked, *((row, None) if agreed.work.held else memory.model()))
                 return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
 
             role = self._role(agreed, asked, message, context, policy=policy, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
-            entered = own if policy is None else replace(own, spent=memory.spent)
+            before = memory.spent
+            entered = own if policy is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
                 memory.keep(replace(state, spent=own.spent + more))
 
             def promised(state: ClientState) -> None:
-                self._afford(memory.spent + state.spent - entered.spent, agreed, folder)
+                self._afford(before + state.spent - entered.spent, agreed, folder)
                 kept(state)
 
             private = {} if asked.private is None else {asked.client: asked.private}
@@ -261,7 +263,7 @@ class _Protection:
                 if advanced.misread > entered.misread:  # which it does not do as often as it is asked
                     kept(advanced)
                 raise reply
-            kept(advanced)
+            promised(advanced)  # again: where a vote comes first, a round is charged with its upload
             path = self._own.path(context) if isinstance(asked.request, Finish) else None
             if path is not None and advanced.held is not None:
                 _write(path, message.content, asked, advanced.held)
@@ -329,6 +331,12 @@ class _Protection:
                 raise RequiredError(
                     f"protect(require=…) names {name}, and {agreed.config.scheme} adds no noise: nothing would be "
                     f"bounded. Require a scheme that has {name}, or leave {name} out"
+                )
+            consents = "scheme" if setup.phase == "train" else "evaluation"
+            if name in self._require and not agreed.scheme.uplink.noises_all and consents not in self._require:
+                raise RequiredError(
+                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise that "
+                    f"would bound it: others read it in sum. Name {consents} there, too, if that is meant"
                 )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
         check_terms(agreed.config, settings, where="protect(require=…)", own=own)

@@ -47,7 +47,7 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.loop import Outcome, privacy_journal_of, summarise
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.schemes.on_updates import PADS, fewest
+from fedveil.schemes.on_updates import HELD, fewest
 
 ENGINE = "flower-app"
 _PROGRESS = "app.state"
@@ -108,7 +108,7 @@ class Protected(Strategy):
         averages: bool = False,
         **options: Any,
     ) -> None:
-        self._held = scheme == PADS
+        self._held = scheme in HELD
         with settings_as_arguments():
             covered = _covered(scheme, options, clients)
             passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
@@ -124,7 +124,8 @@ class Protected(Strategy):
         for name, value in (("metrics", metrics), ("evaluation", evaluation)):
             if value is not None and value not in METRICS:
                 raise unknown_name(name, value, METRICS)
-        if "average" in (metrics, evaluation) and covered != "average":
+        # Evaluations of a model that clients hold have masks of their own, and the ledger names what is averaged.
+        if "average" in (metrics, None if self._held else evaluation) and covered != "average":
             raise ConfigError(
                 f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
                 "'pass', which sends everybody's uncovered."
@@ -537,6 +538,7 @@ class _Run:
             self.uncovered,
             weighted_by=self._setup.weighted_by,
             averaged=self._setup.metrics == "average" or self.judge is not None,
+            judged=self.judge is not None,
         )
 
     def end(self, *, done: bool = False) -> None:
@@ -571,4 +573,6 @@ def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Me
     least = max(clients or 0, fewest(scheme), 3)
     config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
     tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "", form="-", first="server")
-    return "average" if agreed_app(tried).scheme.plan is None else "drop"
+    scheme = agreed_app(tried).scheme
+    scheme.uplink.prepare()
+    return "average" if scheme.plan is None else "drop"
