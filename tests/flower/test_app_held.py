@@ -1,4 +1,5 @@
-"""Somebody's own Flower app under pads: clients hold its model, and the server sees nothing of it."""
+"""Somebody's own Flower app whose clients hold its model: under pads the server sees nothing of it, under paraaegis what
+is not hidden, with noise."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -16,14 +18,18 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Strategy
 from safetensors.numpy import load_file
 
-from fedveil.client_held.messages import Finish
+from fedveil.client_held.messages import Divide, Finish
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.flower import Protected, protect
 from fedveil.flower.app_held import NoModelError, behind, form_of
-from fedveil.flower.client_app import HEADER, PARTS, in_array
-from fedveil.protocol.codec import encode
+from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.client_memory import Memory
+from fedveil.ledger.gaussian import mu_of, sigma_of
+from fedveil.ledger.policy import Policy
+from fedveil.protocol.codec import decode, encode
 from fedveil.runs.folder import RunFolder, read_ledger
 from fedveil.schemes.on_updates import VALUE_RANGE
+from fedveil.secrets import SeededSecrets
 from fedveil.uplink.fixed_point import FixedPoint
 from flower_apps import (
     SIZES,
@@ -420,3 +426,345 @@ def test_a_form_holds_no_number() -> None:
         ("steps", "int64", ()),
     ]
     assert {array.data for array in form.values()} == {b""}
+
+
+# --- paraaegis: a share is hidden, the rest is clipped and under noise
+
+
+def divided(strategy: Strategy | None = None, **settings: Any) -> Protected:
+    return padded(strategy, **{"scheme": "paraaegis", "share": 0.3, "epsilon": 8.0, "clip": 0.01, **settings})
+
+
+def moved_by_everybody(**settings: Any) -> list[np.ndarray]:
+    """What clients are given to train on in a run's rounds, of a model of zeros, once each."""
+    seen: list[np.ndarray] = []
+
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        if number == 0:
+            seen.append(arrays["flat"])
+        return {"flat": arrays["flat"] + _UPDATES[number]}, {"num-examples": SIZES[number]}
+
+    grid = AppGrid(app_of([protect()], train=train))
+    divided(**settings).start(grid, ArrayRecord({"flat": Array(np.zeros(_NUMBERS))}), num_rounds=2)
+    return seen
+
+
+_NUMBERS, _HIDDEN = 2000, 200
+_UPDATES = np.random.default_rng(5).normal(size=(len(SIZES), _NUMBERS)) * 1e-3
+_UPDATES[:, ::10] += 2.0  # of which everybody votes for these
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounding"),
+    [
+        pytest.param({"vote": "histogram"}, 1e-12, id="pads, votes under masks"),
+        pytest.param({"vote": "tags"}, 1e-12, id="pads, votes by tags"),
+        pytest.param({"cipher": "ckks"}, 2.0**-20, id="CKKS"),
+    ],
+)
+def test_the_hidden_share_is_the_mean_and_the_rest_has_the_planned_noise(
+    settings: dict[str, Any], rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Secrets are of a fixed seed. Of other seeds, one of 10⁶ would have the variance of 1,800 numbers beyond 16.5 %."""
+    if settings.get("cipher") == "ckks":
+        pytest.importorskip("tenseal")
+    monkeypatch.setattr("fedveil.roles.client.OsSecrets", lambda: SeededSecrets(11))
+    share, clip, epsilon = 0.1, 0.5, 4.0
+    start, after = moved_by_everybody(share=share, clip=clip, epsilon=epsilon, **settings)
+    assert not start.any()
+    error = after - _UPDATES.mean(axis=0)
+    hidden = np.zeros(_NUMBERS, dtype=bool)
+    hidden[::10] = True
+    assert hidden.sum() == _HIDDEN
+    assert np.abs(error[hidden]).max() <= rounding
+    # Nobody's rest is longer than the clip, so that the mean of the rests is that of what was noised.
+    assert max(np.linalg.norm(update[~hidden]) for update in _UPDATES) < clip
+    planned = 2 * clip * sigma_of(epsilon, 1e-5) * np.sqrt(2) / np.sqrt(len(SIZES))  # two rounds, five clients
+    assert 0.835 < np.mean(error[~hidden] ** 2) / planned**2 < 1.165
+    assert abs(error[~hidden].mean()) < 5 * planned / np.sqrt((~hidden).sum())
+
+
+def test_updates_that_are_long_or_not_finite_neither_pass_the_clip_nor_end_a_run() -> None:
+    """The rest is clipped whatever it is; an update that is not finite counts as one that has moved nothing."""
+
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        update = np.full(40, np.nan) if number == 0 else np.full(40, 1e3)
+        return {"flat": arrays["flat"] + update}, {"num-examples": 5}
+
+    seen: list[np.ndarray] = []
+
+    def watched(arrays: dict[str, np.ndarray], number: int) -> Any:
+        seen.append(arrays["flat"])
+        return train(arrays, number)
+
+    grid = AppGrid(app_of([protect()], train=watched))
+    divided(share=0.1, clip=1e-3).start(grid, ArrayRecord({"flat": Array(np.zeros(40))}), num_rounds=2)
+    second = seen[-1]
+    # Four of five voted for the first places, and moved them by 1,000 each; noise is 2·10⁻³ times a few.
+    assert np.abs(second[:4] - 800.0).max() < 1e-6
+    assert np.abs(second[4:]).max() < 0.1
+
+
+def _uploads(grid: AppGrid) -> list[Any]:
+    return [
+        decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        for _, reply in grid.crossed
+        if PARTS in reply.content
+    ]
+
+
+@pytest.mark.parametrize("vote", ["histogram", "tags"])
+def test_nothing_in_the_clear_crosses_the_grid_where_updates_are_divided(vote: str, tmp_path: Path) -> None:
+    seen: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
+
+    def watched(arrays: dict[str, np.ndarray], number: int) -> Any:
+        moved, figures = trained(arrays, number)
+        seen.append((arrays, moved))
+        return moved, figures
+
+    lost = lost_where(("Begin", 1, 2))  # so that a model is lent
+    grid = grid_of(tmp_path, twist=lost, train=watched, first=lambda context: start_arrays())
+    strategy = divided(FedAvg(fraction_evaluate=1.0), first="client", vote=vote, evaluation="average")
+    strategy.start(grid, start_arrays(), num_rounds=2)
+    kinds = {kind_of(message)[0] for message, _ in grid.crossed}
+    assert {"Found", "Join", "Begin", "Divide", "Unmask", "Lend", "Finish", "Train"} <= kinds
+    crossed = b"".join(everything_in(part.content) for pair in grid.crossed for part in pair)
+    names = ("weight", "bias")
+    secret = [{name: model[name].numpy() for name in names} for model in models_in(tmp_path)]
+    for arrays, moved in seen:
+        secret += [arrays, moved, {name: moved[name] - arrays[name] for name in names}]
+    assert len(seen) == 10
+    for model in secret:
+        for look in numbers({name: model[name] for name in names}):
+            assert look not in crossed
+    # What the server adds up itself: of 16 numbers 5 are hidden, and the words of the rest are noise of its own size.
+    rests = [reply.rest for reply in _uploads(grid) if type(reply).__name__ == "Divided"]
+    assert {len(rest) for rest in rests} == {11}
+
+
+def assert_everybody_has_the_same(folder: Path, *, clients: int = len(SIZES)) -> list[ArrayRecord]:
+    models = models_in(folder)
+    assert len(models) == clients
+    assert len({everything_in(RecordDict({"arrays": model})) for model in models}) == 1
+    return models
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(("Begin", 2, 1), id="before its vote"),
+        pytest.param(("Divide", 2, 1), id="between its vote and its upload"),
+        pytest.param(("Unmask", 4, 1), id="after its upload"),
+    ],
+)
+def test_a_node_that_is_lost_in_a_divided_round_is_lent_what_it_has_missed(
+    place: tuple[str, int, int], tmp_path: Path
+) -> None:
+    run = divided(out=tmp_path / "run")
+    run.start(grid_of(tmp_path, twist=lost_where(place)), start_arrays(), num_rounds=3)
+    rows = RunFolder(tmp_path / "run").metrics()
+    assert ["failed" in row for row in rows] == [False] * 3
+    assert [row["clients"] for row in rows] == [5, 5 if place[0] == "Unmask" else 4, 5]
+    assert_everybody_has_the_same(tmp_path)
+
+
+def test_a_killed_node_and_a_killed_run_go_on_with_a_divided_model_and_pay_for_every_round(tmp_path: Path) -> None:
+    """Of three rounds that ε is for, the second is asked for twice: the third is not asked for any more."""
+    out, deaths = tmp_path / "run", ["node", "run", "nobody"]
+
+    def train(arrays: dict[str, np.ndarray], number: int) -> Any:
+        if number == 1 and deaths[0] == "node":
+            deaths.pop(0)
+            raise _KilledError
+        return trained(arrays, number)
+
+    def killed(message: Message, reply: Message) -> list[Message]:
+        if kind_of(message) == ("Divide", 2) and deaths[0] == "run" and message.metadata.dst_node_id == 103:
+            deaths.pop(0)
+            raise RuntimeError("the server is gone")
+        return [reply]
+
+    def grid() -> _MortalGrid:
+        return _MortalGrid(
+            app_of([protect(models=tmp_path / "models")], train=train),
+            twist=killed,
+            node_config=lambda number: {"fedveil-state": str(tmp_path / f"node-{number}")},
+        )
+
+    with pytest.raises(RuntimeError, match="gone"):
+        divided(out=out).start(grid(), start_arrays(), num_rounds=3)
+    strategy = divided(out=out, resume=True)
+    result = strategy.start(grid(), start_arrays(), num_rounds=3)
+    assert deaths == ["nobody"]
+    assert set(result.train_metrics_clientapp) == {2}
+    assert_everybody_has_the_same(tmp_path)
+    mu2 = mu_of(8.0, 1e-5) ** 2 / 3  # of a round
+    spent = [Memory(tmp_path / f"node-{number}" / "state").spent() / mu2 for number in range(len(SIZES))]
+    # Clients 0 to 3 had uploaded in the second round when the server died; client 1 has missed the first.
+    assert spent == pytest.approx([3, 2, 3, 3, 2])
+    line = strategy.ledger.line("server")
+    assert (line.verdict, line.epsilon) == ("conditional", pytest.approx(8.0))
+    assert any("rounds asked for that are not in the model" in note for note in strategy.ledger.notes)
+
+
+def _other_winners(grid: AppGrid, outcome: Divide) -> Divide:
+    """The same number of tags that somebody was sent to vote with, one of them no winner."""
+    winners = {bytes(tag) for tag in outcome.winners.numpy()}
+    cast = {bytes(tag) for reply in _uploads(grid) if type(reply).__name__ == "Vote" for tag in reply.tags.numpy()}
+    chosen = sorted([*list(winners)[1:], next(iter(cast - winners))])
+    return replace(outcome, winners=torch.tensor([list(tag) for tag in chosen], dtype=torch.uint8))
+
+
+def _other_counts(grid: AppGrid, outcome: Divide) -> Divide:
+    counts = outcome.counts.clone()
+    counts[0] += 1
+    counts[1] -= 1
+    return replace(outcome, counts=counts)
+
+
+@pytest.mark.parametrize(("vote", "forged"), [("tags", _other_winners), ("histogram", _other_counts)])
+def test_clients_who_are_told_different_outcomes_of_a_vote_have_no_sum(
+    vote: str, forged: Callable[[AppGrid, Divide], Divide], tmp_path: Path
+) -> None:
+    """Two that hide different coordinates would show by their difference what one of them hides."""
+
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        told = kind_of(message) == ("Divide", 1)
+        return _changed(message, forged(grid, request_in(message))) if told else message
+
+    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    divided(vote=vote, out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    assert set(codes_in(grid)) == {""}  # each of them could follow what it was told
+    assert "mask cannot be taken off" in RunFolder(tmp_path / "run").metrics()[0]["failed"]
+    for model in models_in(tmp_path):  # nobody has moved
+        assert_alike(model, start_arrays())
+
+
+def test_a_vote_is_followed_by_one_upload_whatever_is_asked_in_between(tmp_path: Path) -> None:
+    """Asked for evaluations, loans and farewells between a vote and its upload, again and for another outcome after it."""
+    said: list[tuple[str, str]] = []
+
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        if kind_of(message) != ("Divide", 2):
+            return message
+        outcome, kinds = request_in(message), ("Begin", "Divide", "Unmask", "Train", "Finish")
+        mine = [sent for sent, _ in grid.crossed if sent.metadata.dst_node_id == 101]
+        asked = [
+            *(sent for sent in mine if kind_of(sent)[0] in kinds),
+            _changed(message, Finish(2, None)),
+            _changed(message, replace(outcome, round=0)),
+            message,
+            message,
+            _changed(message, _other_counts(grid, outcome)),
+            _changed(message, replace(outcome, voters=outcome.voters[:-1])),
+        ]
+        for again in asked:
+            done = len(grid.crossed)
+            AppGrid.answered(grid, again, 101)
+            said.append((kind_of(again)[0], codes_in(grid)[done]))
+        return message
+
+    folder = {"node_config": lambda number: {"fedveil-state": str(tmp_path / f"node-{number}")}}
+    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle, **folder)
+    strategy = divided(FedAvg(fraction_evaluate=1.0), evaluation="average")
+    strategy.start(grid, start_arrays(), num_rounds=3)
+    # What changes nothing is answered: which version it holds, as often as that is asked.
+    answered = [kind for kind, code in said if not code and kind != "Finish"]
+    assert answered == ["Divide"]
+    assert {code for _, code in said} == {"", "protocol"}
+    # That one upload did not reach the sum, since the server has thrown it away; nobody else is the worse for it.
+    assert_everybody_has_the_same(tmp_path)
+    spent = [Memory(tmp_path / f"node-{number}" / "state").spent() for number in range(len(SIZES))]
+    assert spent == pytest.approx([mu_of(8.0, 1e-5) ** 2] * len(SIZES))
+
+
+def test_clients_who_are_sent_different_first_models_elect_nothing(tmp_path: Path) -> None:
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        if kind_of(message) != ("Begin", 1):
+            return message
+        other = {name: Array(np.asarray(array.numpy() + 1)) for name, array in message.content["arrays"].items()}
+        return Message(RecordDict({**message.content, "arrays": ArrayRecord(other)}), metadata=message.metadata)
+
+    grid = _Meddling(app_of([protect()]), meddle=meddle)
+    divided(out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    assert "failed" in RunFolder(tmp_path / "run").metrics()[0]
+    assert not [reply for reply in _uploads(grid) if type(reply).__name__ == "Divided"]
+
+
+@pytest.mark.parametrize(
+    ("own", "settings", "code"),
+    [
+        pytest.param({"policy": Policy(max_epsilon=8.0)}, {}, "settings", id="a policy's ε, of what is hidden without"),
+        pytest.param({"require": {"epsilon": {"max": 8.0}}}, {}, "required", id="a largest ε alone"),
+        pytest.param(
+            {"require": {"scheme": "paraaegis", "epsilon": {"max": 4.0}}}, {}, "required", id="a larger ε than agreed"
+        ),
+        pytest.param({"require": {"vote": "histogram"}}, {"vote": "tags"}, "required", id="votes that can be compared"),
+        pytest.param({}, {"epsilon": 20.0}, "required", id="an ε that proves nothing"),
+        pytest.param({"require": {"cipher": "pads"}}, {"cipher": "ckks"}, "required", id="a key that all share"),
+    ],
+)
+def test_a_client_divides_its_update_on_its_own_terms(own: dict[str, Any], settings: dict[str, Any], code: str) -> None:
+    if settings.get("cipher") == "ckks":
+        pytest.importorskip("tenseal")
+    grid = AppGrid(app_of([protect(**own)]))
+    with pytest.raises(ProtocolError, match="cannot start"):
+        divided(**settings).start(grid, start_arrays(), num_rounds=1)
+    assert set(codes_in(grid)) == {code}
+
+
+def test_a_largest_epsilon_counts_divided_rounds_of_all_runs_and_no_evaluation_without_consent(tmp_path: Path) -> None:
+    def run(**settings: Any) -> tuple[set[str], int]:
+        own = {"require": {"scheme": "paraaegis", "epsilon": {"max": 8.0}}}
+        grid = grid_of(tmp_path, **own)
+        divided(FedAvg(fraction_evaluate=1.0), **settings).start(grid, start_arrays(), num_rounds=1)
+        uploads = [reply for reply in _uploads(grid) if type(reply).__name__ == "Divided"]
+        return set(codes_in(grid)), len(uploads)
+
+    with pytest.raises(ProtocolError, match="cannot start"):
+        run(evaluation="average")
+    assert run() == ({"", "ended"}, 0)
+
+
+@pytest.mark.parametrize("vote", ["histogram", "tags"])
+def test_the_ledger_of_divided_updates_is_the_schemes_and_says_what_averages_cost(vote: str, tmp_path: Path) -> None:
+    strategy = divided(vote=vote, out=tmp_path / "run")
+    strategy.start(grid_of(tmp_path), start_arrays(), num_rounds=1)
+    ledger = strategy.ledger
+    assert ledger.as_data() == read_ledger(tmp_path / "run").as_data()
+    line = ledger.line("server")
+    assert (line.verdict, line.epsilon, line.unit) == ("conditional", pytest.approx(8.0), "all data of one client")
+    assert (line.outright is None) == (vote == "tags")
+    assert ledger.line("clients").verdict == "aggregate only"
+    assert ledger.line("server and colluding clients").verdict == ("none" if vote == "tags" else "aggregate only")
+    assert any(note.startswith("trust level mod") for note in ledger.notes)
+    assert any("of the rest under noise, which it can" in note for note in ledger.notes)
+    assert not [release for release in ledger.releases if release.field.endswith(".behind")]
+    judged = divided(FedAvg(fraction_evaluate=1.0), vote=vote, evaluation="average")
+    result = judged.start(AppGrid(app_of([protect()])), start_arrays(), num_rounds=1)
+    assert set(result.evaluate_metrics_clientapp[1]) == {"eval_loss"}
+    assert judged.ledger.line("server").verdict == "aggregate only"
+    assert "evaluation.behind" in judged.ledger.line("server").why
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        pytest.param({"share": 1.0}, "'pads'", id="everything hidden"),
+        pytest.param({"share": 0.0}, "'dp-fedavg'", id="nothing hidden"),
+        pytest.param({"share": 1.5}, "share", id="more than everything"),
+        pytest.param({"metrics": "average"}, "claim", id="averages under noise"),
+        pytest.param({"cipher": "paillier"}, "cipher", id="another cipher"),
+        pytest.param({"evaluation": "pass"}, "never holds", id="evaluations of the server's arrays"),
+    ],
+)
+def test_mistakes_about_dividing_are_named_where_they_are_made(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        divided(**settings)
+
+
+def test_a_run_that_hides_less_from_round_to_round_is_charged_where_something_shows(tmp_path: Path) -> None:
+    divided(share=1.0, share_decay=0.5).start(grid_of(tmp_path), start_arrays(), num_rounds=2)
+    assert_everybody_has_the_same(tmp_path)
+    spent = [Memory(tmp_path / f"node-{number}" / "state").spent() for number in range(len(SIZES))]
+    assert spent == pytest.approx([mu_of(8.0, 1e-5) ** 2 / 2] * len(SIZES))

@@ -51,7 +51,9 @@ class NoModelError(ConfigError):
     """Something that needs the model, asked of a server that holds none."""
 
     def __init__(self, what: str, instead: str) -> None:
-        super().__init__(f"{what}, and under pads the server never holds the model's numbers: {instead}.")
+        super().__init__(
+            f"{what}, and where clients hold the model the server never holds the model's numbers: {instead}."
+        )
 
 
 # --- the form of a model
