@@ -1,5 +1,5 @@
-"""Somebody's own Flower app whose clients hold its model: under pads the server sees nothing of it, under paraaegis what
-is not hidden, with noise."""
+"""Somebody's own Flower app whose clients hold its model: under pads the server sees nothing of it, under paraaegis
+what is not hidden, with noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedProx, FedYogi, Strategy
 from safetensors.numpy import load_file
 
@@ -22,6 +22,7 @@ from fedveil.client_held.messages import Divide, Finish
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError
 from fedveil.flower import Protected, protect
 from fedveil.flower.app_held import NoModelError, behind, form_of
+from fedveil.flower.app_setup import AppSetup, Step
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.client_memory import Memory
 from fedveil.ledger.gaussian import mu_of, sigma_of
@@ -113,6 +114,63 @@ def test_clients_end_where_the_strategy_would_without_protection(
             assert averaged[number].keys() == wanted[number].keys()
             for metric, value in wanted[number].items():
                 assert averaged[number][metric] == pytest.approx(value, abs=1e-5)
+
+
+def assert_stepped(folder: Path, expected: ArrayRecord, *, clients: int = len(SIZES)) -> None:
+    """Everybody has what Flower's own step leads to, which may have widened what was single precision."""
+    for model in assert_everybody_has_the_same(folder, clients=clients):
+        for name in expected:
+            np.testing.assert_allclose(model[name].numpy(), expected[name].numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: FedAdam(eta=0.3), id="FedAdam"),
+        pytest.param(lambda: FedAdagrad(eta=0.2, tau=0.01), id="FedAdagrad"),
+        pytest.param(lambda: FedYogi(eta=0.1, beta_2=0.9), id="FedYogi"),
+        pytest.param(lambda: FedAvgM(server_learning_rate=0.7, server_momentum=0.9), id="FedAvgM"),
+    ],
+)
+def test_clients_take_the_step_that_flowers_strategy_would(make: Callable[[], Strategy], tmp_path: Path) -> None:
+    """With momenta that outlast a killed run, a lost folder and a round missed: they are lent with the model."""
+    out, kills = tmp_path / "run", [1]
+
+    def twist(message: Message, reply: Message) -> list[Message]:
+        if kind_of(message) == ("Begin", 3) and kills:
+            kills.pop()
+            raise _KilledError
+        return [reply]
+
+    with pytest.raises(_KilledError):
+        padded(make(), out=out).start(grid_of(tmp_path, twist=twist), start_arrays(), 4)
+    (tmp_path / "node-1").rename(tmp_path / "lost")
+    grid = grid_of(tmp_path, twist=lost_where(("Unmask", 6, 2)))
+    result = padded(make(), out=out, resume=True).start(grid, start_arrays(), 4)
+    assert set(result.train_metrics_clientapp) == {3, 4}
+    assert {"Lend", "Finish"} <= {kind_of(message)[0] for message, _ in grid.crossed}
+    assert_stepped(tmp_path, plain_run(make(), 4).arrays)
+
+
+def test_clients_who_are_told_different_steps_share_nothing_and_a_run_keeps_its_own(tmp_path: Path) -> None:
+    def meddle(grid: AppGrid, message: Message) -> Message:
+        header = message.content.config_records[HEADER]
+        setup = AppSetup.parse(str(header["setup"]))
+        other = replace(setup, numbers={**setup.numbers, "eta": 0.0})
+        changed = ConfigRecord({**header, "setup": other.to_text()})
+        return Message(RecordDict({**message.content, HEADER: changed}), metadata=message.metadata)
+
+    grid = _Meddling(app_of([protect(models=tmp_path / "models")]), meddle=meddle)
+    padded(FedAdam(), out=tmp_path / "run").start(grid, start_arrays(), num_rounds=1)
+    told = {code for (message, _), code in zip(grid.crossed, codes_in(grid), strict=True) if _to(message) == 101}
+    assert told == {"protocol"}  # the run's name does not say what this client was told
+    assert len(models_in(tmp_path)) == len(SIZES) - 1
+    with pytest.raises(CheckpointError, match="other numbers in its step"):
+        padded(FedAdam(eta=1.0), out=tmp_path / "run", resume=True).start(grid_of(tmp_path), start_arrays(), 2)
+
+
+def _to(message: Message) -> int:
+    return message.metadata.dst_node_id
 
 
 @pytest.mark.parametrize("first", ["server", "client"])
@@ -341,13 +399,20 @@ def test_a_run_is_resumed_with_a_model_of_its_own_form_or_not_at_all(tmp_path: P
         padded(out=out, resume=True).start(grid_of(tmp_path), other, 2)
 
 
+class _OwnStep(FedAvg):
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        return super().aggregate_train(server_round, replies)
+
+
+class _Renamed(FedAdam):
+    pass
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: padded(FedAdam(eta=0.1)), id="FedAdam"),
-        pytest.param(lambda: padded(FedYogi()), id="FedYogi"),
-        pytest.param(lambda: padded(FedAdagrad()), id="FedAdagrad"),
-        pytest.param(lambda: padded(FedAvgM(), averages=True), id="FedAvgM, whatever is said of it"),
+        pytest.param(lambda: padded(_OwnStep(), averages=True), id="a step of one's own, whatever is said of it"),
+        pytest.param(lambda: padded(_Renamed(), averages=True), id="a subclass of a strategy that is known"),
         pytest.param(lambda: padded(evaluation="pass"), id="evaluations of the server's arrays"),
         pytest.param(
             lambda: padded().start(AppGrid(app_of()), start_arrays(), evaluate_fn=lambda number, arrays: None),
@@ -366,6 +431,8 @@ def test_what_needs_the_models_numbers_on_the_server_is_refused(make: Callable[[
         pytest.param({"scheme": "secagg", "first": "client"}, "the server holds it", id="a first model under secagg"),
         pytest.param({"first": "clients"}, "client", id="a mistyped first"),
         pytest.param({"epsilon": 2.0}, "epsilon", id="an option of another scheme"),
+        pytest.param({"strategy": FedAdam(beta_1=1.0)}, "beta_1", id="a step that divides by nothing"),
+        pytest.param({"strategy": FedYogi(tau=0.0)}, "tau", id="another"),
     ],
 )
 def test_mistakes_are_named_where_they_are_made(settings: dict[str, Any], match: str) -> None:
@@ -413,9 +480,10 @@ def test_the_ledger_says_what_the_server_sees_and_whose_the_first_model_is(first
 
 
 def test_a_size_that_a_server_claims_takes_no_memory() -> None:
-    nobody = behind(1 << 33)
-    assert (nobody.version, len(nobody.weights.parameters)) == (-1, 1 << 33)
-    assert nobody.weights.parameters.untyped_storage().nbytes() == 8
+    nobody = behind(1 << 33, Step.of(FedAdam()))
+    assert (nobody.version, len(nobody.weights.parameters), len(nobody.velocity)) == (-1, 1 << 33, 1 << 34)
+    for claimed in (nobody.weights.parameters, nobody.velocity):
+        assert claimed.untyped_storage().nbytes() == 8
 
 
 def test_a_form_holds_no_number() -> None:
@@ -465,7 +533,7 @@ _UPDATES[:, ::10] += 2.0  # of which everybody votes for these
 def test_the_hidden_share_is_the_mean_and_the_rest_has_the_planned_noise(
     settings: dict[str, Any], rounding: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Secrets are of a fixed seed. Of other seeds, one of 10⁶ would have the variance of 1,800 numbers beyond 16.5 %."""
+    """Secrets are of a fixed seed; of others, one in 10⁶ would have the variance of 1,800 numbers beyond 16.5 %."""
     if settings.get("cipher") == "ckks":
         pytest.importorskip("tenseal")
     monkeypatch.setattr("fedveil.roles.client.OsSecrets", lambda: SeededSecrets(11))
@@ -641,7 +709,7 @@ def test_clients_who_are_told_different_outcomes_of_a_vote_have_no_sum(
 
 
 def test_a_vote_is_followed_by_one_upload_whatever_is_asked_in_between(tmp_path: Path) -> None:
-    """Asked for evaluations, loans and farewells between a vote and its upload, again and for another outcome after it."""
+    """Asked for what it has answered, and for more, between a vote and its upload; and for another upload after it."""
     said: list[tuple[str, str]] = []
 
     def meddle(grid: AppGrid, message: Message) -> Message:
@@ -761,6 +829,17 @@ def test_the_ledger_of_divided_updates_is_the_schemes_and_says_what_averages_cos
 def test_mistakes_about_dividing_are_named_where_they_are_made(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         divided(**settings)
+
+
+def test_momenta_of_divided_updates_are_everybodys(tmp_path: Path) -> None:
+    """The noise is in the mean that the step is taken on, so that all that can be compared is everybody's result."""
+    lost = lost_where(("Divide", 2, 1))
+    divided(FedAdam(eta=0.1), first="client").start(
+        grid_of(tmp_path, twist=lost, first=lambda context: start_arrays()), start_arrays(), num_rounds=3
+    )
+    (model, *_) = assert_everybody_has_the_same(tmp_path)
+    # In the first round every number moves by η at most, times 0.74 for Flower's correction; the third's is below 1.
+    assert 0 < np.abs(model["weight"].numpy() - start_arrays()["weight"].numpy()).max() < 0.3
 
 
 def test_a_run_that_hides_less_from_round_to_round_is_charged_where_something_shows(tmp_path: Path) -> None:

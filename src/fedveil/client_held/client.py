@@ -68,7 +68,7 @@ class HolderRole(Participant):
     makes it from a secret of the group, where there is one."""
 
     @property
-    def _keeps(self) -> type[Keeper]:
+    def _keeps(self) -> Callable[..., Keeper]:
         return Keeper
 
     def __init__(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -44,13 +45,81 @@ def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohor
     return RunConfig.from_mapping(given, where="Protected(…)")
 
 
+_STEPS: Mapping[str, tuple[str, ...]] = {
+    "FedAvgM": ("server_learning_rate", "server_momentum"),
+    "FedAdagrad": ("eta", "tau", "beta_1"),
+    "FedAdam": ("eta", "tau", "beta_1", "beta_2"),
+    "FedYogi": ("eta", "tau", "beta_1", "beta_2"),
+}
+"""Flower's strategies whose step clients can take, and the attributes that it depends on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a round's mean moves the model where each client takes the step of Flower's `strategy` on its own copy; that
+    of FedAvg (empty) is the mean itself.
+
+    `memory` are the momenta, all of the first kind before those of the second. In float64, which rounds less than
+    Flower's arithmetic does.
+    """
+
+    strategy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names, given = _STEPS.get(self.strategy, ()), self.numbers
+        if (self.strategy and not names) or set(given) != set(names):
+            raise ConfigError(f"A step of {self.strategy!r} is none that clients take.")
+        for name, value in given.items():
+            if type(value) is not float or not math.isfinite(value):
+                raise ConfigError(f"{name} of {self.strategy} must be a number (got {value!r}).")
+            if name.startswith("beta") and not 0 <= value < 1:
+                raise ConfigError(f"{name} of {self.strategy} must lie in [0, 1) (got {value:g}).")
+            if name == "tau" and not value > 0:
+                raise ConfigError(f"tau of {self.strategy} must be positive: steps are divided by it (got {value:g}).")
+
+    @staticmethod
+    def of(strategy: object) -> Step:
+        """The step of one of those strategies, by its attributes."""
+        name = type(strategy).__name__
+        return Step(name, {number: float(getattr(strategy, number)) for number in _STEPS[name]})
+
+    @property
+    def remembers(self) -> int:
+        """How many numbers it remembers for each of the model's."""
+        return {"": 0, "FedAvgM": 1}.get(self.strategy, 2)
+
+    def take(self, row: Tensor, memory: Tensor, mean: Tensor, *, round: int) -> None:
+        """Move `row` and `memory` in place, in a round counted from 0."""
+        if not self.strategy:
+            row.add_(mean)
+            return
+        own = self.numbers
+        if self.strategy == "FedAvgM":
+            memory.mul_(max(own["server_momentum"], 0.0)).add_(mean)
+            row.add_(memory, alpha=own["server_learning_rate"])
+            return
+        first, second = memory.view(2, -1)
+        first.mul_(own["beta_1"]).add_(mean, alpha=1 - own["beta_1"])
+        square, rate = mean.square(), own["eta"]
+        if self.strategy == "FedAdagrad":
+            second.add_(square)
+        elif self.strategy == "FedYogi":
+            second.sub_((1 - own["beta_2"]) * square * torch.sign(second - square))
+        else:
+            second.mul_(own["beta_2"]).add_(square, alpha=1 - own["beta_2"])
+            # As Flower corrects the bias: its rounds count from 1, and it takes one more.
+            rate *= math.sqrt(1 - own["beta_2"] ** (round + 2)) / (1 - own["beta_1"] ** (round + 2))
+        row.add_(rate * first / (second.sqrt() + own["tau"]))
+
+
 @dataclass(frozen=True)
 class AppSetup(Told):
     """One attempt at a run of an app, or at the evaluations that go with it: what every client is told, and holds the
     run's name to (`name`).
 
-    Where clients hold the model: the digest of its `form`, whose `first` version it is, and the version that this
-    attempt begins with (`start`).
+    Where clients hold the model: the digest of its `form`, whose `first` version it is, the version that this attempt
+    begins with (`start`), and what moves it (`strategy` and `numbers` of a `Step`).
     """
 
     phase: Phase
@@ -61,6 +130,8 @@ class AppSetup(Told):
     form: str = ""
     first: str = ""
     start: int = 0
+    strategy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def parse(text: str) -> AppSetup:
@@ -83,6 +154,8 @@ class AppSetup(Told):
             and isinstance(setup.form, str)
             and setup.first in ("", "server", "client")
             and is_count(setup.start)
+            and isinstance(setup.strategy, str)
+            and isinstance(setup.numbers, dict)
         )
         if not well:
             raise ProtocolError("a run's setup is malformed")
@@ -107,6 +180,7 @@ class AgreedApp:
     config: RunConfig
     scheme: Scheme
     cohort: Cohort
+    step: Step
 
     @property
     def work(self) -> AppUpdate:
@@ -149,7 +223,8 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
         raise ProtocolError("a run's setup averages metrics under a scheme that has noise")
     scheme.uplink.fits(cohort.size)
     public = held and setup.first == "server"
-    return AgreedApp(config, fitted(scheme, size=setup.size, slots=setup.slots, public=public), cohort)
+    scheme = fitted(scheme, size=setup.size, slots=setup.slots, public=public)
+    return AgreedApp(config, scheme, cohort, Step(setup.strategy, setup.numbers))
 
 
 @lru_cache(maxsize=1)

@@ -30,7 +30,7 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_held import AppHolder, begun, behind, check_form, filled, write_model
+from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
 from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.app_records import (
     AppModel,
@@ -42,7 +42,7 @@ from fedveil.flower.app_records import (
     update_between,
     weight_in,
 )
-from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
+from fedveil.flower.app_setup import AgreedApp, AppSetup, Step, agreed_app, no_model
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.messages import TEXTS, request_of
 from fedveil.ledger.gaussian import epsilon_of
@@ -136,7 +136,7 @@ class _Own:
     first: Callable[[Context], ArrayRecord] | None
     models: Path | None
 
-    def made(self, context: Context, setup: AppSetup) -> Held:
+    def made(self, context: Context, setup: AppSetup, step: Step) -> Held:
         """The model that a run begins with, by this client's own code."""
         if self.first is None:
             raise AppError("a first model was asked for, and protect(first=…) names nothing that makes one")
@@ -146,7 +146,7 @@ class _Own:
             _LOG.exception("the first model could not be made")
             raise AppError(f"protect(first=…) failed ({type(reason).__name__})") from None
         check_form(record, setup)
-        return begun(torch.from_numpy(AppModel.read(record).row))
+        return first_model(record, step)
 
     def path(self, context: Context) -> Path | None:
         """Where this node's copy of the model goes; None: nowhere."""
@@ -283,16 +283,16 @@ class _Protection:
         if not agreed.work.held:
             return ClientRole(agreed.training(trained), no_model()[0], policy=policy)
         setup, request, made = asked.setup, asked.request, None
-        start = behind(setup.size)
+        start = behind(setup.size, agreed.step)
         if setup.start == 0 and setup.first == "client" and isinstance(request, Lend):
 
             def made(_: bytes) -> Held:
-                return self._own.made(context, setup)
+                return self._own.made(context, setup, agreed.step)
 
         elif setup.start == 0 and setup.first == "server" and isinstance(request, Begin) and request.version == 0:
             record = only_arrays(message.content)
             check_form(record, setup)
-            start = begun(torch.from_numpy(AppModel.read(record).row))
+            start = first_model(record, agreed.step)
         return AppHolder(agreed, start, trained=trained, first=made, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:
@@ -335,8 +335,8 @@ class _Protection:
             consents = "scheme" if setup.phase == "train" else "evaluation"
             if name in self._require and not agreed.scheme.uplink.noises_all and consents not in self._require:
                 raise RequiredError(
-                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise that "
-                    f"would bound it: others read it in sum. Name {consents} there, too, if that is meant"
+                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise "
+                    f"that would bound it: others read it in sum. Name {consents} there, too, if that is meant"
                 )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
         check_terms(agreed.config, settings, where="protect(require=…)", own=own)

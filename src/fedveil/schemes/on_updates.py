@@ -206,7 +206,7 @@ def _paraaegis(
     share: float = 0.1,
     share_decay: float = 1.0,
     vote: Voting = "histogram",
-    cipher: CipherName = PADS,
+    cipher: CipherName = "pads",
     dp: UpdateBudget,
     masking: MaskOptions,
     value_range: float = UNWEIGHTED_RANGE,
