@@ -152,6 +152,26 @@ def test_clients_take_the_step_that_flowers_strategy_would(make: Callable[[], St
     assert_stepped(tmp_path, plain_run(make(), 4).arrays)
 
 
+_STEPPING = (FedAdam(), FedAdagrad(), FedYogi(), FedAvgM(server_learning_rate=0.7, server_momentum=0.9))
+
+
+@pytest.mark.parametrize("strategy", _STEPPING, ids=lambda strategy: type(strategy).__name__)
+def test_a_step_does_not_depend_on_how_a_machine_takes_its_numbers_together(strategy: Strategy) -> None:
+    """To the last bit: of a row that does not fill its vectors, the rest is computed one by one."""
+    step = Step.of(strategy)
+    draw = torch.Generator().manual_seed(1)
+    rows, means = torch.randn(2, 37, generator=draw, dtype=torch.float64)
+    memory = torch.rand(step.remembers, 37, generator=draw, dtype=torch.float64)
+    apart = [(rows[place : place + 1].clone(), memory[:, place].clone()) for place in range(37)]
+    together, kept = rows.clone(), memory.flatten()
+    for round in range(3):
+        step.take(together, kept, means, round=round)
+        for place, (row, own) in enumerate(apart):
+            step.take(row, own, means[place : place + 1], round=round)
+    assert torch.equal(together, torch.cat([row for row, _ in apart]))
+    assert torch.equal(kept.view(step.remembers, -1), torch.stack([own for _, own in apart], dim=1))
+
+
 def test_clients_who_are_told_different_steps_share_nothing_and_a_run_keeps_its_own(tmp_path: Path) -> None:
     def meddle(grid: AppGrid, message: Message) -> Message:
         header = message.content.config_records[HEADER]

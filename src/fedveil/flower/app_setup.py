@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -59,8 +60,9 @@ class Step:
     """How a round's mean moves the model where each client takes the step of Flower's `strategy` on its own copy; that
     of FedAvg (empty) is the mean itself.
 
-    `memory` are the momenta, all of the first kind before those of the second. In float64, which rounds less than
-    Flower's arithmetic does.
+    In float64, which rounds less than Flower's arithmetic does, and by operations that every machine rounds alike:
+    products and sums one after the other, no power and nothing fused. Copies must agree to the last bit, since a run
+    that is resumed binds masks to their digest.
     """
 
     strategy: str = ""
@@ -90,26 +92,27 @@ class Step:
         return {"": 0, "FedAvgM": 1}.get(self.strategy, 2)
 
     def take(self, row: Tensor, memory: Tensor, mean: Tensor, *, round: int) -> None:
-        """Move `row` and `memory` in place, in a round counted from 0."""
+        """Move `row` and its momenta, those of the first kind before the second's, in place; rounds count from 0."""
         if not self.strategy:
             row.add_(mean)
             return
         own = self.numbers
         if self.strategy == "FedAvgM":
             memory.mul_(max(own["server_momentum"], 0.0)).add_(mean)
-            row.add_(memory, alpha=own["server_learning_rate"])
+            row.add_(own["server_learning_rate"] * memory)
             return
         first, second = memory.view(2, -1)
-        first.mul_(own["beta_1"]).add_(mean, alpha=1 - own["beta_1"])
-        square, rate = mean.square(), own["eta"]
+        first.mul_(own["beta_1"]).add_((1 - own["beta_1"]) * mean)
+        square, rate = mean * mean, own["eta"]
         if self.strategy == "FedAdagrad":
             second.add_(square)
         elif self.strategy == "FedYogi":
-            second.sub_((1 - own["beta_2"]) * square * torch.sign(second - square))
+            second.add_((own["beta_2"] - 1) * square * torch.sign(second - square))
         else:
-            second.mul_(own["beta_2"]).add_(square, alpha=1 - own["beta_2"])
+            second.mul_(own["beta_2"]).add_((1 - own["beta_2"]) * square)
             # As Flower corrects the bias: its rounds count from 1, and it takes one more.
-            rate *= math.sqrt(1 - own["beta_2"] ** (round + 2)) / (1 - own["beta_1"] ** (round + 2))
+            left = [1 - math.prod(repeat(own[name], round + 2)) for name in ("beta_1", "beta_2")]
+            rate *= math.sqrt(left[1]) / left[0]
         row.add_(rate * first / (second.sqrt() + own["tau"]))
 
 
