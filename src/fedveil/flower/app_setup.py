@@ -10,6 +10,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,8 +62,8 @@ class Step:
     of FedAvg (empty) is the mean itself.
 
     In float64, which rounds less than Flower's arithmetic does, and by operations that every machine rounds alike:
-    products and sums one after the other, no power and nothing fused. Copies must agree to the last bit, since a run
-    that is resumed binds masks to their digest.
+    NumPy's, of which none is fused with another (PyTorch's are), and no power. Copies must agree to the last bit, since
+    a run that is resumed binds masks to their digest.
     """
 
     strategy: str = ""
@@ -93,27 +94,30 @@ class Step:
 
     def take(self, row: Tensor, memory: Tensor, mean: Tensor, *, round: int) -> None:
         """Move `row` and its momenta, those of the first kind before the second's, in place; rounds count from 0."""
+        moved, moment, by, own = row.numpy(), memory.numpy(), mean.numpy(), self.numbers
         if not self.strategy:
-            row.add_(mean)
+            moved += by
             return
-        own = self.numbers
         if self.strategy == "FedAvgM":
-            memory.mul_(max(own["server_momentum"], 0.0)).add_(mean)
-            row.add_(own["server_learning_rate"] * memory)
+            moment *= max(own["server_momentum"], 0.0)
+            moment += by
+            moved += own["server_learning_rate"] * moment
             return
-        first, second = memory.view(2, -1)
-        first.mul_(own["beta_1"]).add_((1 - own["beta_1"]) * mean)
-        square, rate = mean * mean, own["eta"]
+        first, second = np.split(moment, 2)
+        first *= own["beta_1"]
+        first += (1 - own["beta_1"]) * by
+        square, rate = by * by, own["eta"]
         if self.strategy == "FedAdagrad":
-            second.add_(square)
+            second += square
         elif self.strategy == "FedYogi":
-            second.add_((own["beta_2"] - 1) * square * torch.sign(second - square))
+            second -= (1 - own["beta_2"]) * square * np.sign(second - square)
         else:
-            second.mul_(own["beta_2"]).add_((1 - own["beta_2"]) * square)
+            second *= own["beta_2"]
+            second += (1 - own["beta_2"]) * square
             # As Flower corrects the bias: its rounds count from 1, and it takes one more.
             left = [1 - math.prod(repeat(own[name], round + 2)) for name in ("beta_1", "beta_2")]
             rate *= math.sqrt(left[1]) / left[0]
-        row.add_(rate * first / (second.sqrt() + own["tau"]))
+        moved += rate * first / (np.sqrt(second) + own["tau"])
 
 
 @dataclass(frozen=True)
