@@ -110,9 +110,9 @@ def protect(
             `$XDG_STATE_HOME/fedveil/flower-apps`, or `~/.local/state/fedveil/flower-apps`); a folder that the
             machine's owner names with `--node-config 'fedveil-state="…"'` takes its place. Apps over different data
             have different homes.
-        first: Under `pads` with `first="client"`: makes the arrays that the run begins with, on the one client that is
-            asked for them; the others are lent them, sealed.
-        models: Under `pads`: a folder where each node writes the model that it holds, as `node-….safetensors`; a file
+        first: Where clients hold the model, with `first="client"`: makes the arrays that the run begins with, on the
+            one client that is asked for them; the others are lent them, sealed.
+        models: Where clients hold the model: a folder where each node writes it, as `node-….safetensors`; a file
             that the machine's owner names with `--node-config 'fedveil-model="…"'` takes its place.
 
     Returns:
