@@ -639,7 +639,7 @@ def test_the_pages_lines_do_what_they_say(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [text for language, text in blocks("how-to/protect-flower-app.md") if language == "python"]
-    first, held, terms, alone = texts
+    first, held, divided, terms, alone = texts
     known: dict[str, Any] = {
         "ClientApp": app_of,
         "FedAvg": FedAvg,
@@ -651,7 +651,7 @@ def test_the_pages_lines_do_what_they_say(
     known |= {"grid": AppGrid(known["client_app"]), "initial_arrays": start_arrays()}
     exec(server.replace("num_rounds=10", "num_rounds=1"), known)
     assert capsys.readouterr().out == "aggregate only\n"
-    for text in (terms, alone):
+    for text in (divided, terms, alone):
         exec(text, known)
     monkeypatch.chdir(tmp_path)
     arrays = {name: torch.from_numpy(np.asarray(array.numpy())) for name, array in start_arrays().items()}

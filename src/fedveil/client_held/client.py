@@ -68,7 +68,7 @@ class HolderRole(Participant):
     makes it from a secret of the group, where there is one."""
 
     @property
-    def _keeps(self) -> type[Keeper]:
+    def _keeps(self) -> Callable[..., Keeper]:
         return Keeper
 
     def __init__(
@@ -146,7 +146,7 @@ class HolderRole(Participant):
         """Bring the model up to date, and promise to answer this round once."""
         state = self._keeper.brought_up(state, request.version, request.latest, private)
         context = self._context(state, request.round, request.attempt, request.cohort, samples=samples)
-        voting = self._uplink.votes(request.round, self._architecture.size)
+        voting = self._uplink.votes(request.round, self._terms.divisible)
         state = _answering(state, context.stage(_VOTE if voting else _UPLOAD))
         return (state if voting else self._charged(state, context)), context
 
@@ -165,7 +165,7 @@ class HolderRole(Participant):
         return context
 
     def _charged(self, state: ClientState, context: RoundContext) -> ClientState:
-        plan, size = self._uplink.plan, self._architecture.size
+        plan, size = self._uplink.plan, self._terms.divisible
         if plan is None or (self._uplink.count(context.round, size) == size and not self._uplink.throughout):
             return state
         noise_layout = planned(plan, context, self._terms.work)
@@ -200,7 +200,7 @@ class HolderRole(Participant):
     def _vote_or_upload(
         self, state: ClientState, context: RoundContext, contribution: Tensor
     ) -> tuple[ClientState, Reply]:
-        uplink, size = self._uplink, self._architecture.size
+        uplink, size = self._uplink, self._terms.divisible
         which = {"round": context.round, "attempt": context.attempt, "size": size}
         if not uplink.votes(context.round, size):
             winners = uplink.unvoted(state.membership(), **which)
@@ -275,7 +275,7 @@ class HolderRole(Participant):
 
     def _outcome(self, state: ClientState, request: Divide, context: RoundContext) -> Tensor:
         """The winners of a vote; simulated clients that were told the same share the result."""
-        uplink, size = self._uplink, self._architecture.size
+        uplink, size = self._uplink, self._terms.divisible
         told = (state.membership().fingerprint(), state.cohort)
         if self._elected is not None and self._elected[0] is request and self._elected[1] == told:
             return self._elected[2]

@@ -192,7 +192,7 @@ class Parallel(Channel):
         if self.noise is not None and self.throughout:
             contribution = self._noised(contribution, state, context, terms, secrets)
             unit = gridded(self.noise, context, terms).step
-        rest, hidden = divided(contribution, pending.winners, terms.architecture.size)
+        rest, hidden = divided(contribution, pending.winners, terms.divisible)
         if self.noise is not None and not self.throughout:
             rest = self._noised(rest, state, context, terms, secrets)
         part = None
@@ -227,7 +227,7 @@ class Parallel(Channel):
         terms: Terms,
     ) -> Tensor:
         """(Σ of contributions) / Σ n_k, put together from both sums, in float64."""
-        size, length = terms.architecture.size, terms.layout.length - 1
+        size, length = terms.divisible, terms.layout.length - 1
         if tuple(rest.shape) != (size - len(winners),) or rest.dtype != torch.int64:
             raise ProtocolError(
                 f"a sum under noise has shape {tuple(rest.shape)} and type {rest.dtype} where "

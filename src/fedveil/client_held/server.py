@@ -73,7 +73,7 @@ class RelayRole(Conductor):
         super().__init__(scheme, architecture, state, **run)
         self.state = state
         self._uplink = parallel(scheme)
-        self._size = architecture.size
+        self._size = self._terms.divisible
         self._length = self._terms.layout.length - 1
         self._group = Gathering(clients=self._cohort.size, keys=opening_keys(self._uplink))
         self._version = 0

@@ -1,4 +1,4 @@
-"""Where the clients of an app hold its model (`scheme="pads"`): what that takes on both sides.
+"""Where the clients of an app hold its model (`scheme="pads"` or `"paraaegis"`): what that takes on both sides.
 
 The roles are those of `client_held`. A model is its arrays in one row, in float64; what the server sends an app in
 their place is their *form*, names, shapes and types, without a number. The row that a run begins with is version 0:
@@ -6,8 +6,12 @@ their place is their *form*, names, shapes and types, without a number. The row 
     first = "server"    public: the arrays that `start` was given, sent with the first round
     first = "client"    secret: a client makes it (`protect(first=…)`) and lends it to the others, sealed
 
-A round's sum stays under pads, so that each client moves its own row: weighted sum / weight. The sum of what stands
-behind the update (figures, what was cut off, the weight) has no pad, and is all that the server reads.
+Under `pads` a round's sum stays under pads, so that each client moves its own row: weighted sum / weight. The sum of
+what stands behind the update (figures, what was cut off, the weight) has no pad, and is all that the server reads.
+Under `paraaegis` nothing stands behind it, and each client puts the mean together from what is hidden and the rest.
+
+A mean moves the row by the step of the run's strategy (`app_setup.Step`): as it is, or as FedAdam and the like would
+have. What such a step remembers is kept beside the row, lent with it, and in the digest that masks are bound to.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,11 +33,11 @@ from torch import Tensor
 from fedveil.client_held.client import HolderRole, Keeper
 from fedveil.client_held.messages import Borrowed, Finish
 from fedveil.client_held.server import Farewells, RelayRole
-from fedveil.downlink.architecture import Weights
+from fedveil.downlink.architecture import Architecture, Weights
 from fedveil.downlink.messages import Recovered
 from fedveil.errors import ConfigError, ProtocolError
-from fedveil.flower.app_records import FormError
-from fedveil.flower.app_setup import AgreedApp, AppSetup, no_model
+from fedveil.flower.app_records import AppModel, FormError
+from fedveil.flower.app_setup import AgreedApp, AppSetup, Step, no_model
 from fedveil.protocol.client_state import ClientState, Held
 from fedveil.protocol.messages import Aggregate, Request
 from fedveil.protocol.phases import Ask
@@ -51,7 +56,8 @@ class NoModelError(ConfigError):
     """Something that needs the model, asked of a server that holds none."""
 
     def __init__(self, what: str, instead: str) -> None:
-        super().__init__(f"{what}, and under pads the server never holds the model's numbers: {instead}.")
+        held = "where clients hold the model the server never holds the model's numbers"
+        super().__init__(f"{what}, and {held}: {instead}.")
 
 
 # --- the form of a model
@@ -101,37 +107,49 @@ def write_model(path: Path, arrays: ArrayRecord) -> None:
 # --- a client
 
 
-def begun(row: Tensor) -> Held:
-    """Version 0. Masks are bound to its digest: clients who were given different ones have no sum."""
+def begun(row: Tensor, remembered: Tensor) -> Held:
+    """Version 0, and what the step remembers. Masks are bound to the digest of both: clients who were given different
+    ones have no sum."""
     nothing = torch.empty(0, dtype=torch.float64)
     digest = hashlib.sha256(b"fedveil app model 1")
     digest.update(raw(row).data)
-    return Held(Weights(row, nothing, nothing, {}), nothing, transcript=digest.digest())
+    digest.update(raw(remembered).data)
+    return Held(Weights(row, nothing, nothing, {}), remembered, transcript=digest.digest())
 
 
-def behind(size: int) -> Held:
+def first_model(record: ArrayRecord, step: Step) -> Held:
+    """The version 0 that arrays are."""
+    row = torch.from_numpy(AppModel.read(record).row)
+    return begun(row, torch.zeros(len(row) * step.remembers, dtype=torch.float64))
+
+
+def behind(size: int, step: Step) -> Held:
     """What a client has that holds no model yet: it refuses to train on this, and is lent one.
 
     It has the shape of one and takes no memory: `size` is the server's word.
     """
-    nothing = torch.empty(0, dtype=torch.float64)
-    shape = torch.zeros(1, dtype=torch.float64).expand(size)
-    return Held(Weights(shape, nothing, nothing, {}), nothing, version=_BEHIND)
+    nothing, zero = torch.empty(0, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    weights = Weights(zero.expand(size), nothing, nothing, {})
+    return Held(weights, zero.expand(size * step.remembers), version=_BEHIND)
 
 
-class _Adding(Mover):
-    """Moves a row by a round's mean, as it is."""
+class _Stepping(Mover):
+    """Moves a row by a round's mean, as a strategy's step has it."""
+
+    def __init__(self, architecture: Architecture, optimiser: Optimiser, step: Step) -> None:
+        super().__init__(architecture, optimiser)
+        self._step = step
 
     def move(self, weights: Weights, velocity: Tensor, recovered: Recovered, *, round: int) -> None:
-        weights.parameters.add_(recovered.gradient)
+        self._step.take(weights.parameters, velocity, recovered.gradient, round=round)
 
 
 class _AppKeeper(Keeper):
     """A client's way with an app's model."""
 
-    def __init__(self, *parts: Any, **how: Any) -> None:
+    def __init__(self, *parts: Any, step: Step, **how: Any) -> None:
         super().__init__(*parts, **how)
-        self._mover = _Adding(self._terms.architecture, how["optimiser"])
+        self._mover = _Stepping(self._terms.architecture, how["optimiser"], step)
 
     def brought_up(
         self, state: ClientState, version: int, latest: Aggregate | None, private: Request | None
@@ -144,12 +162,14 @@ class _AppKeeper(Keeper):
 
     def _borrowed(self, state: ClientState, lent: Borrowed, version: int) -> Held:
         held = super()._borrowed(state, lent, version)
-        if version == 0 and held.transcript != begun(held.weights.parameters).transcript:
+        if version == 0 and held.transcript != begun(held.weights.parameters, held.velocity).transcript:
             raise ProtocolError("a first model was lent under another's digest")
         return held
 
     def _recovered(self, state: ClientState, latest: Aggregate, winners: Tensor) -> Recovered:
         recovered = super()._recovered(state, latest, winners)
+        if self._terms.divisible:  # under noise every client weighs the same
+            return recovered
         sums, size = recovered.gradient, len(self._start.weights.parameters)
         weight = float(sums[-1])
         if weight < 0:
@@ -163,12 +183,13 @@ class AppHolder(HolderRole):
     """A client of an app that holds the model; `start` is version 0, or what stands for none."""
 
     def __init__(self, agreed: AgreedApp, start: Held, *, trained: Callable[[Tensor], Tensor], **own: Any) -> None:
+        self._step = agreed.step
         scheme, optimiser = agreed.training(trained), Optimiser(Schedule(1.0))
         super().__init__(scheme, no_model()[0], start=start, optimiser=optimiser, **own)
 
     @property
-    def _keeps(self) -> type[Keeper]:
-        return _AppKeeper
+    def _keeps(self) -> Callable[..., Keeper]:
+        return partial(_AppKeeper, step=self._step)
 
 
 # --- the server
@@ -181,7 +202,7 @@ class AppRelay(RelayRole):
         """`born`: whether there is a model to begin with; if not, the first client that is asked makes it."""
         super().__init__(agreed.scheme, no_model()[0], state, **run)
         self._work, self._born = agreed.work, born
-        self._largest_loan = 8 * self._work.size + (1 << 20)
+        self._largest_loan = 8 * self._work.size * (1 + agreed.step.remembers) + (1 << 20)
         if not born:
             self._holding = dict.fromkeys(range(agreed.config.clients), _BEHIND)
 

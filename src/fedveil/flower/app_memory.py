@@ -145,7 +145,7 @@ class AppMemory:
         held = known.state.held
         if held is None or not self._setup.start or known.base + held.version != self._setup.start:
             return None
-        return begun(held.weights.parameters)
+        return begun(held.weights.parameters, held.velocity)
 
     def long_finished(self, farewell: Finish) -> bool:
         """Whether a later attempt has begun with just what an earlier one's last sums lead to: the server that asks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +30,26 @@ _RANGE = (
 )
 _WEIGHED = "every client weighs the same: the number of examples is not asked under noise"
 _CLIENTS_HOLD = (
-    "the model: the server holds its names, shapes and types, and of every version after the first nothing but words "
-    "under pads. Every client of the run reads every sum, and holds the model"
+    "the model: the server holds its names, shapes and types, and of every version after the first nothing but {seen}. "
+    "Every client of the run reads every sum, and holds the model"
 )
+_PARTLY = "sums of the share that is hidden, which it cannot read, and of the rest under noise, which it can"
 _FIRST = {
     True: "the first version is public: the arrays that the server was given, which every client begins with",
     False: "the first version was made by a client, and sealed for the others: the server has never seen it",
 }
-_HELD = (
-    Release("app.form", "server", ("clients",), "names, shapes and types of the model's arrays"),
-    Release(
-        "upload.behind",
-        "client",
-        ("server",),
-        "what stands behind an update: its weight, figures times it, and whether numbers were cut off",
-        hiding="masks modulo 2^64",
-        about="data",
-        protection="masked",
-    ),
+_FORM = Release("app.form", "server", ("clients",), "names, shapes and types of the model's arrays")
+_BEHIND = Release(
+    "upload.behind",
+    "client",
+    ("server",),
+    "what stands behind an update: its weight, figures times it, and whether numbers were cut off",
+    hiding="masks modulo 2^64",
+    about="data",
+    protection="masked",
+)
+_EVALUATED = replace(
+    _BEHIND, field="evaluation.behind", what="what stands in an evaluation: figures, times the number of examples"
 )
 _PUBLIC = Release("app.arrays", "server", ("clients",), "the public arrays that the model begins with")
 _ENVELOPE = ("setup.settings", "setup.run", "flower.envelope", "flower.group")
@@ -56,8 +59,9 @@ _OWN = (
 )
 
 
-def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, averaged: bool) -> Ledger:
-    """The ledger of a run; `uncovered` are the app's figures that left as they were, by the name of their release."""
+def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, averaged: bool, judged: bool) -> Ledger:
+    """The ledger of a run; `uncovered` are the app's figures that left as they were, by the name of their release, and
+    `judged` says whether evaluations were averaged."""
     job, journal, rounds = course.job, course.journal, course.state.round
     shown = tuple(
         Release(field, "client", ("server",), f"what the app calls {name!r}, as it is", about=_about(name, weighted_by))
@@ -67,17 +71,21 @@ def app_ledger(course: Course, uncovered: Iterable[str], *, weighted_by: str, av
     carried = tuple(release for release in messages.RELEASES if release.field in _ENVELOPE)
     work = course.agreed.work
     bounded = (_RANGE.format(range=work.range),) if work.flags else ()
+    seen = "words under pads" if work.behind else _PARTLY
     notes = (
         TRUST,
         *((_AVERAGED,) if averaged else ()),
         *bounded,
         *((_WEIGHED,) if job.scheme.plan is not None else ()),
-        *((_CLIENTS_HOLD, _FIRST[course.public_start]) if work.held else ()),
+        *((_CLIENTS_HOLD.format(seen=seen), _FIRST[course.public_start]) if work.held else ()),
     )
     again = 0 if journal.accountant is None else journal.accountant.rounds - rounds
     if again > 0:
         notes += (f"rounds asked for that are not in the model, since a run was interrupted: {again}; they count",)
-    held = (*_HELD, *((_PUBLIC,) if course.public_start else ())) if work.held else ()
+    held: tuple[Release, ...] = ()
+    if work.held:
+        given = ((work.behind, _BEHIND), (judged, _EVALUATED), (course.public_start, _PUBLIC))
+        held = (_FORM, *(release for there, release in given if there))
     releases = (*job.scheme.releases(job.architecture), *carried, *_OWN, *held, *names, *shown)
     return ledger_of(
         job.scheme, releases, journal.accountant, journal.first, simulation=False, rounds=rounds, notes=notes

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +21,7 @@ from fedveil.flower.messages import Told, is_count
 from fedveil.protocol.cohort import Cohort
 from fedveil.protocol.parts import Scheme
 from fedveil.runs.job import attended
-from fedveil.schemes.on_updates import PADS, SLOTS, AppUpdate, fitted, scheme_info
+from fedveil.schemes.on_updates import HELD, PADS, SLOTS, AppUpdate, fitted, scheme_info
 from fedveil.schemes.registry import Setting
 from fedveil.work.batches import Batches, Schedule
 from fedveil.work.losses import make_loss
@@ -44,13 +47,86 @@ def settings_for(scheme: str, options: Mapping[str, Any], *, clients: int, cohor
     return RunConfig.from_mapping(given, where="Protected(…)")
 
 
+_STEPS: Mapping[str, tuple[str, ...]] = {
+    "FedAvgM": ("server_learning_rate", "server_momentum"),
+    "FedAdagrad": ("eta", "tau", "beta_1"),
+    "FedAdam": ("eta", "tau", "beta_1", "beta_2"),
+    "FedYogi": ("eta", "tau", "beta_1", "beta_2"),
+}
+"""Flower's strategies whose step clients can take, and the attributes that it depends on."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a round's mean moves the model where each client takes the step of Flower's `strategy` on its own copy; that
+    of FedAvg (empty) is the mean itself.
+
+    In float64, which rounds less than Flower's arithmetic does, and by operations that every machine rounds alike:
+    NumPy's, of which none is fused with another (PyTorch's are), and no power. Copies must agree to the last bit, since
+    a run that is resumed binds masks to their digest.
+    """
+
+    strategy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names, given = _STEPS.get(self.strategy, ()), self.numbers
+        if (self.strategy and not names) or set(given) != set(names):
+            raise ConfigError(f"A step of {self.strategy!r} is none that clients take.")
+        for name, value in given.items():
+            if type(value) is not float or not math.isfinite(value):
+                raise ConfigError(f"{name} of {self.strategy} must be a number (got {value!r}).")
+            if name.startswith("beta") and not 0 <= value < 1:
+                raise ConfigError(f"{name} of {self.strategy} must lie in [0, 1) (got {value:g}).")
+            if name == "tau" and not value > 0:
+                raise ConfigError(f"tau of {self.strategy} must be positive: steps are divided by it (got {value:g}).")
+
+    @staticmethod
+    def of(strategy: object) -> Step:
+        """The step of one of those strategies, by its attributes."""
+        name = type(strategy).__name__
+        return Step(name, {number: float(getattr(strategy, number)) for number in _STEPS[name]})
+
+    @property
+    def remembers(self) -> int:
+        """How many numbers it remembers for each of the model's."""
+        return {"": 0, "FedAvgM": 1}.get(self.strategy, 2)
+
+    def take(self, row: Tensor, memory: Tensor, mean: Tensor, *, round: int) -> None:
+        """Move `row` and its momenta, those of the first kind before the second's, in place; rounds count from 0."""
+        moved, moment, by, own = row.numpy(), memory.numpy(), mean.numpy(), self.numbers
+        if not self.strategy:
+            moved += by
+            return
+        if self.strategy == "FedAvgM":
+            moment *= max(own["server_momentum"], 0.0)
+            moment += by
+            moved += own["server_learning_rate"] * moment
+            return
+        first, second = np.split(moment, 2)
+        first *= own["beta_1"]
+        first += (1 - own["beta_1"]) * by
+        square, rate = by * by, own["eta"]
+        if self.strategy == "FedAdagrad":
+            second += square
+        elif self.strategy == "FedYogi":
+            second -= (1 - own["beta_2"]) * square * np.sign(second - square)
+        else:
+            second *= own["beta_2"]
+            second += (1 - own["beta_2"]) * square
+            # As Flower corrects the bias: its rounds count from 1, and it takes one more.
+            left = [1 - math.prod(repeat(own[name], round + 2)) for name in ("beta_1", "beta_2")]
+            rate *= math.sqrt(left[1]) / left[0]
+        moved += rate * first / (np.sqrt(second) + own["tau"])
+
+
 @dataclass(frozen=True)
 class AppSetup(Told):
     """One attempt at a run of an app, or at the evaluations that go with it: what every client is told, and holds the
     run's name to (`name`).
 
-    Where clients hold the model: the digest of its `form`, whose `first` version it is, and the version that this
-    attempt begins with (`start`).
+    Where clients hold the model: the digest of its `form`, whose `first` version it is, the version that this attempt
+    begins with (`start`), and what moves it (`strategy` and `numbers` of a `Step`).
     """
 
     phase: Phase
@@ -61,6 +137,8 @@ class AppSetup(Told):
     form: str = ""
     first: str = ""
     start: int = 0
+    strategy: str = ""
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @staticmethod
     def parse(text: str) -> AppSetup:
@@ -83,6 +161,8 @@ class AppSetup(Told):
             and isinstance(setup.form, str)
             and setup.first in ("", "server", "client")
             and is_count(setup.start)
+            and isinstance(setup.strategy, str)
+            and isinstance(setup.numbers, dict)
         )
         if not well:
             raise ProtocolError("a run's setup is malformed")
@@ -107,6 +187,7 @@ class AgreedApp:
     config: RunConfig
     scheme: Scheme
     cohort: Cohort
+    step: Step
 
     @property
     def work(self) -> AppUpdate:
@@ -134,19 +215,23 @@ def agreed_app(setup: AppSetup) -> AgreedApp:
             f"app's run: {_MOST_DRAWN:,}."
         )
     # Evaluations have nothing but figures, whose averages the server reads.
-    held = config.scheme == PADS and setup.phase == "train"
+    held = config.scheme in HELD and setup.phase == "train"
     if held and not (setup.form and setup.first):
         raise ProtocolError("a run's setup says nothing of the model that clients are to hold")
-    info = scheme_info("secagg" if config.scheme == PADS and not held else config.scheme)
+    info = scheme_info("secagg" if config.scheme in HELD and not held else config.scheme)
     nothing = Setting(make_loss("square"), Batches(0, 0), Schedule(1.0), rounds=config.rounds)
     cohort = Cohort.of(config.clients, cohort=config.cohort, seed=0)
     options = {name: value for name, value in config.scheme_options.items() if value is not None}
+    if config.scheme not in (info.name, PADS):
+        # Of a scheme whose updates travel otherwise: how masks are made, and not the range of numbers without weight.
+        options = {name: value for name, value in options.items() if name in info.declared and name != "value_range"}
     scheme, cohort = attended(info, nothing, options, cohort=cohort, simulation=False)
     if setup.metrics == "average" and scheme.plan is not None:
         raise ProtocolError("a run's setup averages metrics under a scheme that has noise")
     scheme.uplink.fits(cohort.size)
     public = held and setup.first == "server"
-    return AgreedApp(config, fitted(scheme, size=setup.size, slots=setup.slots, public=public), cohort)
+    scheme = fitted(scheme, size=setup.size, slots=setup.slots, public=public)
+    return AgreedApp(config, scheme, cohort, Step(setup.strategy, setup.numbers))
 
 
 @lru_cache(maxsize=1)

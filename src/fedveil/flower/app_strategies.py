@@ -1,4 +1,5 @@
-"""Which strategies are taken: those that use replies for their weighted mean alone, and under pads not even that."""
+"""Which strategies are taken: those that use replies for their weighted mean alone, and where clients hold the model
+those whose step clients can take."""
 
 from __future__ import annotations
 
@@ -28,31 +29,34 @@ from flwr.serverapp.strategy import (
 
 from fedveil.errors import ConfigError, spelled
 from fedveil.flower.app_held import NoModelError
-from fedveil.flower.app_setup import Metrics
+from fedveil.flower.app_setup import Metrics, Step
 
 _COMPARES = (
     *(FedMedian, FedTrimmedAvg, Krum, MultiKrum, Bulyan, QFedAvg, FedXgbBagging, FedXgbCyclic),
     *(DifferentialPrivacyClientSideAdaptiveClipping, DifferentialPrivacyClientSideFixedClipping),
     *(DifferentialPrivacyServerSideAdaptiveClipping, DifferentialPrivacyServerSideFixedClipping),
 )
-_KNOWN = (FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad, FedYogi)
+_STEPPING = (FedAvgM, FedAdam, FedAdagrad, FedYogi)
+_KNOWN = (FedAvg, FedProx, *_STEPPING)
 _REPLACED = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
 _AVERAGING = FedAvg().train_metrics_aggr_fn
 
 
-def check_only_averages(strategy: Strategy, evaluation: Metrics | None) -> None:
-    """Refuse what the server cannot do without the model's numbers."""
+def step_of(strategy: Strategy, evaluation: Metrics | None) -> Step:
+    """The step that clients take in the strategy's place; what the server cannot do without the model's numbers is
+    refused."""
     kind = type(strategy)
-    if getattr(kind, "aggregate_train", None) not in (FedAvg.aggregate_train, FedProx.aggregate_train):
+    averages = getattr(kind, "aggregate_train", None) in (FedAvg.aggregate_train, FedProx.aggregate_train)
+    if kind not in _STEPPING and not averages:
         raise NoModelError(
-            f"{kind.__name__} computes on the mean that a round has brought (a step, a momentum, an aggregation of its "
-            "own)",
-            "use FedAvg or FedProx, which only average, or scheme='secagg'",
+            f"{kind.__name__} computes on the mean that a round has brought, in a way of its own",
+            "use FedAvg, FedProx, FedAvgM, FedAdam, FedAdagrad or FedYogi as they are, or scheme='secagg'",
         )
     if evaluation == "pass":
         raise NoModelError(
             "Evaluations that pass as they are come with the server's arrays", "use evaluation='average', or 'drop'"
         )
+    return Step.of(strategy) if kind in _STEPPING else Step()
 
 
 def check_averages(strategy: Strategy, *, stated: bool, passed: Collection[str]) -> None:

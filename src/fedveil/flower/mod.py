@@ -30,7 +30,7 @@ from torch import Tensor
 from fedveil.client_held.messages import Begin, Finish, Finished, Lend
 from fedveil.config import RunConfig
 from fedveil.errors import Code, ConfigError, FedVeilError, ProtocolError, unknown_name
-from fedveil.flower.app_held import AppHolder, begun, behind, check_form, filled, write_model
+from fedveil.flower.app_held import AppHolder, behind, check_form, filled, first_model, write_model
 from fedveil.flower.app_memory import AppMemory, folder_of, held, node_name
 from fedveil.flower.app_records import (
     AppModel,
@@ -42,7 +42,7 @@ from fedveil.flower.app_records import (
     update_between,
     weight_in,
 )
-from fedveil.flower.app_setup import AgreedApp, AppSetup, agreed_app, no_model
+from fedveil.flower.app_setup import AgreedApp, AppSetup, Step, agreed_app, no_model
 from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
 from fedveil.flower.messages import TEXTS, request_of
 from fedveil.ledger.gaussian import epsilon_of
@@ -53,7 +53,7 @@ from fedveil.protocol.directory import Directory, Hello
 from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.roles.client import ClientRole, Participant
 from fedveil.runs.terms import Accepted, Between, RequiredError, check_terms, read_required
-from fedveil.schemes.on_updates import PADS, SLOTS, scheme_info
+from fedveil.schemes.on_updates import HELD, SLOTS, scheme_info
 from fedveil.work.messages import ClientData
 
 _LOG = logging.getLogger(__name__)
@@ -110,9 +110,9 @@ def protect(
             `$XDG_STATE_HOME/fedveil/flower-apps`, or `~/.local/state/fedveil/flower-apps`); a folder that the
             machine's owner names with `--node-config 'fedveil-state="…"'` takes its place. Apps over different data
             have different homes.
-        first: Under `pads` with `first="client"`: makes the arrays that the run begins with, on the one client that is
-            asked for them; the others are lent them, sealed.
-        models: Under `pads`: a folder where each node writes the model that it holds, as `node-….safetensors`; a file
+        first: Where clients hold the model, with `first="client"`: makes the arrays that the run begins with, on the
+            one client that is asked for them; the others are lent them, sealed.
+        models: Where clients hold the model: a folder where each node writes it, as `node-….safetensors`; a file
             that the machine's owner names with `--node-config 'fedveil-model="…"'` takes its place.
 
     Returns:
@@ -136,7 +136,7 @@ class _Own:
     first: Callable[[Context], ArrayRecord] | None
     models: Path | None
 
-    def made(self, context: Context, setup: AppSetup) -> Held:
+    def made(self, context: Context, setup: AppSetup, step: Step) -> Held:
         """The model that a run begins with, by this client's own code."""
         if self.first is None:
             raise AppError("a first model was asked for, and protect(first=…) names nothing that makes one")
@@ -146,7 +146,7 @@ class _Own:
             _LOG.exception("the first model could not be made")
             raise AppError(f"protect(first=…) failed ({type(reason).__name__})") from None
         check_form(record, setup)
-        return begun(torch.from_numpy(AppModel.read(record).row))
+        return first_model(record, step)
 
     def path(self, context: Context) -> Path | None:
         """Where this node's copy of the model goes; None: nowhere."""
@@ -222,6 +222,7 @@ class _Protection:
         asked = _Asked.read(message.content)
         setup = asked.setup
         agreed = agreed_app(setup)
+        agreed.scheme.uplink.prepare()
         self._accept(agreed, setup)
         told: dict[str, Any] = {}
         for name in (HEADER, PARTS):
@@ -237,21 +238,22 @@ class _Protection:
             own = memory.entered(asked.client)
 
             def trained(row: Tensor) -> Tensor:
-                if agreed.config.scheme == PADS:
+                if agreed.config.scheme in HELD:
                     _give(message.content, asked, *((row, None) if agreed.work.held else memory.model()))
                 return self._contribution(message, context, call_next, agreed=agreed, setup=setup, told=told)
 
             role = self._role(agreed, asked, message, context, policy=policy, trained=trained)
             _check_agreed(agreed, setup, own, asked.request)
             # A policy's limit is one for all runs, a target for its own.
-            entered = own if policy is None else replace(own, spent=memory.spent)
+            before = memory.spent
+            entered = own if policy is None else replace(own, spent=before)
 
             def kept(state: ClientState) -> None:
                 more = state.spent - entered.spent
                 memory.keep(replace(state, spent=own.spent + more))
 
             def promised(state: ClientState) -> None:
-                self._afford(memory.spent + state.spent - entered.spent, agreed, folder)
+                self._afford(before + state.spent - entered.spent, agreed, folder)
                 kept(state)
 
             private = {} if asked.private is None else {asked.client: asked.private}
@@ -261,7 +263,7 @@ class _Protection:
                 if advanced.misread > entered.misread:  # which it does not do as often as it is asked
                     kept(advanced)
                 raise reply
-            kept(advanced)
+            promised(advanced)  # again: where a vote comes first, a round is charged with its upload
             path = self._own.path(context) if isinstance(asked.request, Finish) else None
             if path is not None and advanced.held is not None:
                 _write(path, message.content, asked, advanced.held)
@@ -281,16 +283,16 @@ class _Protection:
         if not agreed.work.held:
             return ClientRole(agreed.training(trained), no_model()[0], policy=policy)
         setup, request, made = asked.setup, asked.request, None
-        start = behind(setup.size)
+        start = behind(setup.size, agreed.step)
         if setup.start == 0 and setup.first == "client" and isinstance(request, Lend):
 
             def made(_: bytes) -> Held:
-                return self._own.made(context, setup)
+                return self._own.made(context, setup, agreed.step)
 
         elif setup.start == 0 and setup.first == "server" and isinstance(request, Begin) and request.version == 0:
             record = only_arrays(message.content)
             check_form(record, setup)
-            start = begun(torch.from_numpy(AppModel.read(record).row))
+            start = first_model(record, agreed.step)
         return AppHolder(agreed, start, trained=trained, first=made, policy=policy)
 
     def _limits(self, context: Context) -> Policy | None:
@@ -329,6 +331,12 @@ class _Protection:
                 raise RequiredError(
                     f"protect(require=…) names {name}, and {agreed.config.scheme} adds no noise: nothing would be "
                     f"bounded. Require a scheme that has {name}, or leave {name} out"
+                )
+            consents = "scheme" if setup.phase == "train" else "evaluation"
+            if name in self._require and not agreed.scheme.uplink.noises_all and consents not in self._require:
+                raise RequiredError(
+                    f"protect(require=…) names {name}, and a part of what {agreed.config.scheme} sends has no noise "
+                    f"that would bound it: others read it in sum. Name {consents} there, too, if that is meant"
                 )
         settings = {name: value for name, value in self._require.items() if name not in _APPS_OWN}
         check_terms(agreed.config, settings, where="protect(require=…)", own=own)

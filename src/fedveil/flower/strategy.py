@@ -23,13 +23,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import FedAvg, Result, Strategy
 from flwr.supercore import log
 
 from fedveil.errors import CheckpointError, ConfigError, ProtocolError, settings_as_arguments, unknown_name
@@ -38,8 +39,8 @@ from fedveil.flower.app_held import FIRST, First, NoModelError, form_digest, for
 from fedveil.flower.app_progress import AppProgress
 from fedveil.flower.app_records import AppModel, metric_record, metrics_of, only_arrays
 from fedveil.flower.app_report import app_ledger, written
-from fedveil.flower.app_setup import METRICS, AppSetup, Metrics, Phase, agreed_app, settings_for
-from fedveil.flower.app_strategies import check_averages, check_only_averages
+from fedveil.flower.app_setup import METRICS, AppSetup, Metrics, Phase, Step, agreed_app, settings_for
+from fedveil.flower.app_strategies import check_averages, step_of
 from fedveil.flower.commands import Events
 from fedveil.ledger.statement import Ledger
 from fedveil.roles.server import ServerState
@@ -47,7 +48,7 @@ from fedveil.runs.folder import RunFolder
 from fedveil.runs.job import Job
 from fedveil.runs.loop import Outcome, privacy_journal_of, summarise
 from fedveil.runs.privacy_journal import PrivacyJournal
-from fedveil.schemes.on_updates import PADS, fewest
+from fedveil.schemes.on_updates import HELD, fewest
 
 ENGINE = "flower-app"
 _PROGRESS = "app.state"
@@ -72,8 +73,8 @@ class Protected(Strategy):
 
     Args:
         strategy: The app's own: FedAvg, or one that works on the mean as FedAvg does.
-        scheme: How updates are covered: secagg, pads, dp-secagg, dp-fedavg or nadp. Under pads the clients hold the
-            model, the server never sees it, and the strategy must be one that only averages.
+        scheme: How updates are covered: secagg, pads, paraaegis, dp-secagg, dp-fedavg or nadp. Under pads and paraaegis
+            the clients hold the model and take the strategy's step; under pads the server sees nothing of it.
         clients: How many nodes take part (default: those that are there once enough of them are).
         metrics: What becomes of the figures that the app reports from training: "average" (under the masks, so that
             the server sees weighted means; the default of secagg), "drop" (the default under noise), or "pass"
@@ -82,9 +83,9 @@ class Protected(Strategy):
         out: A folder for the run: ledger.json, report.md, metrics, the privacy journal, and how far it has come.
         resume: Go on with the run in `out`.
         deadline: Seconds after which a client that does not answer a phase is missed (default: `start`'s timeout).
-        first: Under pads, whose the model is that the run begins with: "server", the arrays that `start` is given,
-            which are public (the default), or "client": one client makes it with `protect(first=…)` and the others are
-            lent it, sealed. Then of `start`'s arrays names, shapes and types are told, and no number is used.
+        first: Under pads and paraaegis, whose the model is that the run begins with: "server", the arrays that `start`
+            is given, which are public (the default), or "client": one client makes it with `protect(first=…)` and the
+            others are lent it, sealed. Then of `start`'s arrays names, shapes and types are told, and no number.
         averages: State of a strategy that FedVeil does not know, or whose aggregation you have written yourself, that
             it uses replies for their weighted mean alone, and leaves to the protocol who is asked.
         options: Options of the scheme: epsilon, delta, clip, threshold, collusion, dropouts, …
@@ -108,15 +109,14 @@ class Protected(Strategy):
         averages: bool = False,
         **options: Any,
     ) -> None:
-        self._held = scheme == PADS
+        self._held = scheme in HELD
         with settings_as_arguments():
             covered = _covered(scheme, options, clients)
             passed = {phase for phase, how in (("train", metrics), ("evaluate", evaluation)) if how == "pass"}
             if isinstance(strategy, Protected):
                 raise ConfigError("The strategy is protected already.")
             check_averages(strategy, stated=averages, passed=passed)
-        if self._held:
-            check_only_averages(strategy, evaluation)
+            step = step_of(strategy, evaluation) if self._held else Step()
         if first is not None and not self._held:
             raise ConfigError(f"first says whose first model clients hold, and under {scheme} the server holds it.")
         if first is not None and first not in FIRST:
@@ -124,7 +124,8 @@ class Protected(Strategy):
         for name, value in (("metrics", metrics), ("evaluation", evaluation)):
             if value is not None and value not in METRICS:
                 raise unknown_name(name, value, METRICS)
-        if "average" in (metrics, evaluation) and covered != "average":
+        # Evaluations of a model that clients hold have masks of their own, and the ledger names what is averaged.
+        if "average" in (metrics, None if self._held else evaluation) and covered != "average":
             raise ConfigError(
                 f"Figures are averaged under masks without noise, and {scheme} has a claim to keep: use 'drop', or "
                 "'pass', which sends everybody's uncovered."
@@ -138,6 +139,7 @@ class Protected(Strategy):
         self._folder = None if out is None else RunFolder(Path(out).resolve(), engine=ENGINE)
         self._resume, self._deadline = resume, deadline
         self._first = (first or "server") if self._held else ""
+        self._step = step
         self._notes = _Notes(self._folder)
         self._run: _Run | None = None
 
@@ -197,7 +199,7 @@ class Protected(Strategy):
         """Run the whole round; nothing is left for Flower to send."""
         run = self._running
         number = server_round + run.before
-        messages = list(self.strategy.configure_train(number, run.sent(arrays), config, grid))
+        messages = list(self._inner("configure_train")(number, run.sent(arrays), config, grid))
         run.latest = run.train.round(messages) if messages else None
         return []
 
@@ -212,7 +214,7 @@ class Protected(Strategy):
             # Where clients hold the model there is nothing that the strategy could read.
             mean = ArrayRecord() if self._held else run.train.model.moved(brought.update)
             answers = run.train.replies(brought, arrays=mean)
-            arrays, metrics = self.strategy.aggregate_train(server_round + run.before, answers)
+            arrays, metrics = self._inner("aggregate_train")(server_round + run.before, answers)
             arrays = None if self._held else arrays
         if brought is not None:
             run.keep(brought, arrays, metrics)
@@ -257,6 +259,11 @@ class Protected(Strategy):
         log(INFO, "\t│\t└── Metrics: train (%s) | evaluate (%s)", self._metrics, self._evaluation)
         self.strategy.summary()
 
+    def _inner(self, name: str) -> Callable[..., Any]:
+        """What the strategy does; where clients take its step, all that is left of it here is FedAvg's."""
+        method: Callable[..., Any] = getattr(self.strategy, name)
+        return partial(getattr(FedAvg, name), self.strategy) if self._step.strategy else method
+
     @property
     def _running(self) -> _Run:
         if self._run is None:
@@ -293,6 +300,8 @@ class Protected(Strategy):
             arrays = form_of(initial)
             if standing is not None and standing.setup.form != form_digest(initial):
                 raise CheckpointError("The run that is resumed trained a model of other names, shapes or types.")
+            if standing is not None and Step(standing.setup.strategy, standing.setup.numbers) != self._step:
+                raise CheckpointError("The run that is resumed has another strategy, or other numbers in its step.")
         elif progress is not None:
             if AppModel.read(progress.arrays).form != AppModel.read(initial).form:
                 raise CheckpointError("The run that is resumed trained a model of other names or shapes.")
@@ -309,6 +318,8 @@ class Protected(Strategy):
             form=form_digest(initial) if self._held else "",
             first=self._first,
             start=0 if standing is None else standing.reached,
+            strategy=self._step.strategy,
+            numbers=self._step.numbers,
         )
         return _Run(
             self.strategy,
@@ -537,6 +548,7 @@ class _Run:
             self.uncovered,
             weighted_by=self._setup.weighted_by,
             averaged=self._setup.metrics == "average" or self.judge is not None,
+            judged=self.judge is not None,
         )
 
     def end(self, *, done: bool = False) -> None:
@@ -571,4 +583,6 @@ def _covered(scheme: str, options: Mapping[str, Any], clients: int | None) -> Me
     least = max(clients or 0, fewest(scheme), 3)
     config = settings_for(scheme, options, clients=least, cohort=least, rounds=1)
     tried = AppSetup("0" * 32, 0, "train", _told(config), 1, "drop", "", form="-", first="server")
-    return "average" if agreed_app(tried).scheme.plan is None else "drop"
+    agreed = agreed_app(tried)
+    agreed.scheme.uplink.prepare()
+    return "average" if agreed.scheme.plan is None else "drop"

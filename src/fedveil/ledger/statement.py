@@ -347,7 +347,9 @@ def _server_line(
     ):
         return _noised_line(caveats, accountant, delta, unit, unread=unread, linked=linked, read=read, sees=sees)
     if any(release.protection == "noised" for release in read):
-        why = f"{sees} the sums of what is hidden, over a round's honest clients, and every upload's rest under noise"
+        masked = ", ".join(release.field for release in read if release.protection == "masked")
+        what = f"{masked}, over a round's clients," if unread else "what is hidden, over a round's honest clients,"
+        why = f"{sees} the sums of {what} and every upload's rest under noise"
         return Line(SERVER, "aggregate only", why, assumptions=caveats.assumptions)
     # Whoever has a client's help takes that one's part out of the sum.
     over = caveats.over or ("a round's clients" if sees == "sees" else "a round's honest clients")

@@ -144,6 +144,12 @@ class Terms:
     work: LocalWork
     longest: float | None = None
 
+    @property
+    def divisible(self) -> int:
+        """How many numbers of a contribution, the first ones, an uplink may divide: the model's, or as work says."""
+        count: int = getattr(self.work, "divisible", self.architecture.size)
+        return count
+
 
 class BoundedWork(LocalWork, Protocol):
     """Local work whose contribution one unit of data can change by a known amount at most."""
@@ -257,6 +263,11 @@ class Channel(Protocol):
     def plan(self) -> NoisePlan | None:
         """How much noise there is, where a guarantee rests on it."""
         return None
+
+    @property
+    def noises_all(self) -> bool:
+        """Whether nothing leaves a client but under that noise."""
+        return self.plan is not None
 
     @property
     def assumed_noise(self) -> Assumed | None:

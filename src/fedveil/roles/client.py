@@ -73,6 +73,7 @@ class RequestCheck:
         self._heads = scheme.downlink.head_tensors(architecture)
         layers = () if architecture.table is None else transitional(architecture.table).sizes
         outputs = 0 if self._heads == 1 else head_site(architecture).outputs
+        divisible = scheme.terms(architecture).divisible
         self._fixed: Sizes = {
             **KEY_SIZES[scheme.uplink.introduction],
             "clients": range(1, MOST_CLIENTS + 1),
@@ -83,9 +84,9 @@ class RequestCheck:
             "multipliers": (0, sum(layers)),
             "outputs": outputs,
             "head groups": range(1, outputs + 1),
-            "rest": range(architecture.size + 1),
-            "tags": range(architecture.size + 1),
-            "ballot": architecture.size,
+            "rest": range(divisible + 1),
+            "tags": range(divisible + 1),
+            "ballot": divisible,
         }
         self._passed: tuple[Request, int] | None = None
         self._lists: tuple[int, Sizes] | None = None
@@ -236,7 +237,7 @@ class ClientRole(Participant):
         self._latest: tuple[Train, RoundContext] | None = None
         if self._books_repairs:
             self._policy.check_scheme(
-                noised=scheme.uplink.plan is not None,
+                noised=scheme.uplink.noises_all,
                 clip=scheme.work.clip,
                 acquainted=scheme.uplink.introduction != "none",
                 repaired=scheme.repairs and not scheme.honest_arrivals,

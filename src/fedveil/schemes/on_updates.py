@@ -9,9 +9,10 @@ An upload is
                                        beyond the range, so that the server knows of a cut, and not whose
     weight                             how many examples it trained on
 
-The model itself travels in the app's own records: the protocol's broadcast is empty. Under `pads` clients hold it: it
-does not travel, and the server reads the sum of what stands behind the update, the weight included, and not the sum
-of updates.
+The model itself travels in the app's own records: the protocol's broadcast is empty. Under `pads` and `paraaegis`
+clients hold it, and it does not travel. Under `pads` the server reads the sum of what stands behind the update, the
+weight included, and not the sum of updates. Under `paraaegis` an upload is the update alone, every client weighs 1,
+and the uplink divides it: what is hidden is not clipped, the rest is.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedveil.client_held.ciphers import Pads
-from fedveil.client_held.divided import Parallel
+from fedveil.client_held.ciphers import Ckks, Pads
+from fedveil.client_held.divided import Parallel, Voting
 from fedveil.downlink.architecture import Architecture
 from fedveil.downlink.messages import Broadcast
 from fedveil.downlink.plain import Kept, Plain
-from fedveil.errors import FedVeilError, NumericError, ProtocolError, unknown_name
+from fedveil.errors import ConfigError, FedVeilError, NumericError, ProtocolError, spelled, unknown_name
 from fedveil.ledger import caveats
 from fedveil.protocol.parts import Scheme
+from fedveil.schemes.client_held import CipherName
 from fedveil.schemes.options import Budget, DpOptions, MaskOptions, PairOptions
 from fedveil.schemes.registry import SchemeInfo, Setting
 from fedveil.tensors import Layout
@@ -44,8 +46,9 @@ from fedveil.work.per_sample import clipped
 
 _LOG = logging.getLogger(__name__)
 
-PADS = "pads"
-"""The scheme in which clients hold the model."""
+PADS, PARAAEGIS = "pads", "paraaegis"
+HELD = (PADS, PARAAEGIS)
+"""The schemes in which clients hold the model."""
 SLOTS = 16
 """How many figures of an app are averaged under masks."""
 FLAGS = 2
@@ -53,6 +56,8 @@ FLAGS = 2
 VALUE_RANGE = 2.0**36
 """Of weight × number: a million examples and a number of 60,000 fit. Of ten clients 22 bits are left for fractions, so
 that the mean of clients with a hundred examples each is exact to 10⁻⁹."""
+UNWEIGHTED_RANGE = 2.0**16
+"""Of a number that no weight multiplies: counters among a model's arrays fit, and CKKS keeps to its smallest ring."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +95,15 @@ class AppUpdate:
 
     @property
     def behind(self) -> int:
-        """How many numbers stand behind the update where clients hold the model: figures, flags, and the weight."""
-        return self.slots + self.flags + 1
+        """How many numbers stand behind the update where clients hold the model: figures, flags, and the weight; none
+        under noise, where they would need some, too."""
+        return self.slots + self.flags + 1 if self.clip is None else 0
+
+    @property
+    def divisible(self) -> int:
+        """How many numbers an uplink divides into hidden ones and others: where nothing is noised, it has nothing to
+        choose."""
+        return self.size if self.clip is not None else 0
 
     @property
     def largest(self) -> float:
@@ -104,7 +116,8 @@ class AppUpdate:
 
     def layout(self, architecture: Architecture, *, tensors: int) -> Layout:
         """The moved numbers with the figures behind them, and the weight."""
-        moved = ("gradients", (1, self.size + self.slots + self.flags + self.held))
+        behind = self.behind if self.held else self.slots + self.flags
+        moved = ("gradients", (1, self.size + behind))
         return Layout((moved, ("values", (0,)), ("statistics", (0,)), ("weight", (1,))))
 
     def contribution(self, update: Tensor, weight: float, figures: Sequence[float]) -> Tensor:
@@ -113,7 +126,9 @@ class AppUpdate:
         An update that is not finite has moved nothing, and under masks weighs nothing: a refusal would tell about it.
         """
         if self.clip is not None:
-            return torch.cat([clipped(update, self.clip), torch.ones(1, dtype=torch.float64)])
+            # Where clients hold the model, the uplink clips what it does not hide.
+            moved = self._within(update) if self.held else clipped(update, self.clip)
+            return torch.cat([moved, torch.ones(1, dtype=torch.float64)])
         vote = torch.ones(int(self.held), dtype=torch.float64)  # as many as samples: weights are among what is hidden
         if not bool(update.isfinite().all()):
             return torch.cat([torch.zeros(self.size + self.behind, dtype=torch.float64), vote])
@@ -128,6 +143,14 @@ class AppUpdate:
             )
         said = torch.tensor([*map(float, cut), 1.0], dtype=torch.float64)
         return torch.cat([torch.cat([update, values.nan_to_num(nan=0.0), said]) * weight, vote])
+
+    def _within(self, update: Tensor) -> Tensor:
+        """An update that is finite, within the range of what is hidden: of a cut nobody but this client is told."""
+        if not bool(update.isfinite().all()):
+            return torch.zeros(self.size, dtype=torch.float64)
+        if bool((update.abs() > self.range).any()):
+            _LOG.warning("numbers of this update are beyond ± %g (value_range): they are cut off", self.range)
+        return update.clamp(-self.range, self.range)
 
     def run(self, workspace: Workspace, broadcast: Broadcast, data: ClientData, *, round: int) -> Tensor:
         """The contribution."""
@@ -175,6 +198,42 @@ def _pads(
     pads = Pads(masking.masks(value_range, collusion=collusion))
     work = AppUpdate(range=value_range, held=True)
     return Scheme(name="pads", downlink=Kept(), work=work, uplink=Parallel(Ratio(1.0), pads), holder="clients")
+
+
+def _paraaegis(
+    setting: Setting,
+    *,
+    share: float = 0.1,
+    share_decay: float = 1.0,
+    vote: Voting = "histogram",
+    cipher: CipherName = "pads",
+    dp: UpdateBudget,
+    masking: MaskOptions,
+    value_range: float = UNWEIGHTED_RANGE,
+    collusion: float = COLLUSION,
+) -> Scheme:
+    """A share hidden, the rest clipped and under each client's own noise; the model lives with the clients."""
+    if share == 0 or (share, share_decay) == (1.0, 1.0):
+        instead = "'dp-fedavg'" if share == 0 else "'pads'"
+        raise ConfigError(
+            f"{spelled('share', share)} hides {'nothing' if share == 0 else 'everything'}, and leaves nothing to "
+            f"divide: for an app that is scheme {instead}."
+        )
+    ballots = Pads(masking.masks(1.0, collusion=collusion)) if vote == "histogram" else None
+    masks = masking.masks(value_range, collusion=collusion)  # refuses nonsense also where it is not used
+    plan = NoisePlan(dp.options.target(setting), "local")
+    return Scheme(
+        name=PARAAEGIS,
+        downlink=Kept(),
+        work=AppUpdate(dp.clip, range=value_range, held=True),
+        uplink=Parallel(
+            Ratio(share, share_decay),
+            Ckks(value_range) if cipher == "ckks" else Pads(masks),
+            plan,
+            ballots=ballots,
+        ),
+        holder="clients",
+    )
 
 
 def _dp_secagg(setting: Setting, *, dp: UpdateBudget, masking: MaskOptions, collusion: float = COLLUSION) -> Scheme:
@@ -232,6 +291,14 @@ SCHEMES: dict[str, SchemeInfo] = {
             _pads,
         ),
         (
+            PARAAEGIS,
+            "a share of each update, picked by a private vote, is hidden, the rest clipped and noised; the model lives "
+            "with the clients",
+            "client data and the model from the server: the hidden share computationally, the rest (ε, δ) given what "
+            "is hidden; from clients: only sums, without a bound",
+            _paraaegis,
+        ),
+        (
             "dp-secagg",
             "clipped updates with shared integer noise, under masks",
             "all data of a client from everybody, (ε, δ); the server sees sums alone",
@@ -253,7 +320,7 @@ SCHEMES: dict[str, SchemeInfo] = {
 }
 """The schemes that cover the updates of somebody's own app."""
 
-_FEWEST = {"secagg": 3, PADS: 3, "dp-secagg": 3, "nadp": 2}
+_FEWEST = {"secagg": 3, PADS: 3, PARAAEGIS: 3, "dp-secagg": 3, "nadp": 2}
 
 
 def scheme_info(name: str) -> SchemeInfo:
