@@ -17,7 +17,7 @@ from pathlib import Path
 # Before torch and before any process is started: one thread each, or they starve one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-PARTS = ("rounds", "simulation", "crowd", "load", "page")
+PARTS = ("split", "rounds", "simulation", "crowd", "load", "page")
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
@@ -27,6 +27,7 @@ def main() -> int:
     from benchmarks.flower_page import page
     from benchmarks.flower_rounds import rounds_here, rounds_on_flower
     from benchmarks.flower_simulation import simulation
+    from benchmarks.flower_split import split
     from benchmarks.flower_store import Store, surroundings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=2, help="how often all candidates take their turns")
     parser.add_argument("--crowded", type=int, default=20, help="clients of the load test")
     parser.add_argument("--crowds", default="100,300,1000", help="numbers of clients behind the in-process Grid")
+    parser.add_argument("--before", type=Path, help="another copy of FedVeil's src/, to take a round apart beside this")
     parser.add_argument("--note", action="append", default=[], help="a sentence to put at the top of the page")
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
     given = parser.parse_args()
@@ -52,6 +54,8 @@ def main() -> int:
         store.put("machine", now)
     if given.note:
         store.put("notes", {"texts": given.note})
+    if "split" in parts:
+        split(store, rounds=given.rounds, passes=given.passes, before=given.before)
     if "rounds" in parts:
         rounds_here(store, clients=given.clients, rounds=20, where=f"here/{given.clients}")
         rounds_on_flower(store, clients=given.clients, rounds=given.rounds, passes=given.passes)

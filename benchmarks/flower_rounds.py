@@ -112,7 +112,7 @@ def ours(cluster: Cluster, out: Path, name: str, *, clients: int, rounds: int) -
 
 def submitted(cluster: Cluster, app: Path, settings: dict[str, Any]) -> Measured:
     """A run of another app."""
-    return _followed(cluster, app, "".join(f"{name} = {_toml(value)}\n" for name, value in settings.items()))
+    return _followed(cluster, app, "".join(f"{name} = {toml(value)}\n" for name, value in settings.items()))
 
 
 def _followed(cluster: Cluster, app: Path, override: str) -> Measured:
@@ -158,7 +158,7 @@ def dealt(folder: Path, *, clients: int) -> Path:
     return folder
 
 
-def _toml(value: Any) -> str:
+def toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -16,7 +16,7 @@ from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError, NumericError, ProtocolError
-from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.client_app import HEADER, PARTS, in_array, parts_of
 from fedveil.flower.message_handler import MessageHandler
 from fedveil.flower.messages import Setup
 from fedveil.flower.server_app import serve
@@ -175,7 +175,7 @@ def test_a_round_takes_as_many_phases_as_it_must(
 def phase_of(reply: Message, grid: InProcessGrid) -> str:
     """The name of the request that a reply answers."""
     asked = next(one for one in grid.sent if one.metadata.message_id == reply.metadata.reply_to_message_id)
-    return type(decode(out_of_array(asked.content.array_records[PARTS]["common"]))).__name__
+    return type(decode(parts_of(asked.content)["common"])).__name__
 
 
 class Twisted(InProcessGrid):
@@ -225,9 +225,9 @@ class Emptied(Twisted):
 
 class Impersonating(Twisted):
     def change(self, reply: Message) -> list[Message]:
-        said = decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        said = decode(parts_of(reply.content)["reply"])
         object.__setattr__(said, "client", 0)
-        reply.content.array_records[PARTS]["reply"] = in_array(encode(said))
+        reply.content.config_records[HEADER]["reply"] = encode(said)
         return [reply]
 
 
@@ -321,7 +321,7 @@ def test_a_client_that_leaves_is_missing_and_comes_back_under_another_node(tmp_p
     class Moving(InProcessGrid):
         def push_messages(self, messages: Any) -> list[str]:
             given = list(messages)
-            names = {type(decode(out_of_array(one.content.array_records[PARTS]["common"]))).__name__ for one in given}
+            names = {type(decode(parts_of(one.content)["common"])).__name__ for one in given}
             found = super().push_messages(given)
             if names == {"Train"}:
                 self.rounds += 1
@@ -352,7 +352,7 @@ class Dying(InProcessGrid):
 
     def push_messages(self, messages: Any) -> list[str]:
         given = list(messages)
-        name = type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__
+        name = type(decode(parts_of(given[0].content)["common"])).__name__
         if name == self._what:
             self._left -= 1
             if self._left < 0:
@@ -440,7 +440,7 @@ def test_who_misses_the_last_sums_of_an_interrupted_run_is_lent_the_model(tmp_pa
         def push_messages(self, messages: Any) -> list[str]:
             given = list(messages)
             found = super().push_messages(given)
-            if type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__ == "Finish":
+            if type(decode(parts_of(given[0].content)["common"])).__name__ == "Finish":
                 self.away.clear()
             return found
 
@@ -458,10 +458,10 @@ class Announcing(Twisted):
     part: ClassVar[dict[str, Any]] = {}
 
     def change(self, reply: Message) -> list[Message]:
-        said = decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        said = decode(parts_of(reply.content)["reply"])
         for name, value in self.part.items():
             object.__setattr__(said, name, value)
-        reply.content.array_records[PARTS]["reply"] = in_array(encode(said))
+        reply.content.config_records[HEADER]["reply"] = encode(said)
         return [reply]
 
 

@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from fedveil.crypto.keys import Roster
 from fedveil.engine.local import Listen, folded
 from fedveil.errors import Code, ProtocolError, Refusal
-from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.client_app import HEADER, ONE_PIECE, PARTS, in_array, parts_of
 from fedveil.flower.commands import Events
 from fedveil.flower.messages import Present, RollCall, Told, check_present, refusal_of
 from fedveil.protocol.codec import decode, encode
@@ -83,10 +83,13 @@ class Fetcher:
 
 
 _T = TypeVar("_T")
+_Records = dict[str, ArrayRecord | ConfigRecord]
 _POLL = (0.05, 0.25)
 _TOO_EARLY = 0.75
 """The part of the shortest wait for a first reply so far in which nobody looks for one: every look is a request to
 the SuperLink for each client, on the machine that may be needed for the reply."""
+_RESPITE, _LONGEST_RESPITE = 4.0, 1.0
+"""How long nobody looks after a look, in lengths of that look and in seconds: for many clients it is many requests."""
 _TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
@@ -120,7 +123,8 @@ class FlowerEngine:
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
-    `listen` hears what the server sends, and the answers that it takes.
+    `listen` hears what the server sends, and the answers that it takes. With `in_values`, parts that are short enough
+    travel as values, which clients behind workers can read, and in arrays otherwise.
     """
 
     _kind = "train"
@@ -137,6 +141,7 @@ class FlowerEngine:
         events: Events,
         roster: Roster | None = None,
         listen: Listen | None = None,
+        in_values: bool = False,
     ) -> None:
         self._grid = grid
         self._setup = setup
@@ -145,6 +150,7 @@ class FlowerEngine:
         self._events = events
         self._roster = roster
         self._listen = listen
+        self._in_values = in_values
         self._assembly = min(_ASSEMBLY, deadline)
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
@@ -296,11 +302,9 @@ class FlowerEngine:
         """Send, then take replies until all have come or the deadline has passed."""
         told, patience = (setup or self._setup).to_text(), patience or self._deadline
         messages, order = [], []
-        shared = in_array(common)
+        shared, own = self._records(told, patience, common, each)
         for client, node in reach.items():
-            parts = {"common": shared} | ({"private": in_array(each[client])} if client in each else {})
-            header = ConfigRecord({"setup": told, "patience": patience})
-            content = self._content(client, what, {HEADER: header, PARTS: ArrayRecord(parts)})
+            content = self._content(client, what, {**shared, **own.get(client, {})})
             group = "" if number is None else str(number + 1)
             # Flower takes no answer after this, so that "missing" means: never received.
             messages.append(Message(content, node, self._kind, ttl=patience, group_id=group))
@@ -314,7 +318,7 @@ class FlowerEngine:
         until, pause = begun + patience + _GRACE, _POLL[0]
         if math.isfinite(self._soonest):
             time.sleep(min(_TOO_EARLY * self._soonest, patience))
-        while sent and time.monotonic() < until:
+        while sent and (looked := time.monotonic()) < until:
             replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
             if any(reply.metadata.reply_to_message_id in sent for reply in replies):
                 self._soonest = min(self._soonest, time.monotonic() - begun)
@@ -322,9 +326,24 @@ class FlowerEngine:
                 self._take(reply, sent, phase)
             pause = min(pause * 1.5, _POLL[1])
             if sent:
-                time.sleep(pause)
+                time.sleep(max(pause, min(_RESPITE * (time.monotonic() - looked), _LONGEST_RESPITE)))
         self._overdue.update(sent)
         return phase
+
+    def _records(
+        self, told: str, patience: float, common: bytes, each: Mapping[int, bytes]
+    ) -> tuple[_Records, dict[int, _Records]]:
+        """A request as records: what everybody is sent, which Flower takes once, and what goes to one client alone."""
+        facts = {"setup": told, "patience": patience}
+        if self._in_values and len(common) <= ONE_PIECE and all(len(private) <= ONE_PIECE for private in each.values()):
+            alone: dict[int, _Records] = {
+                client: {PARTS: ConfigRecord({"private": private})} for client, private in each.items()
+            }
+            return {HEADER: ConfigRecord({**facts, "common": common})}, alone
+        array = in_array(common)
+        both = {client: ArrayRecord({"common": array, "private": in_array(one)}) for client, one in each.items()}
+        everybodys: _Records = {HEADER: ConfigRecord(facts), PARTS: ArrayRecord({"common": array})}
+        return everybodys, {client: {PARTS: record} for client, record in both.items()}
 
     def _content(self, client: int, what: str, records: Mapping[str, ArrayRecord | ConfigRecord]) -> RecordDict:
         """What a client is sent with a request of the kind `what`."""
@@ -394,7 +413,7 @@ def _opened(content: RecordDict) -> tuple[Reply, int]:
         code = content.config_records[HEADER]["code"]
         if code:
             raise _RefusedError(refusal_of(str(code)))
-        data = out_of_array(content.array_records[PARTS]["reply"])
+        data = parts_of(content)["reply"]
         answer = decode(data)
     except _RefusedError:
         raise
