@@ -1,6 +1,6 @@
 """FedVeil's two apps with a clock around them, and an app that does nothing but send as many bytes as often.
 
-A ServerApp of one of these tells, as each phase ends, when its messages were pushed and its replies fetched; a ClientApp
+A ServerApp of these tells, as a phase ends, when its messages were pushed and its replies fetched; a ClientApp
 writes down in its home what its process had used when FedVeil was reached, and what FedVeil used in it.
 """
 

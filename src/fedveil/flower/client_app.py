@@ -18,8 +18,8 @@ HEADER = "fedveil"
 PARTS = "fedveil.parts"
 _KIND = "fedveil"
 ONE_PIECE = 4 << 20
-"""Bytes up to which a part travels as a value. Flower moves a record of arrays in pieces, with a request for each on every
-hop, and a record of values as one; it cuts arrays at five MiB, and values never."""
+"""Bytes up to which a part travels as a value. Flower moves a record of arrays in pieces, with requests for each on
+every hop, and a record of values as one; it cuts arrays at five MiB, and values never."""
 
 _LOG = logging.getLogger(__name__)
 
