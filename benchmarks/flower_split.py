@@ -116,7 +116,7 @@ def _serve() -> None:
     with tempfile.TemporaryDirectory(prefix="fedveil-bench-") as scratch:
         folder = Path(scratch)
         with Cluster(folder / "cluster", nodes=NODES, deadline=300.0, say=complain) as cluster, watched(cluster):
-            _app(folder / "floor")
+            floor_app(folder / "floor")
             print(json.dumps({"up": True}), flush=True)
             for count, line in enumerate(sys.stdin):
                 given = json.loads(line)
@@ -146,9 +146,11 @@ def _both(cluster: Any, folder: Path, count: int, *, name: str, rounds: int, flo
     return {**ours, "floor": _followed(cluster, folder / "floor", override)}
 
 
-def _app(folder: Path) -> None:
+def floor_app(folder: Path) -> Path:
+    """Write the app that sends as many messages of as many bytes."""
     folder.mkdir()
     (folder / "pyproject.toml").write_text(_APP, encoding="utf-8")
+    return folder
 
 
 def _followed(cluster: Any, app: Path, override: str) -> Measured:
