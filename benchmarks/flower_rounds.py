@@ -23,7 +23,7 @@ from fedveil.flower.commands import Submission
 from fedveil.runs.job import job_from_config
 from fedveil.runs.loop import fresh_state, train_job
 
-_DEADLINE = 180.0
+_DEADLINE = 600.0
 APPS = Path(__file__).parent / "flower_apps"
 COMMON: dict[str, Any] = {
     "dataset": "digits",

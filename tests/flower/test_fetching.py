@@ -99,3 +99,26 @@ def test_nobody_looks_for_replies_that_cannot_be_there_yet(tmp_path: Path, monke
         assert looks[0] >= 0.7 * 5
         assert looks[-1] < 5 + 0.5
         assert len(looks) < len(first) / 2
+
+
+class Slow(Unhurried):
+    """A grid on which every request takes a tenth of a second, as it does on a busy machine."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.now += 0.1
+        return super().pull_messages(message_ids)
+
+
+def test_looking_for_replies_leaves_the_machine_most_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at ten clients takes a second here; before, another one began a quarter of a second after it."""
+    grid = Slow(make_homes(tmp_path / "homes", 10))
+    monkeypatch.setattr(engine, "time", grid)
+    monkeypatch.setattr(engine, "_POLL", (0.05, 0.25))
+    settings = {**SETTINGS, "clients": 10, "rounds": 1, "scheme": "fedavg", "deadline": 60.0}
+    serve(grid, context_of(out=str(tmp_path / "run"), **settings))
+    (row,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["clients"] == 10
+    before_the_first = [waited for waited in grid.looks[0] if waited < 5]
+    assert len(before_the_first) * 0.1 <= 0.6 * 5

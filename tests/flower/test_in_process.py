@@ -16,6 +16,7 @@ from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError, NumericError, ProtocolError
+from fedveil.flower import client_app, engine
 from fedveil.flower.client_app import HEADER, PARTS, in_array, parts_of
 from fedveil.flower.message_handler import MessageHandler
 from fedveil.flower.messages import Setup
@@ -170,6 +171,35 @@ def test_a_round_takes_as_many_phases_as_it_must(
     grid = InProcessGrid(make_homes(tmp_path / "homes", 3))
     run_on_grid(grid, tmp_path / "run", rounds=4, **settings)
     assert len(grid.sent) == 3 * (before + 4 * per_round)
+
+
+class Kept(InProcessGrid):
+    """Replies are kept as they cross."""
+
+    def __init__(self, homes: list[Path]) -> None:
+        super().__init__(homes)
+        self.replies: list[Message] = []
+
+    def answered(self, message: Message, node: int) -> list[Message]:
+        self.replies += (answered := super().answered(message, node))
+        return answered
+
+
+def test_parts_that_are_too_long_for_a_value_travel_in_arrays_and_nothing_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit between the two: keys as values, models and uploads in arrays."""
+    settings = {"scheme": "veil-secagg", "secrets": "seeded", "head_groups": FEW_GROUPS}
+    models, kinds = [], []
+    for name, limit in (("values", client_app.ONE_PIECE), ("both", 4000)):
+        monkeypatch.setattr(client_app, "ONE_PIECE", limit)
+        monkeypatch.setattr(engine, "ONE_PIECE", limit)
+        grid = Kept(make_homes(tmp_path / name, 3))
+        run_on_grid(grid, tmp_path / f"run-{name}", **settings)
+        models.append(load_file(tmp_path / f"run-{name}" / "model.safetensors"))
+        kinds.append([{PARTS in one.content.array_records for one in way} for way in (grid.sent, grid.replies)])
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    assert kinds == [[{False}, {False}], [{False, True}, {False, True}]]
 
 
 def phase_of(reply: Message, grid: InProcessGrid) -> str:
