@@ -122,3 +122,46 @@ def test_looking_for_replies_leaves_the_machine_most_of_the_time(
     assert row["clients"] == 10
     before_the_first = [waited for waited in grid.looks[0] if waited < 5]
     assert len(before_the_first) * 0.1 <= 0.6 * 5
+
+
+class Losing(Unhurried):
+    """Client 0 loses its message of round 2 on the way, and client 1 its reply of round 3, as with a busy SuperLink."""
+
+    def __init__(self, homes: Iterable[Path]) -> None:
+        super().__init__(homes)
+        self.lost: list[str] = []
+
+    def answered(self, message: Message, node: int) -> list[Message]:
+        where = (node, message.metadata.group_id)
+        if where == (100, "2") and "message" not in self.lost:
+            self.lost.append("message")
+            return []
+        replies = super().answered(message, node)
+        if where == (101, "3") and "reply" not in self.lost:
+            self.lost.append("reply")
+            return []
+        return replies
+
+
+def test_a_message_or_a_reply_that_flower_loses_costs_neither_the_client_nor_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is sent again, and a client that has answered it gives the same answer: nobody pays twice."""
+    spent = []
+    for name, kind in (("calm", Unhurried), ("run", Losing)):
+        grid = kind(make_homes(tmp_path / f"homes-{name}", 3))
+        monkeypatch.setattr(engine, "time", grid)
+        serve(grid, context_of(out=str(tmp_path / name), scheme="nadp", deadline=600.0, **SETTINGS))
+        spent.append([desk._memory.spent() for desk in grid.desks.values()])
+    assert isinstance(grid, Losing)
+    rows, events = (
+        [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "events.jsonl")
+    )
+    assert grid.lost == ["message", "reply"]
+    assert [row["clients"] for row in rows] == [3, 3, 3, 3]
+    noted = [(one["event"], one["client"], one["round"]) for one in events if "client" in one]
+    assert noted == [("again", 0, 2), ("again", 1, 3)]
+    assert grid.now < 300
+    assert spent[0] == spent[1]
+    assert min(spent[0]) > 0

@@ -51,7 +51,8 @@ def _answered(message: Message, context: Context, deliver: Deliver) -> RecordDic
         return _refused(Code.HOMELESS)
     header = message.content.config_records[HEADER]
     parts = parts_of(message.content)
-    facts = {"setup": header["setup"], "message": message.metadata.message_id}
+    # A request that was lost on its way is sent again, as another message of Flower's.
+    facts = {"setup": header["setup"], "message": header.get("request") or message.metadata.message_id}
     reply = deliver(Path(home), pack(facts, parts), timeout=float(header["patience"]))  # type: ignore[arg-type]
     said, answers = unpack(reply)
     if said["code"]:

@@ -42,7 +42,7 @@ from fedveil.flower.commands import (
 )
 from fedveil.flower.home import create_home
 from fedveil.flower.network import Network, entering
-from fedveil.flower.worker_client import SETTINGS, WORKER, start
+from fedveil.flower.worker_client import SETTINGS, WORKER, give_way, start
 from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
@@ -160,9 +160,10 @@ _MOST_PATIENCE = 30.0
 class Service:
     """A command of Flower's that ends when this process ends, and takes everything it started along (workers apart)."""
 
-    def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int) -> None:
-        """`held` is the end of a pipe that its supervisor keeps open as long as it lives."""
-        self.name, self.log, self._env, self._held = name, log, dict(env), held
+    def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int, nice: int = 0) -> None:
+        """`held` is the end of a pipe that its supervisor keeps open as long as it lives; `nice` is by how much others
+        go first."""
+        self.name, self.log, self._env, self._held, self._nice = name, log, dict(env), held, nice
         self._child: ChildProcess | None = None
         self._wanted = False
         self._started = self._next_start = 0.0
@@ -176,6 +177,7 @@ class Service:
         whole = [*entering(self._env), *supervised([program(command[0]), *command[1:]], spare=WORKER)]
         with self.log.open("ab+") as log:
             self._child = ChildProcess(whole, name=self.name, env=self._env, log=log, answers=False, held=(self._held,))
+        give_way(self._child.pid, self._nice)
         self._started, self._wanted = time.monotonic(), True
 
     @property
@@ -279,6 +281,9 @@ def shared_polls(nodes: int) -> dict[str, str]:
 Say = Callable[[str], None]
 
 _LOOKS_A_CORE, _LEAST_PAUSE, _MOST_PAUSE = 10, 0.2, 1.0
+_NODES_NICE = 5
+"""Nodes and workers let the SuperLink go first: one that waits for the processor while it writes keeps its database
+locked, and answers whoever waits for that longer than five seconds with an error."""
 _BETWEEN_LOOKS = 0.25
 _SECRET_BYTES = 32
 # In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
@@ -350,7 +355,8 @@ class Cluster:
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
                 env = self._environment(self.places.flwr_home / name)
-                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held)
+                nice = _NODES_NICE if name.startswith(_node("")) else 0
+                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held, nice=nice)
             self._say("starting the SuperLink")
             self._start("superlink")
             self._await_superlink()
@@ -364,7 +370,7 @@ class Cluster:
             # The first message would start them, and wait until each has loaded torch.
             env = self._environment()
             for node in range(self.nodes):
-                start(self.places.home(node), within=entering(env), env=env)
+                start(self.places.home(node), within=entering(env), env=env, nice=_NODES_NICE)
         except BaseException:
             self.stop()
             raise

@@ -7,7 +7,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -90,6 +90,9 @@ _TOO_EARLY = 0.75
 the SuperLink for each client, on the machine that may be needed for the reply."""
 _RESPITE, _LONGEST_RESPITE = 4.0, 1.0
 """How long nobody looks after a look, in lengths of that look and in seconds: for many clients it is many requests."""
+_LOST, _LEAST_LOST = 3.0, 30.0
+"""After how many times as long as the last of at least half of all answers took, and after how many seconds at the
+least, a message that has no answer is taken for lost."""
 _TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
@@ -107,6 +110,7 @@ class _Sent:
     node: int
     what: str
     round: int | None
+    content: RecordDict
 
 
 @dataclass(eq=False)
@@ -123,8 +127,8 @@ class FlowerEngine:
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
-    `listen` hears what the server sends, and the answers that it takes. With `in_values`, parts that are short enough
-    travel as values, which clients behind workers can read, and in arrays otherwise.
+    `listen` hears what the server sends, and the answers that it takes. Clients behind `workers` read parts of messages
+    that are short enough as values, and give the same answer to the same request: it is sent again where it seems lost.
     """
 
     _kind = "train"
@@ -141,7 +145,7 @@ class FlowerEngine:
         events: Events,
         roster: Roster | None = None,
         listen: Listen | None = None,
-        in_values: bool = False,
+        workers: bool = False,
     ) -> None:
         self._grid = grid
         self._setup = setup
@@ -150,7 +154,7 @@ class FlowerEngine:
         self._events = events
         self._roster = roster
         self._listen = listen
-        self._in_values = in_values
+        self._workers = workers
         self._assembly = min(_ASSEMBLY, deadline)
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
@@ -158,6 +162,7 @@ class FlowerEngine:
         self._last_word = ""
         self._rosters: dict[int, bytes] = {}
         self._overdue: dict[str, _Sent] = {}
+        self._spare: set[str] = set()
         self._fetcher = Fetcher(grid)
         self._soonest = math.inf
 
@@ -301,21 +306,19 @@ class FlowerEngine:
     ) -> _Phase:
         """Send, then take replies until all have come or the deadline has passed."""
         told, patience = (setup or self._setup).to_text(), patience or self._deadline
-        messages, order = [], []
         shared, own = self._records(told, patience, common, each)
-        for client, node in reach.items():
-            content = self._content(client, what, {**shared, **own.get(client, {})})
-            group = "" if number is None else str(number + 1)
-            # Flower takes no answer after this, so that "missing" means: never received.
-            messages.append(Message(content, node, self._kind, ttl=patience, group_id=group))
-            order.append(_Sent(client, node, what, number))
+        order = [
+            _Sent(client, node, what, number, self._content(client, what, {**shared, **own.get(client, {})}))
+            for client, node in reach.items()
+        ]
         phase = _Phase()
-        if not messages:
+        if not order:
             return phase
-        identifiers = self._patiently(lambda: self._grid.push_messages(messages))
-        sent = {identifier: message for identifier, message in zip(identifiers, order, strict=True) if identifier}
+        # Flower takes no answer after this, so that "missing" means: never received.
+        sent = self._pushed(order, patience)
         begun = time.monotonic()
         until, pause = begun + patience + _GRACE, _POLL[0]
+        again = math.inf
         if math.isfinite(self._soonest):
             time.sleep(min(_TOO_EARLY * self._soonest, patience))
         while sent and (looked := time.monotonic()) < until:
@@ -324,18 +327,46 @@ class FlowerEngine:
                 self._soonest = min(self._soonest, time.monotonic() - begun)
             for reply in replies:
                 self._take(reply, sent, phase)
+            waited = time.monotonic() - begun
+            if replies:
+                again = max(_LOST * waited, _LEAST_LOST)
+            elif self._workers and waited > again and 2 * len(phase.replies) >= len(order) and waited < patience:
+                sent |= self._sent_again(sent, patience - waited)
+                again = 2 * waited
             pause = min(pause * 1.5, _POLL[1])
             if sent:
                 time.sleep(max(pause, min(_RESPITE * (time.monotonic() - looked), _LONGEST_RESPITE)))
+        for message in sent.values():
+            message.content = RecordDict()
         self._overdue.update(sent)
         return phase
+
+    def _pushed(self, order: Sequence[_Sent], patience: float) -> dict[str, _Sent]:
+        """Send messages, which Flower keeps for so many seconds; by the identifiers that it gives them."""
+        messages = []
+        for one in order:
+            group = "" if one.round is None else str(one.round + 1)
+            messages.append(Message(one.content, one.node, self._kind, ttl=patience, group_id=group))
+        identifiers = self._patiently(lambda: self._grid.push_messages(messages))
+        return {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
+
+    def _sent_again(self, sent: Mapping[str, _Sent], patience: float) -> dict[str, _Sent]:
+        """Send what nobody has answered to nodes that are there once more: a busy SuperLink answers some requests with
+        an error, and the node then lets go of the message, or of its reply."""
+        live = self._live()
+        order = [one for one in dict.fromkeys(sent.values()) if one.node in live]
+        for one in order:
+            self._note_of(
+                one, "again", f"client {one.client} is asked again for a {one.what}: others answered long ago"
+            )
+        return self._pushed(order, patience) if order else {}
 
     def _records(
         self, told: str, patience: float, common: bytes, each: Mapping[int, bytes]
     ) -> tuple[_Records, dict[int, _Records]]:
         """A request as records: what everybody is sent, which Flower takes once, and what goes to one client alone."""
-        facts = {"setup": told, "patience": patience}
-        if self._in_values and len(common) <= ONE_PIECE and all(len(private) <= ONE_PIECE for private in each.values()):
+        facts = {"setup": told, "patience": patience, **({"request": secrets.token_hex(16)} if self._workers else {})}
+        if self._workers and len(common) <= ONE_PIECE and all(len(private) <= ONE_PIECE for private in each.values()):
             alone: dict[int, _Records] = {
                 client: {PARTS: ConfigRecord({"private": private})} for client, private in each.items()
             }
@@ -362,6 +393,12 @@ class FlowerEngine:
                 self._note("late", late.client, text, late.round)
             return
         message = sent.pop(identifier, None)
+        twins = [other for other, one in sent.items() if one is message]
+        if identifier in self._spare or (twins and reply.has_error()):
+            return  # sent more than once: one answer is enough, and an error is not one
+        for twin in twins:
+            del sent[twin]
+            self._spare.add(twin)
         if message is None:
             self._events.note("unasked", "an answer that nobody waits for, or the second to one message: not counted")
             return

@@ -267,11 +267,17 @@ def _connected(home: Path, deadline: float) -> socket.socket | None:
             return sock
 
 
-def start(home: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None) -> None:
-    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command, and `env`
-    takes the place of this process's environment."""
+def start(home: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None, nice: int = 0) -> None:
+    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command, `env` takes
+    the place of this process's environment, and `nice` is by how much others go first."""
     if _lock_is_free(home):
-        _start(home.resolve(), (), within, env)
+        give_way(_start(home.resolve(), (), within, env).pid, nice)
+
+
+def give_way(pid: int, nice: int) -> None:
+    """Let others go before this process, and before what it starts from now on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + nice)
 
 
 def _start(
