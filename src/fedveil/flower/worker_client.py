@@ -268,8 +268,8 @@ def _connected(home: Path, deadline: float) -> socket.socket | None:
 
 
 def start(home: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None, nice: int = 0) -> None:
-    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command, `env` takes
-    the place of this process's environment, and `nice` is by how much others go first."""
+    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command, `env`
+    takes the place of this process's environment, and `nice` is by how much others go first."""
     if _lock_is_free(home):
         give_way(_start(home.resolve(), (), within, env).pid, nice)
 
