@@ -74,10 +74,10 @@ def _kind_of_failure() -> str:
 
 def parts_of(content: RecordDict) -> dict[str, bytes]:
     """The parts of a message, as values or in arrays."""
-    records = (content.config_records.get(name, {}) for name in (HEADER, PARTS))
+    configs, arrays = content.config_records, content.array_records
+    records = [configs[name] for name in (HEADER, PARTS) if name in configs]
     values = {name: part for record in records for name, part in record.items() if isinstance(part, bytes)}
-    arrays = content.array_records.get(PARTS, {})
-    return {**values, **{name: out_of_array(array) for name, array in arrays.items()}}
+    return values | ({name: out_of_array(one) for name, one in arrays[PARTS].items()} if PARTS in arrays else {})
 
 
 def in_array(content: bytes) -> Array:
