@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 
 from fedveil.flower import engine
 from fedveil.flower.server_app import serve
@@ -56,6 +56,21 @@ def test_a_reply_that_is_never_uploaded_holds_up_neither_the_run_nor_the_others(
     noted = [(one["event"], one["client"], one["round"]) for one in events if "client" in one]
     assert noted[0] == ("missing", 0, 2)
     assert set(noted[1:]) <= {("late", 0, 2)}
+
+
+def test_what_was_answered_is_not_asked_for_again(tmp_path: Path) -> None:
+    """A thread that a busy machine has held up may come to it after another one has fetched it."""
+    grid = InProcessGrid(make_homes(tmp_path / "homes", 1))
+    asked: list[str] = []
+
+    def pulled(identifiers: Iterable[str]) -> list[Message]:
+        asked.extend(identifiers)
+        return [Message(RecordDict(), 100, "train")]
+
+    grid.pull_messages = pulled  # type: ignore[method-assign]
+    fetcher = engine.Fetcher(grid)
+    found = [len(fetcher.fetch(wanted, until=float("inf"))) for wanted in (["a"], ["a", "b"])]
+    assert (found, asked) == ([1, 1], ["a", "b"])
 
 
 class Unhurried(InProcessGrid):

@@ -42,6 +42,7 @@ class Fetcher:
         self._grid = grid
         self._lock = threading.Lock()
         self._asking: set[str] = set()
+        self._answered: set[str] = set()
         self._fetched: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
         self._sweep: threading.Thread | None = None
         self._moved = 0.0
@@ -56,7 +57,10 @@ class Fetcher:
         replies: list[Message] = []
         while not self._fetched.empty():
             identifier, fetched = self._fetched.get()
-            self._asking.discard(identifier)
+            with self._lock:
+                if fetched and not isinstance(fetched, Exception):
+                    self._answered.add(identifier)
+                self._asking.discard(identifier)
             if isinstance(fetched, Exception):
                 raise fetched
             replies += fetched
@@ -67,8 +71,9 @@ class Fetcher:
             with self._lock:
                 if self._sweep is not threading.current_thread():
                     return  # it was stuck, and another has taken over
-                # Flower gives a reply out once: to ask a second time, meanwhile, would be told that there is none.
-                if identifier in self._asking:
+                # Flower gives a reply out once: to ask a second time, meanwhile, would be told that there is none. A
+                # thread that was slow may still have on its list what another one has been given.
+                if identifier in self._asking or identifier in self._answered:
                     continue
                 self._asking.add(identifier)
                 self._moved = time.monotonic()
