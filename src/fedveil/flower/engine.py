@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -370,7 +370,9 @@ class FlowerEngine:
         self, told: str, patience: float, common: bytes, each: Mapping[int, bytes]
     ) -> tuple[_Records, dict[int, _Records]]:
         """A request as records: what everybody is sent, which Flower takes once, and what goes to one client alone."""
-        facts = {"setup": told, "patience": patience, **({"request": secrets.token_hex(16)} if self._workers else {})}
+        facts: dict[str, Any] = {"setup": told, "patience": patience}
+        if self._workers:
+            facts["request"] = secrets.token_hex(16)
         if self._workers and len(common) <= ONE_PIECE and all(len(private) <= ONE_PIECE for private in each.values()):
             alone: dict[int, _Records] = {
                 client: {PARTS: ConfigRecord({"private": private})} for client, private in each.items()
