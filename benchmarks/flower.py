@@ -1,7 +1,9 @@
 """FedVeil on Flower beside plain Flower: seconds per round, simulations, and load.
 
-    python -m benchmarks.flower                       # everything; half an hour and more
-    python -m benchmarks.flower --parts rounds        # or: simulation, crowd, load
+    python -m benchmarks.flower                       # everything; an hour and more
+    python -m benchmarks.flower --parts load,page     # 10 and 20 clients, ten rounds each: twenty minutes on two cores
+    python -m benchmarks.flower --parts split,page    # a round taken apart: ten minutes, twice that with --before
+    python -m benchmarks.flower --parts rounds        # or: simulation, crowd
     python -m benchmarks.flower --parts page          # write the page from what was measured
 
 Measurements go into one JSON file as they come; what is there is not taken again without --again.
@@ -17,7 +19,7 @@ from pathlib import Path
 # Before torch and before any process is started: one thread each, or they starve one another.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-PARTS = ("rounds", "simulation", "crowd", "load", "page")
+PARTS = ("split", "rounds", "simulation", "crowd", "load", "page")
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
 
@@ -27,6 +29,7 @@ def main() -> int:
     from benchmarks.flower_page import page
     from benchmarks.flower_rounds import rounds_here, rounds_on_flower
     from benchmarks.flower_simulation import simulation
+    from benchmarks.flower_split import split
     from benchmarks.flower_store import Store, surroundings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,8 +38,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--passes", type=int, default=2, help="how often all candidates take their turns")
-    parser.add_argument("--crowded", type=int, default=20, help="clients of the load test")
+    parser.add_argument("--crowded", default="10,20", help="numbers of clients, each ten rounds on its own cluster")
     parser.add_argument("--crowds", default="100,300,1000", help="numbers of clients behind the in-process Grid")
+    parser.add_argument("--before", type=Path, help="another copy of FedVeil's src/, to take a round apart beside this")
     parser.add_argument("--note", action="append", default=[], help="a sentence to put at the top of the page")
     parser.add_argument("--again", action="store_true", help="measure what was measured before")
     given = parser.parse_args()
@@ -52,6 +56,8 @@ def main() -> int:
         store.put("machine", now)
     if given.note:
         store.put("notes", {"texts": given.note})
+    if "split" in parts:
+        split(store, rounds=given.rounds, passes=given.passes, before=given.before)
     if "rounds" in parts:
         rounds_here(store, clients=given.clients, rounds=20, where=f"here/{given.clients}")
         rounds_on_flower(store, clients=given.clients, rounds=given.rounds, passes=given.passes)
@@ -60,7 +66,7 @@ def main() -> int:
     if "crowd" in parts:
         crowds(store, [int(one) for one in given.crowds.split(",")])
     if "load" in parts:
-        load(store, clients=given.crowded, rounds=10)
+        load(store, sizes=[int(one) for one in given.crowded.split(",")], rounds=10)
     if "page" in parts:
         given.out.with_suffix(".md").write_text(page(store), encoding="utf-8")
     return 0

@@ -15,7 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedveil.flower.client_app import PARTS, answer, out_of_array
+from fedveil.flower.client_app import answer, parts_of
 from fedveil.flower.message_handler import MessageHandler
 from fedveil.protocol.codec import decode
 
@@ -52,7 +52,7 @@ class TimedGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         given = list(messages)
-        what = type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__
+        what = type(decode(parts_of(given[0].content)["common"])).__name__
         self.phases.append(Phase(what, time.process_time()))
         identifiers = [self._push(one) for one in given]
         self.phases[-1].ended = time.process_time()

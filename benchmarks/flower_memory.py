@@ -55,7 +55,7 @@ def memory_by_kind(folder: str) -> dict[str, dict[str, int]]:
     mine = _members(folder)
     found: dict[str, dict[str, int]] = defaultdict(lambda: {"processes": 0, "resident": 0, "share": 0})
     for pid, command in mine.items():
-        kind = next((name for mark, name in _KINDS if mark in _supervised(command)), "other")
+        kind = _kind(command)
         with contextlib.suppress(OSError):
             sizes = _sizes(pid)
             one = found[kind]
@@ -65,14 +65,23 @@ def memory_by_kind(folder: str) -> dict[str, dict[str, int]]:
     return dict(found)
 
 
-def processor_seconds(folder: str) -> float:
+def processor_by_kind(folder: str) -> dict[str, float]:
     """Seconds of processor time that the cluster in `folder` has used, by processes that have ended too."""
-    ticks = 0
-    for pid in _members(folder):
+    tick = os.sysconf("SC_CLK_TCK")
+    found: dict[str, float] = defaultdict(float)
+    for pid, command in _members(folder).items():
         with contextlib.suppress(OSError):
-            # Own time in user and system mode, and that of children which were waited for.
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+            times = list(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            kind = _kind(command)
+            found[kind] += sum(times[:2]) / tick
+            # What has ended and was waited for: a SuperExec starts one app after the other.
+            found["client app" if kind == "SuperExec" else kind] += sum(times[2:]) / tick
+    return dict(found)
+
+
+def processor_seconds(folder: str) -> float:
+    """The same, of all processes together."""
+    return sum(processor_by_kind(folder).values())
 
 
 def _members(folder: str) -> dict[int, str]:
@@ -87,9 +96,10 @@ def _members(folder: str) -> dict[int, str]:
     return {pid: commands[pid] for pid in mine}
 
 
-def _supervised(command: str) -> str:
+def _kind(command: str) -> str:
     # A supervisor's command names what it holds.
-    return "fedveil.processes" if "fedveil.processes" in command else command
+    named = "fedveil.processes" if "fedveil.processes" in command else command
+    return next((name for mark, name in _KINDS if mark in named), "other")
 
 
 def _processes() -> tuple[dict[int, str], dict[int, int]]:

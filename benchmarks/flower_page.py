@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from benchmarks.flower_load import ORDER, OURS_HERE, PLAIN_HERE
 from benchmarks.flower_rounds import FLOOR, OURS, PLAIN
 from benchmarks.flower_simulation import SIZES
+from benchmarks.flower_split import CANDIDATES, NODES
 from benchmarks.flower_store import Measured, Store
 from benchmarks.tables import markdown
 
@@ -24,9 +26,19 @@ _SHOWN = {
 }
 
 
+_WHEN = ("before", "now")
+_FIRST = ("", "1")
+"""Rounds, as messages name them: what comes before the first, and the first."""
+_SPLIT = [
+    *("scheme", "what", "seconds a round", "of it in client apps", "in the server's app", "looks for replies"),
+    *("processor seconds a round", "of it workers", "server's app", "beyond Flower alone"),
+    *("first round, s", "its phases", "its processor seconds", "load"),
+]
+
+
 def page(store: Store) -> str:
     """The whole page; parts that were not measured are left out."""
-    parts = [*_title(store), *_rounds(store), *_simulation(store), *_load(store), *_crowd(store)]
+    parts = [*_title(store), *_split(store), *_rounds(store), *_simulation(store), *_load(store), *_crowd(store)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -49,6 +61,73 @@ def _title(store: Store) -> Iterator[str]:
         )
     for note in (store.get("notes") or {}).get("texts", ()):
         yield f"\n{note}"
+
+
+def _split(store: Store) -> Iterator[str]:
+    cells = dict(sorted(store.named("split/").items()))
+    if not cells:
+        return
+    yield f"\n## A round taken apart, {NODES} clients\n"
+    yield (
+        "`python -m benchmarks.flower --parts split` (one cluster; each scheme, and an app without FedVeil that sends "
+        "as many messages of as many bytes; medians over the rounds after the first). *Before* is another copy of "
+        "FedVeil (`--before`), on a cluster of its own, in turns with this one.\n"
+    )
+    rows = []
+    for scheme in CANDIDATES:
+        floor = [one["floor"] for name, one in cells.items() if name.endswith(f"/now/{scheme}")]
+        kinds = {when: [one for name, one in cells.items() if name.endswith(f"/{when}/{scheme}")] for when in _WHEN}
+        if floor:
+            rows.append([scheme, "Flower alone", *_taken_apart(floor, None), _load_of(kinds["now"])])
+        rows += [
+            [scheme, f"FedVeil, {when}", *_taken_apart(found, floor), _load_of(found)]
+            for when, found in kinds.items()
+            if found
+        ]
+    yield markdown(_SPLIT, rows)
+    yield (
+        "\nIn client apps: from the moment that FedVeil is reached in the process that Flower starts for a message "
+        "until the answer is there, for the median client, over the phases of a round. In the server's app: from the "
+        "last reply of a phase to the next push; nodes sleep three seconds after an answer, so most of that is not "
+        "waited for. The first round is counted from the run's first message on; its processor time holds the start "
+        "of the server's app and, before, that of workers."
+    )
+
+
+def _taken_apart(found: Sequence[Measured], floor: Sequence[Measured] | None) -> list[str]:
+    """One row: seconds and processor time of rounds after the first, then of the first."""
+    phases = [[p for p in one["phases"] if p["round"] not in _FIRST] for one in found]
+    per_round = len(phases[0]) / max(len({p["round"] for p in phases[0]}), 1)
+    in_clients = statistics.median(c["seconds"] for one in found for c in one["clients"] if c["round"] not in _FIRST)
+    between = statistics.median(p["between"] for each in phases for p in each)
+    looks = statistics.median(p["looks"] for each in phases for p in each)
+    total, worker, server = (_used(found, kind) for kind in (None, "worker", "server app"))
+    begun = [[p for p in one["phases"] if p["round"] in _FIRST] for one in found]
+    first = statistics.median(sum(p["last"] + p["between"] * (n > 0) for n, p in enumerate(one)) for one in begun)
+    start = statistics.median(sum(one["used"][1].values()) - sum(one["used"][0].values()) for one in found)
+    return [
+        _seconds(statistics.median(second for one in found for second in later(one))),
+        _seconds(per_round * in_clients),
+        _seconds(per_round * between),
+        f"{per_round * looks:.0f}",
+        f"{total:.2f}",
+        f"{worker:.2f}",
+        f"{server:.2f}",
+        "" if floor is None else f"{total - _used(floor, None):+.2f}",
+        _seconds(first),
+        str(len(begun[0])),
+        f"{start:.1f}",
+    ]
+
+
+def _used(found: Sequence[Measured], kind: str | None) -> float:
+    """Median processor seconds of a round after the first, of one kind of process or of all."""
+
+    def seconds(sample: dict[str, float]) -> float:
+        return sum(sample.values()) if kind is None else sample.get(kind, 0.0)
+
+    pairs = (pair for one in found for pair in zip(one["used"][1:], one["used"][2:], strict=False))
+    return statistics.median(seconds(later) - seconds(earlier) for earlier, later in pairs)
 
 
 def later(found: Measured) -> list[float]:
@@ -185,26 +264,47 @@ def _simulation(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> Iterator[str]:
-    for name, found in store.named("load/").items():
-        yield f"\n## {name} clients on one machine, ten rounds of veil-secagg\n"
-        if "skipped" in found:
-            yield f"Left out: {found['skipped']}."
-            continue
-        yield "`python -m benchmarks.flower --parts load` (real processes, two phases a round, nice 5)\n"
-        phases: list[Measured] = found["phases"]
-        rows = []
-        for what in dict.fromkeys(one["what"] for one in phases):
-            seconds = [one["seconds"] for one in phases if one["what"] == what and one["seconds"] is not None]
-            work = [one["in workers"] for one in phases if one["what"] == what]
-            spread = f"{_seconds(min(seconds))}–{_seconds(max(seconds))}" if seconds else "–"
-            middle = _seconds(statistics.median(seconds)) if seconds else "–"
-            rows.append([what, str(len(work)), middle, spread, _seconds(statistics.median(work))])
-        yield markdown(["phase", "how often", "seconds", "range", "of it in workers, summed over clients"], rows)
+    sizes = sorted({int(name.partition("/")[0]) for name in store.named("load/")})
+    for clients in sizes:
+        yield f"\n## {clients} clients on one machine, real SuperLink and SuperNodes\n"
         yield (
-            f"\nA round: {_seconds(statistics.median(later(found)))} s (median after the first); the whole run "
-            f"{found['whole']:.0f} s; starting the cluster {found['started']:.0f} s; load {_load_of([found])}.\n"
+            "`python -m benchmarks.flower --parts load` (a cluster of its own; ten rounds of `veil-secagg` with two "
+            "phases each, three of what it is held against; the first of each left out)\n"
         )
-        yield from _memory(found)
+        taken = {name: found for name in ORDER if (found := store.get(f"load/{clients}/{name}")) is not None}
+        rows = []
+        for name, found in taken.items():
+            if "skipped" in found:
+                yield f"{name} was left out: {found['skipped']}.\n"
+                continue
+            used = found.get("processor")
+            shown = "Flower alone, as many phases and bytes" if name == FLOOR else _SHOWN.get(name, f"FedVeil, {name}")
+            cells = [shown, "1" if name == PLAIN_HERE else "2", *_figures([found])]
+            rows.append([*cells, "" if used is None else f"{used:.1f}", str(found.get("short", 0)), _load_of([found])])
+        if rows:
+            columns = ["what", "phases", "seconds per round", "range", "rounds", "processor seconds"]
+            yield markdown([*columns, "rounds with clients missing", "load"], rows)
+        found = taken.get(OURS_HERE)
+        if found is not None and "skipped" not in found:
+            yield from _phases(found)
+            yield from _memory(found)
+
+
+def _phases(found: Measured) -> Iterator[str]:
+    phases: list[Measured] = found["phases"]
+    rows = []
+    for what in dict.fromkeys(one["what"] for one in phases):
+        seconds = [one["seconds"] for one in phases if one["what"] == what and one["seconds"] is not None]
+        work = [one["in workers"] for one in phases if one["what"] == what]
+        spread = f"{_seconds(min(seconds))}–{_seconds(max(seconds))}" if seconds else "–"
+        middle = _seconds(statistics.median(seconds)) if seconds else "–"
+        rows.append([what, str(len(work)), middle, spread, _seconds(statistics.median(work))])
+    yield "\nThe phases of `veil-secagg`:\n"
+    yield markdown(["phase", "how often", "seconds", "range", "of it in workers, summed over clients"], rows)
+    yield (
+        f"\nThe first round {_seconds(found['seconds'][0])} s, the whole run {found['whole']:.0f} s, starting the "
+        f"cluster {found['started']:.0f} s.\n"
+    )
 
 
 def _memory(found: Measured) -> Iterator[str]:

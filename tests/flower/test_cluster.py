@@ -20,8 +20,8 @@ pytest.importorskip("flwr")
 from fedveil.errors import ConfigError
 from fedveil.flower import worker_client as courier
 from fedveil.flower.app_folder import override
-from fedveil.flower.cluster import CONNECTION, Janitor, Places, free_port
-from fedveil.flower.commands import FlowerError, Submission, parse_event
+from fedveil.flower.cluster import CONNECTION, Janitor, Places, free_port, shared_out, shared_polls
+from fedveil.flower.commands import POLL_INTERVAL, FlowerError, Submission, parse_event
 from fedveil.processes import descendants
 from flower_echo import create_echo
 from harmed_cluster import Cluster
@@ -54,6 +54,14 @@ def rounds_of(events: list[dict[str, Any]]) -> list[int]:
 
 def test_a_janitor_without_homes_has_the_time_to_end_by_itself(tmp_path: Path) -> None:
     Janitor([], log=tmp_path / "janitor.log").finish()
+
+
+def test_nodes_of_one_machine_share_its_cores_and_look_for_work_less_often_the_more_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert [shared_out(nodes)["OMP_NUM_THREADS"] for nodes in (1, 2, 3, 20)] == ["4", "2", "1", "1"]
+    assert [float(shared_polls(nodes)[POLL_INTERVAL]) for nodes in (1, 8, 20, 100)] == [0.2, 0.2, 0.5, 1.0]
 
 
 @pytest.mark.slow

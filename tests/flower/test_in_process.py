@@ -16,7 +16,8 @@ from fedveil import schemes
 from fedveil.client_held.messages import Begin
 from fedveil.config import RunConfig
 from fedveil.errors import CheckpointError, Code, ConfigError, NumericError, ProtocolError
-from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower import client_app, engine
+from fedveil.flower.client_app import HEADER, PARTS, in_array, parts_of
 from fedveil.flower.message_handler import MessageHandler
 from fedveil.flower.messages import Setup
 from fedveil.flower.server_app import serve
@@ -172,10 +173,39 @@ def test_a_round_takes_as_many_phases_as_it_must(
     assert len(grid.sent) == 3 * (before + 4 * per_round)
 
 
+class Kept(InProcessGrid):
+    """Replies are kept as they cross."""
+
+    def __init__(self, homes: list[Path]) -> None:
+        super().__init__(homes)
+        self.replies: list[Message] = []
+
+    def answered(self, message: Message, node: int) -> list[Message]:
+        self.replies += (answered := super().answered(message, node))
+        return answered
+
+
+def test_parts_that_are_too_long_for_a_value_travel_in_arrays_and_nothing_else_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit between the two: keys as values, models and uploads in arrays."""
+    settings = {"scheme": "veil-secagg", "secrets": "seeded", "head_groups": FEW_GROUPS}
+    models, kinds = [], []
+    for name, limit in (("values", client_app.ONE_PIECE), ("both", 4000)):
+        monkeypatch.setattr(client_app, "ONE_PIECE", limit)
+        monkeypatch.setattr(engine, "ONE_PIECE", limit)
+        grid = Kept(make_homes(tmp_path / name, 3))
+        run_on_grid(grid, tmp_path / f"run-{name}", **settings)
+        models.append(load_file(tmp_path / f"run-{name}" / "model.safetensors"))
+        kinds.append([{PARTS in one.content.array_records for one in way} for way in (grid.sent, grid.replies)])
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+    assert kinds == [[{False}, {False}], [{False, True}, {False, True}]]
+
+
 def phase_of(reply: Message, grid: InProcessGrid) -> str:
     """The name of the request that a reply answers."""
     asked = next(one for one in grid.sent if one.metadata.message_id == reply.metadata.reply_to_message_id)
-    return type(decode(out_of_array(asked.content.array_records[PARTS]["common"]))).__name__
+    return type(decode(parts_of(asked.content)["common"])).__name__
 
 
 class Twisted(InProcessGrid):
@@ -225,9 +255,9 @@ class Emptied(Twisted):
 
 class Impersonating(Twisted):
     def change(self, reply: Message) -> list[Message]:
-        said = decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        said = decode(parts_of(reply.content)["reply"])
         object.__setattr__(said, "client", 0)
-        reply.content.array_records[PARTS]["reply"] = in_array(encode(said))
+        reply.content.config_records[HEADER]["reply"] = encode(said)
         return [reply]
 
 
@@ -321,7 +351,7 @@ def test_a_client_that_leaves_is_missing_and_comes_back_under_another_node(tmp_p
     class Moving(InProcessGrid):
         def push_messages(self, messages: Any) -> list[str]:
             given = list(messages)
-            names = {type(decode(out_of_array(one.content.array_records[PARTS]["common"]))).__name__ for one in given}
+            names = {type(decode(parts_of(one.content)["common"])).__name__ for one in given}
             found = super().push_messages(given)
             if names == {"Train"}:
                 self.rounds += 1
@@ -352,7 +382,7 @@ class Dying(InProcessGrid):
 
     def push_messages(self, messages: Any) -> list[str]:
         given = list(messages)
-        name = type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__
+        name = type(decode(parts_of(given[0].content)["common"])).__name__
         if name == self._what:
             self._left -= 1
             if self._left < 0:
@@ -440,7 +470,7 @@ def test_who_misses_the_last_sums_of_an_interrupted_run_is_lent_the_model(tmp_pa
         def push_messages(self, messages: Any) -> list[str]:
             given = list(messages)
             found = super().push_messages(given)
-            if type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__ == "Finish":
+            if type(decode(parts_of(given[0].content)["common"])).__name__ == "Finish":
                 self.away.clear()
             return found
 
@@ -458,10 +488,10 @@ class Announcing(Twisted):
     part: ClassVar[dict[str, Any]] = {}
 
     def change(self, reply: Message) -> list[Message]:
-        said = decode(out_of_array(reply.content.array_records[PARTS]["reply"]))
+        said = decode(parts_of(reply.content)["reply"])
         for name, value in self.part.items():
             object.__setattr__(said, name, value)
-        reply.content.array_records[PARTS]["reply"] = in_array(encode(said))
+        reply.content.config_records[HEADER]["reply"] = encode(said)
         return [reply]
 
 

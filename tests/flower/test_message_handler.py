@@ -31,7 +31,7 @@ from fedveil.errors import (
     TraceError,
 )
 from fedveil.flower import messages
-from fedveil.flower.client_app import PARTS, out_of_array
+from fedveil.flower.client_app import parts_of
 from fedveil.flower.client_memory import DamagedError, Memory
 from fedveil.flower.home import Home
 from fedveil.flower.message_handler import MessageHandler
@@ -357,7 +357,7 @@ def test_runs_that_are_opened_early_do_not_each_get_the_whole_budget(tmp_path: P
     class Opened(InProcessGrid):
         def push_messages(self, messages: Any) -> list[str]:
             given = list(messages)
-            if type(decode(out_of_array(given[0].content.array_records[PARTS]["common"]))).__name__ == "Train":
+            if type(decode(parts_of(given[0].content)["common"])).__name__ == "Train":
                 raise KeyboardInterrupt
             return super().push_messages(given)
 
@@ -441,7 +441,7 @@ def test_data_of_ones_own_stay_with_each_client(tmp_path: Path, monkeypatch: pyt
 
 def first_model(sent: list[Message]) -> torch.Tensor:
     for one in sent:
-        request = decode(out_of_array(one.content.array_records[PARTS]["common"]))
+        request = decode(parts_of(one.content)["common"])
         if type(request).__name__ == "Train":
             found: torch.Tensor = request.broadcast.parameters
             return found

@@ -17,6 +17,9 @@ HOME = "fedveil-home"
 HEADER = "fedveil"
 PARTS = "fedveil.parts"
 _KIND = "fedveil"
+ONE_PIECE = 4 << 20
+"""Bytes up to which a part travels as a value. Flower moves a record of arrays in pieces, with requests for each on
+every hop, and a record of values as one; it cuts arrays at five MiB, and values never."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,13 +50,17 @@ def _answered(message: Message, context: Context, deliver: Deliver) -> RecordDic
     if not isinstance(home, str) or not home:
         return _refused(Code.HOMELESS)
     header = message.content.config_records[HEADER]
-    parts = {name: out_of_array(array) for name, array in message.content.array_records[PARTS].items()}
-    facts = {"setup": header["setup"], "message": message.metadata.message_id}
+    parts = parts_of(message.content)
+    # A request that was lost on its way is sent again, as another message of Flower's.
+    facts = {"setup": header["setup"], "message": header.get("request") or message.metadata.message_id}
     reply = deliver(Path(home), pack(facts, parts), timeout=float(header["patience"]))  # type: ignore[arg-type]
     said, answers = unpack(reply)
     if said["code"]:
         return _refused(str(said["code"]))
-    return RecordDict({HEADER: ConfigRecord({"code": ""}), PARTS: ArrayRecord({"reply": in_array(answers["reply"])})})
+    done = answers["reply"]
+    if len(done) <= ONE_PIECE:
+        return RecordDict({HEADER: ConfigRecord({"code": "", "reply": done})})
+    return RecordDict({HEADER: ConfigRecord({"code": ""}), PARTS: ArrayRecord({"reply": in_array(done)})})
 
 
 def _refused(code: str) -> RecordDict:
@@ -63,6 +70,14 @@ def _refused(code: str) -> RecordDict:
 def _kind_of_failure() -> str:
     kind = sys.exc_info()[0]
     return "unknown" if kind is None else kind.__name__
+
+
+def parts_of(content: RecordDict) -> dict[str, bytes]:
+    """The parts of a message, as values or in arrays."""
+    configs, arrays = content.config_records, content.array_records
+    records = [configs[name] for name in (HEADER, PARTS) if name in configs]
+    values = {name: part for record in records for name, part in record.items() if isinstance(part, bytes)}
+    return values | ({name: out_of_array(one) for name, one in arrays[PARTS].items()} if PARTS in arrays else {})
 
 
 def in_array(content: bytes) -> Array:

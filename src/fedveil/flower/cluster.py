@@ -28,6 +28,7 @@ from fedveil.errors import CheckpointError, ConfigError
 from fedveil.flower.certificates import Certificates, create_certificates, create_node_key, write_new
 from fedveil.flower.commands import (
     COMMANDS,
+    POLL_INTERVAL,
     FlowerError,
     connection,
     environment,
@@ -41,7 +42,7 @@ from fedveil.flower.commands import (
 )
 from fedveil.flower.home import create_home
 from fedveil.flower.network import Network, entering
-from fedveil.flower.worker_client import SETTINGS, WORKER, start
+from fedveil.flower.worker_client import SETTINGS, WORKER, give_way, start
 from fedveil.processes import ChildProcess, supervised
 
 HOST = "127.0.0.1"
@@ -159,9 +160,10 @@ _MOST_PATIENCE = 30.0
 class Service:
     """A command of Flower's that ends when this process ends, and takes everything it started along (workers apart)."""
 
-    def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int) -> None:
-        """`held` is the end of a pipe that its supervisor keeps open as long as it lives."""
-        self.name, self.log, self._env, self._held = name, log, dict(env), held
+    def __init__(self, name: str, *, log: Path, env: Mapping[str, str], held: int, nice: int = 0) -> None:
+        """`held` is the end of a pipe that its supervisor keeps open as long as it lives; `nice` is by how much others
+        go first."""
+        self.name, self.log, self._env, self._held, self._nice = name, log, dict(env), held, nice
         self._child: ChildProcess | None = None
         self._wanted = False
         self._started = self._next_start = 0.0
@@ -175,6 +177,7 @@ class Service:
         whole = [*entering(self._env), *supervised([program(command[0]), *command[1:]], spare=WORKER)]
         with self.log.open("ab+") as log:
             self._child = ChildProcess(whole, name=self.name, env=self._env, log=log, answers=False, held=(self._held,))
+        give_way(self._child.pid, self._nice)
         self._started, self._wanted = time.monotonic(), True
 
     @property
@@ -263,8 +266,24 @@ def is_free(port: int) -> bool:
     return True
 
 
+def shared_out(nodes: int) -> dict[str, str]:
+    """Threads of each of so many workers on this machine: more than there are cores wait for each other, spinning."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nodes))}
+
+
+def shared_polls(nodes: int) -> dict[str, str]:
+    """How often each of so many nodes looks for a message to start an app for: some ten times a second and core in all,
+    for twenty nodes that look five times a second each take half a core."""
+    pause = nodes / (_LOOKS_A_CORE * (os.cpu_count() or 1))
+    return {POLL_INTERVAL: f"{min(max(pause, _LEAST_PAUSE), _MOST_PAUSE):.2g}"}
+
+
 Say = Callable[[str], None]
 
+_LOOKS_A_CORE, _LEAST_PAUSE, _MOST_PAUSE = 10, 0.2, 1.0
+_NODES_NICE = 5
+"""Nodes and workers let the SuperLink go first: one that waits for the processor while it writes keeps its database
+locked, and answers whoever waits for that longer than five seconds with an error."""
 _BETWEEN_LOOKS = 0.25
 _SECRET_BYTES = 32
 # In a network of its own nobody else has ports: below those that the kernel gives to outgoing connections.
@@ -335,8 +354,9 @@ class Cluster:
             self._open.callback(janitor.finish)
             self._open.callback(self._end_all)
             for name in ("superlink", "superexec", *map(_node, range(self.nodes))):
-                env = environment(self.places.flwr_home / name, network=self._remembered.network)
-                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held)
+                env = self._environment(self.places.flwr_home / name)
+                nice = _NODES_NICE if name.startswith(_node("")) else 0
+                self._processes[name] = Service(name, log=self.places.log(name), env=env, held=janitor.held, nice=nice)
             self._say("starting the SuperLink")
             self._start("superlink")
             self._await_superlink()
@@ -348,8 +368,9 @@ class Cluster:
                 self._start(_node(node))
             self._await_nodes(range(self.nodes))
             # The first message would start them, and wait until each has loaded torch.
+            env = self._environment()
             for node in range(self.nodes):
-                start(self.places.home(node), within=entering(environment(network=self._remembered.network)))
+                start(self.places.home(node), within=entering(env), env=env, nice=_NODES_NICE)
         except BaseException:
             self.stop()
             raise
@@ -407,6 +428,11 @@ class Cluster:
         places.flwr_home.mkdir(exist_ok=True)
         known = connection(CONNECTION, address=self.address, ca=places.certificates.ca if self.tls else None)
         (places.flwr_home / "config.toml").write_text(known, encoding="utf-8")
+
+    def _environment(self, flwr_home: Path | None = None) -> dict[str, str]:
+        """The environment of a process here, which shares this machine with those of all other nodes."""
+        env = environment(flwr_home, network=self._remembered.network)
+        return {**shared_out(self.nodes), **env, **shared_polls(self.nodes)}
 
     def _start(self, name: str) -> None:
         places = self.places

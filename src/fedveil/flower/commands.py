@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 # An app folder of ours lists no dependencies; without this the SuperLink would look for some over the network.
 _OWN_PACKAGES = {"FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1"}
-_PROMPT = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}
-FLOWER_VARIABLES = {**_QUIET, **_OWN_PACKAGES, **_PROMPT}
+POLL_INTERVAL = "FLWR_SUPEREXEC_TASK_POLL_INTERVAL"
+FLOWER_VARIABLES = {**_QUIET, **_OWN_PACKAGES, POLL_INTERVAL: "0.2"}
 """What Flower's processes find in their environment, wherever they run."""
 
 

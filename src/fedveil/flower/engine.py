@@ -7,9 +7,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from fedveil.crypto.keys import Roster
 from fedveil.engine.local import Listen, folded
 from fedveil.errors import Code, ProtocolError, Refusal
-from fedveil.flower.client_app import HEADER, PARTS, in_array, out_of_array
+from fedveil.flower.client_app import HEADER, ONE_PIECE, PARTS, in_array, parts_of
 from fedveil.flower.commands import Events
 from fedveil.flower.messages import Present, RollCall, Told, check_present, refusal_of
 from fedveil.protocol.codec import decode, encode
@@ -42,6 +42,7 @@ class Fetcher:
         self._grid = grid
         self._lock = threading.Lock()
         self._asking: set[str] = set()
+        self._answered: set[str] = set()
         self._fetched: queue.SimpleQueue[tuple[str, list[Message] | Exception]] = queue.SimpleQueue()
         self._sweep: threading.Thread | None = None
         self._moved = 0.0
@@ -56,7 +57,10 @@ class Fetcher:
         replies: list[Message] = []
         while not self._fetched.empty():
             identifier, fetched = self._fetched.get()
-            self._asking.discard(identifier)
+            with self._lock:
+                if fetched and not isinstance(fetched, Exception):
+                    self._answered.add(identifier)
+                self._asking.discard(identifier)
             if isinstance(fetched, Exception):
                 raise fetched
             replies += fetched
@@ -67,8 +71,9 @@ class Fetcher:
             with self._lock:
                 if self._sweep is not threading.current_thread():
                     return  # it was stuck, and another has taken over
-                # Flower gives a reply out once: to ask a second time, meanwhile, would be told that there is none.
-                if identifier in self._asking:
+                # Flower gives a reply out once: to ask a second time, meanwhile, would be told that there is none. A
+                # thread that was slow may still have on its list what another one has been given.
+                if identifier in self._asking or identifier in self._answered:
                     continue
                 self._asking.add(identifier)
                 self._moved = time.monotonic()
@@ -83,10 +88,16 @@ class Fetcher:
 
 
 _T = TypeVar("_T")
+_Records = dict[str, ArrayRecord | ConfigRecord]
 _POLL = (0.05, 0.25)
 _TOO_EARLY = 0.75
 """The part of the shortest wait for a first reply so far in which nobody looks for one: every look is a request to
 the SuperLink for each client, on the machine that may be needed for the reply."""
+_RESPITE, _LONGEST_RESPITE = 4.0, 1.0
+"""How long nobody looks after a look, in lengths of that look and in seconds: for many clients it is many requests."""
+_LOST, _LEAST_LOST = 3.0, 30.0
+"""After how many times as long as the last of at least half of all answers took, and after how many seconds at the
+least, a message that has no answer is taken for lost."""
 _TRY_AGAIN = 1.0
 _ASK_AGAIN = 60.0
 _ASSEMBLY = 60.0
@@ -104,6 +115,7 @@ class _Sent:
     node: int
     what: str
     round: int | None
+    content: RecordDict
 
 
 @dataclass(eq=False)
@@ -120,7 +132,8 @@ class FlowerEngine:
 
     A client that has not answered a phase within `deadline` seconds counts as missing; an answer that comes later is
     noted and dropped. `roster`, where the server has one, is what nodes' claims to be a client are checked against.
-    `listen` hears what the server sends, and the answers that it takes.
+    `listen` hears what the server sends, and the answers that it takes. Clients behind `workers` read parts of messages
+    that are short enough as values, and give the same answer to the same request: it is sent again where it seems lost.
     """
 
     _kind = "train"
@@ -137,6 +150,7 @@ class FlowerEngine:
         events: Events,
         roster: Roster | None = None,
         listen: Listen | None = None,
+        workers: bool = False,
     ) -> None:
         self._grid = grid
         self._setup = setup
@@ -145,6 +159,7 @@ class FlowerEngine:
         self._events = events
         self._roster = roster
         self._listen = listen
+        self._workers = workers
         self._assembly = min(_ASSEMBLY, deadline)
         self._node_of: dict[int, int] = {}
         self._client_of: dict[int, int] = {}
@@ -152,6 +167,7 @@ class FlowerEngine:
         self._last_word = ""
         self._rosters: dict[int, bytes] = {}
         self._overdue: dict[str, _Sent] = {}
+        self._spare: set[str] = set()
         self._fetcher = Fetcher(grid)
         self._soonest = math.inf
 
@@ -295,36 +311,77 @@ class FlowerEngine:
     ) -> _Phase:
         """Send, then take replies until all have come or the deadline has passed."""
         told, patience = (setup or self._setup).to_text(), patience or self._deadline
-        messages, order = [], []
-        shared = in_array(common)
-        for client, node in reach.items():
-            parts = {"common": shared} | ({"private": in_array(each[client])} if client in each else {})
-            header = ConfigRecord({"setup": told, "patience": patience})
-            content = self._content(client, what, {HEADER: header, PARTS: ArrayRecord(parts)})
-            group = "" if number is None else str(number + 1)
-            # Flower takes no answer after this, so that "missing" means: never received.
-            messages.append(Message(content, node, self._kind, ttl=patience, group_id=group))
-            order.append(_Sent(client, node, what, number))
+        shared, own = self._records(told, patience, common, each)
+        order = [
+            _Sent(client, node, what, number, self._content(client, what, {**shared, **own.get(client, {})}))
+            for client, node in reach.items()
+        ]
         phase = _Phase()
-        if not messages:
+        if not order:
             return phase
-        identifiers = self._patiently(lambda: self._grid.push_messages(messages))
-        sent = {identifier: message for identifier, message in zip(identifiers, order, strict=True) if identifier}
+        # Flower takes no answer after this, so that "missing" means: never received.
+        sent = self._pushed(order, patience)
         begun = time.monotonic()
         until, pause = begun + patience + _GRACE, _POLL[0]
+        again = math.inf
         if math.isfinite(self._soonest):
             time.sleep(min(_TOO_EARLY * self._soonest, patience))
-        while sent and time.monotonic() < until:
+        while sent and (looked := time.monotonic()) < until:
             replies = self._fetcher.fetch([*sent, *self._overdue], until=until)
             if any(reply.metadata.reply_to_message_id in sent for reply in replies):
                 self._soonest = min(self._soonest, time.monotonic() - begun)
             for reply in replies:
                 self._take(reply, sent, phase)
+            waited = time.monotonic() - begun
+            if replies:
+                again = max(_LOST * waited, _LEAST_LOST)
+            elif self._workers and waited > again and 2 * len(phase.replies) >= len(order) and waited < patience:
+                sent |= self._sent_again(sent, patience - waited)
+                again = 2 * waited
             pause = min(pause * 1.5, _POLL[1])
             if sent:
-                time.sleep(pause)
+                time.sleep(max(pause, min(_RESPITE * (time.monotonic() - looked), _LONGEST_RESPITE)))
+        for message in sent.values():
+            message.content = RecordDict()
         self._overdue.update(sent)
         return phase
+
+    def _pushed(self, order: Sequence[_Sent], patience: float) -> dict[str, _Sent]:
+        """Send messages, which Flower keeps for so many seconds; by the identifiers that it gives them."""
+        messages = []
+        for one in order:
+            group = "" if one.round is None else str(one.round + 1)
+            messages.append(Message(one.content, one.node, self._kind, ttl=patience, group_id=group))
+        identifiers = self._patiently(lambda: self._grid.push_messages(messages))
+        return {identifier: one for identifier, one in zip(identifiers, order, strict=True) if identifier}
+
+    def _sent_again(self, sent: Mapping[str, _Sent], patience: float) -> dict[str, _Sent]:
+        """Send what nobody has answered to nodes that are there once more: a busy SuperLink answers some requests with
+        an error, and the node then lets go of the message, or of its reply."""
+        live = self._live()
+        order = [one for one in dict.fromkeys(sent.values()) if one.node in live]
+        for one in order:
+            self._note_of(
+                one, "again", f"client {one.client} is asked again for a {one.what}: others answered long ago"
+            )
+        return self._pushed(order, patience) if order else {}
+
+    def _records(
+        self, told: str, patience: float, common: bytes, each: Mapping[int, bytes]
+    ) -> tuple[_Records, dict[int, _Records]]:
+        """A request as records: what everybody is sent, which Flower takes once, and what goes to one client alone."""
+        facts: dict[str, Any] = {"setup": told, "patience": patience}
+        if self._workers:
+            facts["request"] = secrets.token_hex(16)
+        if self._workers and len(common) <= ONE_PIECE and all(len(private) <= ONE_PIECE for private in each.values()):
+            alone: dict[int, _Records] = {
+                client: {PARTS: ConfigRecord({"private": private})} for client, private in each.items()
+            }
+            return {HEADER: ConfigRecord({**facts, "common": common})}, alone
+        array = in_array(common)
+        both = {client: ArrayRecord({"common": array, "private": in_array(one)}) for client, one in each.items()}
+        everybodys: _Records = {HEADER: ConfigRecord(facts), PARTS: ArrayRecord({"common": array})}
+        return everybodys, {client: {PARTS: record} for client, record in both.items()}
 
     def _content(self, client: int, what: str, records: Mapping[str, ArrayRecord | ConfigRecord]) -> RecordDict:
         """What a client is sent with a request of the kind `what`."""
@@ -343,6 +400,12 @@ class FlowerEngine:
                 self._note("late", late.client, text, late.round)
             return
         message = sent.pop(identifier, None)
+        twins = [other for other, one in sent.items() if one is message]
+        if identifier in self._spare or (twins and reply.has_error()):
+            return  # sent more than once: one answer is enough, and an error is not one
+        for twin in twins:
+            del sent[twin]
+            self._spare.add(twin)
         if message is None:
             self._events.note("unasked", "an answer that nobody waits for, or the second to one message: not counted")
             return
@@ -394,7 +457,7 @@ def _opened(content: RecordDict) -> tuple[Reply, int]:
         code = content.config_records[HEADER]["code"]
         if code:
             raise _RefusedError(refusal_of(str(code)))
-        data = out_of_array(content.array_records[PARTS]["reply"])
+        data = parts_of(content)["reply"]
         answer = decode(data)
     except _RefusedError:
         raise

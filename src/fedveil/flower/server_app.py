@@ -289,6 +289,7 @@ def train_on_flower(
         events=events,
         roster=job.guard.roster,
         listen=None if recorder is None else recorder.hear,
+        workers=True,
     )
     tell("began", scheme=config.scheme, rounds=config.rounds, round=state.round, out=str(folder.path))
     engine.assemble()

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -267,13 +267,22 @@ def _connected(home: Path, deadline: float) -> socket.socket | None:
             return sock
 
 
-def start(home: Path, *, within: Sequence[str] = ()) -> None:
-    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command."""
+def start(home: Path, *, within: Sequence[str] = (), env: Mapping[str, str] | None = None, nice: int = 0) -> None:
+    """Start the worker of `home`, unless one runs, without waiting for it; `within` goes before its command, `env`
+    takes the place of this process's environment, and `nice` is by how much others go first."""
     if _lock_is_free(home):
-        _start(home.resolve(), (), within)
+        give_way(_start(home.resolve(), (), within, env).pid, nice)
 
 
-def _start(home: Path, options: Sequence[str], within: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+def give_way(pid: int, nice: int) -> None:
+    """Let others go before this process, and before what it starts from now on."""
+    with contextlib.suppress(ProcessLookupError):
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, pid) + nice)
+
+
+def _start(
+    home: Path, options: Sequence[str], within: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     log = os.open(home / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         # -P: a file of HOME that is called like a module of Python's must not take its place.
@@ -283,7 +292,7 @@ def _start(home: Path, options: Sequence[str], within: Sequence[str] = ()) -> su
             stdout=log,
             stderr=log,
             cwd=home,
-            env=_environment(),
+            env=_without_flower(os.environ if env is None else env),
             start_new_session=True,
             umask=0o077,
         )
@@ -294,11 +303,11 @@ def _start(home: Path, options: Sequence[str], within: Sequence[str] = ()) -> su
     return process
 
 
-def _environment() -> dict[str, str]:
-    """This process's variables, less what belongs to Flower and what names or is a token."""
+def _without_flower(env: Mapping[str, str]) -> dict[str, str]:
+    """These variables, less what belongs to Flower and what names or is a token."""
     return {
         name: value
-        for name, value in os.environ.items()
+        for name, value in env.items()
         if not name.upper().startswith(("FLWR_", "FLOWER_"))
         and "TOKEN" not in name.upper()
         and not _TASK_TOKEN.fullmatch(value)
