@@ -366,6 +366,10 @@ class Decomposed:
         transitional(scale_table(architecture))  # what cannot be veiled is refused before the first round
         return head_tensors(self.head, architecture)
 
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
+
     def covers(self) -> Mapping[str, Cover]:
         """As rescaling has it; and what the transitional layers' numbers are."""
         what = "1/(r·s) for every channel that a weight reads; with the parameters it gives r/r′ ∘ W"

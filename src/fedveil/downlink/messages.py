@@ -131,6 +131,10 @@ class Downlink(Protocol):
         """By what recovery multiplies bounded client noise, for one draw of its secrets; None where there is none."""
         ...
 
+    def spared(self, architecture: Architecture) -> int:
+        """How many of the parameters a client needs not be sent, nor send back: the rest follows from the others."""
+        return 0
+
     def covers(self) -> Mapping[str, Cover]:
         """What hides each field of a broadcast, where something does, or what else is in it."""
         ...

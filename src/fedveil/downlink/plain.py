@@ -33,6 +33,10 @@ class Plain:
         """Nothing is multiplied."""
         return None
 
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
+
     def covers(self) -> Mapping[str, Cover]:
         """Nothing is hidden."""
         return {}

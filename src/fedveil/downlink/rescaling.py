@@ -108,6 +108,10 @@ class Rescaling:
         """1 without head noise, m + 2 with it (2m + 1 with weighted outputs)."""
         return head_tensors(self.head, architecture)
 
+    def spared(self, architecture: Architecture) -> int:
+        """Every number is needed."""
+        return 0
+
     def covers(self) -> Mapping[str, Cover]:
         """Every layer up to secret scales, or to what else the family has."""
         if self.family != "scale":

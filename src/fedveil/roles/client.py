@@ -21,7 +21,8 @@ A Train is taken in four steps
     answer     local work on the broadcast; the uplink covers the contribution
 
 What it remembers (`protocol/client_state.py`): the last round answered and opened, and the run and epoch of both; the
-cohort and graph of that round; what it has spent by its own account; its keys and the directory it has taken.
+cohort and graph of that round; what it has spent by its own account; its keys and the directory it has taken; and what
+its work keeps for itself, where it does.
 
 What it refuses
 
@@ -54,7 +55,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.messages import ClientData, RunMany, Workspace
+from fedveil.work.messages import ClientData, Kept, RunMany, Workspace, keeps_for_itself
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -129,6 +130,11 @@ stores it then loses neither, whatever happens to the computation."""
 
 def _unstored(state: ClientState) -> None:
     pass
+
+
+def _kept(state: ClientState) -> Kept:
+    """For work to change: the state has what it had until the work is done."""
+    return Kept() if state.kept is None else Kept(state.kept.tensors)
 
 
 def own_target(scheme: Scheme) -> Policy:
@@ -234,6 +240,7 @@ class ClientRole(Participant):
         super().__init__(scheme, architecture, **own)
         self._uplink = scheme.summing
         self._latest: tuple[Train, RoundContext] | None = None
+        self._keeps = keeps_for_itself(scheme.work)
         if self._books_repairs:
             self._policy.check_scheme(
                 noised=scheme.uplink.plan is not None,
@@ -263,7 +270,7 @@ class ClientRole(Participant):
                     if isinstance(request, Train):
                         begun.append(self._begin(state, request, len(data), private_too))
                         promised(begun[-1][0])
-                        able.append(data)
+                        able.append(replace(data, kept=_kept(state)) if self._keeps else data)
                         continue
                     answer = self._answer(state, request, data, private_too)
                 yield answer
@@ -276,6 +283,8 @@ class ClientRole(Participant):
             if isinstance(vector, FedVeilError):
                 yield state, vector
                 continue
+            if self._keeps:
+                state = replace(state, kept=able[position].kept)
             try:
                 with own_errors(state, request):
                     answer = self._protect(state, vector, context)
