@@ -52,6 +52,8 @@ SPEAKS: dict[str, set[type]] = {
     "fedavg": COMMON,
     "lossless": COMMON,
     "pbpfl": COMMON,
+    "dbcl": COMMON,
+    "spn": COMMON,
     "ppdl": {Train, SelectedUpload},
     "ppdl, laplace": {Train, SelectedUpload},
     "ldp": COMMON | SIZES,
@@ -268,7 +270,7 @@ def test_bare_uplinks_cover_nothing_and_say_so() -> None:
 
 def test_a_veil_says_what_hides_the_parameters_and_plain_averaging_says_nothing_does() -> None:
     plain = {
-        *("fedavg", "secagg", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
+        *("fedavg", "secagg", "spn", "ppdl", "ppdl, laplace", "ldp", "cdp", "nadp", "nadp, tolerant"),
         *("dp-fedavg", "dp-fedavg, adaptive", "varying-dp"),
     }
     for name in SPEAKS:

@@ -8,8 +8,8 @@ gets back the gradient with respect to W·S. Since (x·S)(W·S)ᵀ = x·(W·P)�
     veil      Ŵ = W·P        on the flattened inputs of a layer
     recover   ∇_W = Ĝ·P
 
-P is applied by buckets and signs and never made. P² = q·P, and E[P] = (s·q/n)·1: the identity where q divides n. Biases,
-normalisations, and what is no linear layer and no convolution travel as they are.
+P is applied by buckets and signs and never made. P² = q·P, and E[P] = (s·q/n)·1: the identity where q divides n.
+Biases, normalisations, and what is no linear layer and no convolution travel as they are.
 """
 
 from __future__ import annotations

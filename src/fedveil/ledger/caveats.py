@@ -88,9 +88,9 @@ OUTPUTS = "the model's outputs: without head noise clients compute them exactly"
 OWN_CODE = "assuming what is said of the caller's own code"
 MODEL_OPEN = "the model: every client sees it"
 SKETCHED = (
-    "the model: clients know each round's sketch, which leaves out some of the directions in which a layer reads; other "
-    "rounds leave out others, so that a client which puts rounds together has the model as far as it stands still "
-    "(`fedveil audit` measures it). Biases and normalisations travel as they are"
+    "the model: clients know each round's sketch, which leaves out some of the directions in which a layer reads; "
+    "other rounds leave out others, so that a client which puts rounds together has the model as far as it stands "
+    "still (`fedveil audit` measures it). Biases and normalisations travel as they are"
 )
 POLARISED = (
     "client data: a private loss changes the gradients of all layers but the last, and what is read off one layer's "

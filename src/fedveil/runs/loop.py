@@ -38,6 +38,7 @@ from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
+from fedveil.runs.checkpoint import ClientMemory
 from fedveil.runs.client_figures import named_figures
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
@@ -180,6 +181,7 @@ def train_job(
     journal: Path | None = None,
     record: Path | Recording | None = None,
     listen: Listen | None = None,
+    memory: ClientMemory | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
     """Train from `state` to the last round, with every client in this process.
@@ -193,6 +195,7 @@ def train_job(
         journal: The file in which spent privacy is written down as it is spent.
         record: The folder in which messages are kept for an audit, and the server's secrets with them.
         listen: Hears every message as it passes, where nothing is recorded.
+        memory: With what clients begin that their work has kept for itself; it can then tell what they keep.
         say: Told what a person should know.
     """
     if job.config.record and record is None:
@@ -208,9 +211,12 @@ def train_job(
         absent=_simulated_dropout(job),
         spent=privacy_journal.remembered(),
         grouped=state.groups,
+        kept=None if memory is None else memory.kept(),
         listen=listen if recorder is None else recorder.hear,
         on_answer=on_answer,
     )
+    if memory is not None:
+        memory.kept = engine.kept
     server = server_role(
         job if recorder is None else replace(job, scheme=recorder.scheme), state, privacy_journal.accountant
     )
@@ -559,6 +565,9 @@ def summarise(job: Job, outcome: Outcome) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if spared := job.scheme.downlink.spared(job.architecture):
+        spared *= job.weights.parameters.element_size()
+        summary |= {f"needed_{way}": max(summary[way] - spared, 0.0) for way in ("bytes_down", "bytes_up")}
     if job.client_names:
         summary["client_names"] = list(job.client_names)
     if job.description is not None:

@@ -117,7 +117,7 @@ def ppdl(
 @scheme(
     "dbcl",
     paper="DBCL, sketched weights (Zhang and Wang 2021), a baseline of accuracy-lossless perturbation",
-    summary="plain averaging of gradients; each round's model is sketched, and clients are sent a part of its directions",
+    summary="plain averaging of gradients; clients are sent each round's model in part, by a random sketch",
     protects=(
         "nothing that is proven: clients know the sketch, and rounds together show the whole model (measured); client "
         "data from the server: not at all"

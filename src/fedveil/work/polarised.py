@@ -33,8 +33,8 @@ from fedveil.work.losses import Loss
 from fedveil.work.messages import ClientData, Kept, ManyAtOnce, Units, Workspace, check_finite, prepare
 
 _ENDS_IN_LINEAR = (
-    "A private head reads what the last layer reads, and this model does not end in an nn.Linear on one row of features "
-    "a sample. Let it end so, or take another scheme."
+    "A private head reads what the last layer reads, and this model does not end in an nn.Linear on one row of "
+    "features a sample. Let it end so, or take another scheme."
 )
 
 
