@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from federation import distance, job, trained
+from federation import distance, job, next_ask, server_of, trained
 from fedveil.audit.attacks.averaging import fitted_to_sketches, mean_of_sketches, sketch_in
 from fedveil.downlink.architecture import Architecture, Weights, draw
 from fedveil.downlink.messages import Mean
 from fedveil.downlink.sketched import Sketch, Sketched, SketchedVeil
-from fedveil.errors import ConfigError, TraceError
+from fedveil.errors import ConfigError, ProtocolError, TraceError
+from fedveil.protocol.client_state import ClientState
 from fedveil.protocol.messages import Upload
-from fedveil.runs.loop import fresh_state
+from fedveil.runs.loop import client_role, fresh_state
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.secrets import SeededSecrets
 
@@ -47,7 +48,12 @@ def sent_and_recovered(
     torch.nn.utils.vector_to_parameters(veil.broadcast().parameters, module.parameters())
     output = module(x)
     loss = (output * target).sum()
-    flat = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(module.parameters()))])
+    grads = dict(
+        zip(dict(module.named_parameters()), torch.autograd.grad(loss, list(module.parameters())), strict=True)
+    )
+    for name, sketch in veil.sketches.items():
+        grads[name] = (sketch.applied(grads[name].flatten(1)) / downlink.ratio).view_as(grads[name])
+    flat = torch.cat([grad.flatten() for grad in grads.values()])
     recovered = veil.recover(Mean(flat[None], loss.detach().reshape(1), torch.empty(0)))
     return output, architecture.parameters.split(recovered.gradient), veil
 
@@ -141,6 +147,37 @@ def test_no_two_rounds_have_a_sketch_in_common_and_the_server_judges_its_own_mod
     sent = [veil.broadcast().parameters for veil in rounds]
     assert not torch.equal(*sent)
     assert torch.equal(weights.parameters, fresh_state(one).weights.parameters)
+
+
+def test_what_a_client_sends_is_the_gradient_within_the_sketch_and_no_more() -> None:
+    one, said, plain = job(**{**SMALL, "rounds": 1}), list[Any](), list[Any]()
+    trained(one, reorder=lambda replies: said.extend(replies) or replies)
+    veil = one.scheme.downlink.veil(
+        one.architecture, fresh_state(one).weights, stream=one.secrets.stream("veil", 0), head_level=None
+    )
+    whole = job(**{**SMALL, "rounds": 1, "scheme": "fedavg"})
+    whole.weights.parameters.copy_(veil.broadcast().parameters)
+    trained(whole, reorder=lambda replies: plain.extend(replies) or replies)
+    layout = one.scheme.layout(one.architecture)
+    for ours, theirs in zip(said, plain, strict=True):
+        sent, full = (
+            one.architecture.parameters.split(layout.split(upload.payload)["gradients"][0]) for upload in (ours, theirs)
+        )
+        for name, part in sent.items():
+            if name not in veil.sketches:
+                torch.testing.assert_close(part, full[name], rtol=0, atol=1e-12)
+                continue
+            s = matrix(veil.sketches[name], part.shape[1])
+            torch.testing.assert_close(part @ s, full[name] @ s, rtol=0, atol=1e-9)  # all that G·S says
+            assert torch.linalg.matrix_rank(torch.cat([part, s.T])) == s.shape[1]  # and nothing outside of S
+
+
+def test_a_model_without_its_seed_is_refused() -> None:
+    one = job(**SMALL)
+    role, plain = client_role(one), job(**{**SMALL, "scheme": "fedavg"})
+    ask = next_ask(server_of(plain).run())
+    with pytest.raises(ProtocolError, match="without what the scheme sends"):
+        role.handle(ClientState(0), ask.common, one.pool.clients[0])
 
 
 def test_a_still_model_is_read_off_a_few_rounds_and_its_mean_tends_to_it() -> None:

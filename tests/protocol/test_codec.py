@@ -91,7 +91,7 @@ def header_of(message: object) -> Any:
 
 def test_every_message_is_tried_here_and_none_has_a_tensor_without_a_shape() -> None:
     assert {kind.__name__ for kind in KINDS} == {
-        *("Broadcast", "ClipBroadcast", "PublicHead", "Train", "Upload", "SelectedUpload"),
+        *("Broadcast", "ClipBroadcast", "SketchBroadcast", "PublicHead", "Train", "Upload", "SelectedUpload"),
         *("Epoch", "Hello", "Announce", "Directory", "Nonce", "Nonces", "Ready"),
         *("MaskedUpload", "Unmask", "Relayed", "Revealed", "Evidence"),
         *("Repair", "Repaired"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from client_held.relaying import HELD_MESSAGES, HELD_SCHEMES
 from federation import job, server_of, trained
-from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead
+from fedveil.downlink.messages import Broadcast, ClipBroadcast, PublicHead, SketchBroadcast
 from fedveil.engine.local import Absent
 from fedveil.errors import ProtocolError
 from fedveil.ledger.releases import Released
@@ -35,7 +35,13 @@ from fedveil.uplink.unmasking import Evidence, MaskedUpload, Relayed, Revealed, 
 # Schemes whose model lives with the clients, and their messages, have a file of their own.
 NAMES = [info.name for info in schemes() if info.name not in HELD_SCHEMES]
 # Messages that travel inside another one, under that one's name.
-INSIDE = {Broadcast: "train", ClipBroadcast: "train", PublicHead: "train.head", Epoch: "epoch"}
+INSIDE = {
+    Broadcast: "train",
+    ClipBroadcast: "train",
+    SketchBroadcast: "train",
+    PublicHead: "train.head",
+    Epoch: "epoch",
+}
 REQUESTS = (Hello, Directory, Nonces, Train, Unmask, Relayed, Evidence, Repair)
 REPLIES = (Announce, Nonce, Ready, Upload, MaskedUpload, SelectedUpload, Revealed, Repaired)
 PREFIXES = {kind: kind.__name__.lower() for kind in (*REQUESTS, *REPLIES)} | {

@@ -44,6 +44,7 @@ from scipy.special import digamma, polygamma
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, Weights
+from fedveil.downlink.messages import Broadcast
 from fedveil.downlink.rescaling import (
     HeadNoise,
     Rescaling,
@@ -346,6 +347,7 @@ class Decomposed:
     family = "scale"
     streams = False
     shifted = False
+    sends = Broadcast
 
     @property
     def head_noise(self) -> bool:

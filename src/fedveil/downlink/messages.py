@@ -66,6 +66,19 @@ class ClipBroadcast(Broadcast):
 
 
 @dataclass(frozen=True, eq=False)
+class SketchBroadcast(Broadcast):
+    """The same where the model comes in sketches: those of a round follow from its `seed`."""
+
+    seed: Annotated[Tensor, Shape((torch.uint8,), (32,)), Released("the seed of the round's sketches")]
+
+    @staticmethod
+    def of(broadcast: Broadcast, seed: bytes) -> SketchBroadcast:
+        """A broadcast with a seed."""
+        known = {field.name: getattr(broadcast, field.name) for field in dataclasses.fields(Broadcast)}
+        return SketchBroadcast(**known, seed=torch.frombuffer(bytearray(seed), dtype=torch.uint8))
+
+
+@dataclass(frozen=True, eq=False)
 class Mean:
     """The cohort's weighted mean of everything uploaded."""
 
@@ -123,6 +136,11 @@ class Downlink(Protocol):
     def head_noise(self) -> bool:
         """Whether the last layer is covered by noise."""
         ...
+
+    @property
+    def sends(self) -> type[Broadcast]:
+        """As what the model travels."""
+        return Broadcast
 
     def head_tensors(self, architecture: Architecture) -> int:
         """How many gradients each client returns."""

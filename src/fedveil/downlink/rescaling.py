@@ -83,6 +83,7 @@ class Rescaling:
     """The loss is softmax cross-entropy: a secret number is added to all logits of a sample."""
 
     traced = True
+    sends = Broadcast
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.spread) and self.spread > 1.0):

@@ -6,7 +6,8 @@ them are left out of the round. The cited scheme sends W·S, has clients sketch 
 gets back the gradient with respect to W·S. Since (x·S)(W·S)ᵀ = x·(W·P)ᵀ with P = S·Sᵀ, modules as they are do the same:
 
     veil      Ŵ = W·P        on the flattened inputs of a layer
-    recover   ∇_W = Ĝ·P
+    client    Ĝ·P/q          which says what Ĝ·S says, and no more: P/q is the projection on the sketch's range
+    recover   ∇_W = (Ĝ·P/q)·P = Ĝ·P
 
 P is applied by buckets and signs and never made. P² = q·P, and E[P] = (s·q/n)·1: the identity where q divides n.
 Biases, normalisations, and what is no linear layer and no convolution travel as they are.
@@ -16,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedveil.downlink.architecture import Architecture, Weights
-from fedveil.downlink.messages import Broadcast, Mean, Recovered
+from fedveil.downlink.messages import Broadcast, Mean, Recovered, SketchBroadcast
 from fedveil.downlink.plain import Plain, Unveiled
 from fedveil.errors import ConfigError, TraceError, spelled, unknown_name
 from fedveil.ledger import caveats
@@ -31,6 +32,7 @@ from fedveil.secrets import SecretStream
 
 SketchedLayers = Literal["all", "head"]
 SKETCHED_LAYERS = ("all", "head")
+_SEED_BYTES = 32
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -40,6 +42,8 @@ class Sketched(Plain):
 
     ratio: int = 2
     layers: SketchedLayers = "all"
+
+    sends: ClassVar[type[Broadcast]] = SketchBroadcast
 
     def __post_init__(self) -> None:
         if self.ratio < 2:
@@ -101,12 +105,16 @@ class Sketched(Plain):
     def veil(
         self, architecture: Architecture, weights: Weights, *, stream: SecretStream, head_level: float | None
     ) -> SketchedVeil:
-        """A fresh sketch for every layer."""
-        device = weights.parameters.device
-        sketches = {
-            name: Sketch.drawn(size, self.ratio, stream).to(device) for name, size in self.sizes(architecture).items()
-        }
-        return SketchedVeil(architecture, weights, sketches)
+        """A fresh sketch for every layer, by a seed that clients are told."""
+        seed = stream.bytes(_SEED_BYTES)
+        sketches = self.sketches(architecture, seed, device=weights.parameters.device)
+        return SketchedVeil(architecture, weights, sketches, seed)
+
+    def sketches(self, architecture: Architecture, seed: bytes, *, device: torch.device) -> dict[str, Sketch]:
+        """The sketch of every layer, from a round's seed."""
+        stream = SecretStream(seed)
+        sizes = self.sizes(architecture)
+        return {name: Sketch.drawn(size, self.ratio, stream).to(device) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,27 +143,30 @@ class Sketch:
         return whole
 
 
+def sketched(architecture: Architecture, flat: Tensor, sketches: Mapping[str, Sketch]) -> Tensor:
+    """Flat parameters, or a gradient of them, times P of every layer that has a sketch."""
+    flat = flat.to(torch.float64, copy=True)
+    for name, sketch in sketches.items():
+        part = architecture.parameters.part(flat, name)
+        part.copy_(sketch.applied(part.flatten(1)).view_as(part))
+    return flat
+
+
 @dataclass(frozen=True, eq=False)
 class SketchedVeil(Unveiled):
-    """One round's sketches. They are no secret: who receives W·P sees them."""
+    """One round's sketches. They are no secret: clients are told the seed."""
 
     sketches: Mapping[str, Sketch]
+    seed: bytes
 
-    def broadcast(self) -> Broadcast:
+    def broadcast(self) -> SketchBroadcast:
         """Ŵ = W·P."""
-        sketched = self._applied(self.weights.parameters.to(torch.float64))
         weights = self.weights.clone()
-        weights.parameters.copy_(sketched)
-        return Unveiled(self.architecture, weights).broadcast()
+        weights.parameters.copy_(sketched(self.architecture, weights.parameters, self.sketches))
+        return SketchBroadcast.of(Unveiled(self.architecture, weights).broadcast(), self.seed)
 
     def recover(self, mean: Mean) -> Recovered:
         """∇_W = Ĝ·P."""
         plain = super().recover(mean)
-        return Recovered(self._applied(plain.gradient), plain.loss, plain.statistics, None)
-
-    def _applied(self, flat: Tensor) -> Tensor:
-        flat = flat.clone()
-        for name, sketch in self.sketches.items():
-            part = self.architecture.parameters.part(flat, name)
-            part.copy_(sketch.applied(part.flatten(1)).view_as(part))
-        return flat
+        gradient = sketched(self.architecture, plain.gradient, self.sketches)
+        return Recovered(gradient, plain.loss, plain.statistics, None)

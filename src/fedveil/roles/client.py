@@ -71,7 +71,7 @@ class RequestCheck:
     """What a client expects of every request: sizes that follow from the scheme, the architecture and who is known."""
 
     def __init__(self, scheme: Scheme, architecture: Architecture) -> None:
-        self._heads = scheme.downlink.head_tensors(architecture)
+        self._heads, self._sent = scheme.downlink.head_tensors(architecture), scheme.downlink.sends
         layers = () if architecture.table is None else transitional(architecture.table).sizes
         outputs = 0 if self._heads == 1 else head_site(architecture).outputs
         self._fixed: Sizes = {
@@ -107,6 +107,8 @@ class RequestCheck:
             head = request.broadcast.head
             if (1 if head is None else head.tensors) != self._heads:
                 raise ProtocolError("a model comes with another head noise than the scheme has")
+            if not isinstance(request.broadcast, self._sent):
+                raise ProtocolError("a model comes without what the scheme sends with it")
         self._passed = (request, known)
 
 

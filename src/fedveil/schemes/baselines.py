@@ -16,6 +16,7 @@ from fedveil.schemes.options import AdaptiveOptions, DpOptions, LocalOptions, Ma
 from fedveil.schemes.registry import Setting, scheme
 from fedveil.uplink.graph import COLLUSION
 from fedveil.uplink.selected import Choice, Selected, SelectionNoise
+from fedveil.work.gradients import SketchedGradients
 from fedveil.work.losses import BinaryCrossEntropy
 from fedveil.work.polarised import Polarised
 
@@ -133,7 +134,9 @@ def dbcl(
             "step would start from weights of which the server cannot tell what they are without it. Leave out "
             f"{spelled('local_steps')} and {spelled('local_epochs')}, or take {spelled('scheme', 'fedavg')}."
         )
-    return replace(fedavg(setting, local=local), name="dbcl", downlink=Sketched(sketch_ratio, sketch_layers))
+    plain, sketch = fedavg(setting, local=local), Sketched(sketch_ratio, sketch_layers)
+    work = SketchedGradients(setting.loss, setting.batches, setting.vectorise, sketch=sketch)
+    return replace(plain, name="dbcl", downlink=sketch, work=work)
 
 
 @scheme(
