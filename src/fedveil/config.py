@@ -408,9 +408,7 @@ class RunConfig:
     private_weight: float | None = _later("spn: weight of the private loss.", shown="1")
     shared_weight: float | None = _later("spn: weight of the shared loss.", shown="1")
     share_decay: float | None = _option(_HIDDEN, "paraaegis: factor λ on the share per round.", shown="1")
-    strategy: str | None = _option(
-        _HIDDEN, "paraaegis: hide the max (largest), min or random coordinates.", shown="max"
-    )
+    strategy: str | None = _option(_HIDDEN, "paraaegis: hide max (largest), min or random coordinates.", shown="max")
     vote: str | None = _option(
         _HIDDEN,
         "paraaegis: tags (the server sees which votes overlap) or histogram (it does not; 8 bytes per parameter).",

@@ -29,7 +29,7 @@ from fedveil.runs.loop import client_role, fresh_state
 from fedveil.runs.privacy_journal import PrivacyJournal
 from fedveil.work import Batches, CrossEntropy, SquareLoss
 from fedveil.work.batches import Schedule
-from fedveil.work.messages import ClientData, Kept, Workspace
+from fedveil.work.messages import ClientData, KeptTensors, Workspace
 from fedveil.work.polarised import Polarised, _rows, head_of, reading
 
 SMALL: dict[str, Any] = {"scheme": "spn", "rounds": 3, "loss": "cross-entropy", "options": {"depth": 2, "width": 8}}
@@ -44,7 +44,7 @@ def heard(one: Job, absent: Absent | None = None) -> tuple[list[Upload], LocalEn
     return said, engine
 
 
-def explicit(one: Job, module: nn.Module, kept: Kept, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def explicit(one: Job, module: nn.Module, kept: KeptTensors, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients of both losses together, written out: by parameter, and V's."""
     work: Any = one.scheme.work
     head, codes = kept.tensors["head"].clone().requires_grad_(True), kept.tensors["codes"]
@@ -64,7 +64,7 @@ def test_what_is_sent_is_the_gradient_of_both_losses_and_the_private_head_takes_
     broadcast = one.scheme.downlink.veil(
         one.architecture, state.weights, stream=one.secrets.stream("veil", 0), head_level=None
     ).broadcast()
-    data_ = dataclasses.replace(one.pool.clients[1], kept=Kept())
+    data_ = dataclasses.replace(one.pool.clients[1], kept=KeptTensors())
     layer = head_of(one.architecture.skeleton)
     first = one.scheme.work._kept(data_, layer, workspace.secrets)  # type: ignore[attr-defined]
     sent = one.scheme.work.run(workspace, broadcast, data_, round=0)
@@ -72,7 +72,7 @@ def test_what_is_sent_is_the_gradient_of_both_losses_and_the_private_head_takes_
     module = models.build("mlp", input_shape=(64,), outputs=10, seed=1, depth=2, width=8).double()
     torch.nn.utils.vector_to_parameters(state.weights.parameters, module.parameters())
     network = nn.Sequential(*[layer for layer in module.modules() if not list(layer.children())])
-    grads, own = explicit(one, network, Kept(first), x, y)
+    grads, own = explicit(one, network, KeptTensors(first), x, y)
     parts = one.scheme.layout(one.architecture).split(sent / len(data_))
     expected = torch.cat([grad.flatten() for grad in grads.values()])
     torch.testing.assert_close(parts["gradients"][0], expected, rtol=0, atol=1e-12)
@@ -118,7 +118,7 @@ def test_numbers_get_two_codes_by_the_median_of_the_clients_own_targets() -> Non
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, 3, dtype=torch.float64, generator=generator)
     y = torch.arange(9, dtype=torch.float64)[:, None]
-    shared = ClientData(0, torch.cat([x, x]), torch.cat([y, y + 100]), rows=torch.arange(9), kept=Kept())
+    shared = ClientData(0, torch.cat([x, x]), torch.cat([y, y + 100]), rows=torch.arange(9), kept=KeptTensors())
     workspace = Workspace(architecture, work.layout(architecture, tensors=1))
     sent = work.run(workspace, Unveiled(architecture, weights).broadcast(), shared, round=0)
     assert shared.kept is not None
@@ -129,7 +129,7 @@ def test_numbers_get_two_codes_by_the_median_of_the_clients_own_targets() -> Non
 
 
 def test_a_sealed_state_holds_what_its_work_keeps_and_an_older_one_nothing(tmp_path: Path) -> None:
-    kept = Kept({"head": torch.randn(4, 3, dtype=torch.float64), "codes": torch.ones(2, 4)})
+    kept = KeptTensors({"head": torch.randn(4, 3, dtype=torch.float64), "codes": torch.ones(2, 4)})
     sealed = ClientState(3, answered=(1, 0), kept=kept).seal(bytes(32))
     again = ClientState.unseal(sealed, bytes(32)).kept
     assert again is not None
@@ -147,7 +147,7 @@ def test_a_sealed_state_holds_what_its_work_keeps_and_an_older_one_nothing(tmp_p
 def test_a_client_on_its_own_machine_has_its_head_after_a_restart_and_after_a_promise_that_was_broken(
     tmp_path: Path,
 ) -> None:
-    kept = Kept({"head": torch.randn(4, 3), "codes": torch.ones(2, 4)})
+    kept = KeptTensors({"head": torch.randn(4, 3), "codes": torch.ones(2, 4)})
     lineage, state = "0" * 32, ClientState(0, kept=kept)
     memory = Memory(tmp_path / "state")
     memory.keep(lineage, Remembered(state, 0, "setup"))

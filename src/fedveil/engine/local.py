@@ -20,7 +20,7 @@ from fedveil.protocol.messages import Reply, Request
 from fedveil.protocol.phases import Accumulator, Ask, Gathered, Heard
 from fedveil.roles.client import Answer, ClientRole
 from fedveil.work.held_back import holding_back
-from fedveil.work.messages import Augmentation, ClientData, Kept, LocalWork, ManyAtOnce, Source, Workspace
+from fedveil.work.messages import Augmentation, ClientData, KeptTensors, LocalWork, ManyAtOnce, Source, Workspace
 
 if TYPE_CHECKING:
     from fedveil.engine.workers import Workers
@@ -216,7 +216,7 @@ class LocalEngine:
         absent: Absent | None = None,
         spent: Mapping[int, float] | None = None,
         grouped: Sequence[tuple[int, ...]] = (),
-        kept: Mapping[int, Kept] | None = None,
+        kept: Mapping[int, KeptTensors] | None = None,
         listen: Listen | None = None,
         on_answer: OnAnswer | None = None,
     ) -> None:
@@ -241,7 +241,7 @@ class LocalEngine:
         """What a client remembers now."""
         return self._states[client]
 
-    def kept(self) -> dict[int, Kept]:
+    def kept(self) -> dict[int, KeptTensors]:
         """What clients' work keeps for itself now, by client."""
         return {client: state.kept for client, state in self._states.items() if state.kept is not None}
 

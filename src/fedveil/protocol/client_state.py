@@ -15,7 +15,7 @@ from fedveil.downlink.architecture import Weights
 from fedveil.errors import ProtocolError
 from fedveil.protocol.codec import as_bytes, from_stored
 from fedveil.secrets import Guarded
-from fedveil.work.messages import Kept
+from fedveil.work.messages import KeptTensors
 
 if TYPE_CHECKING:
     from fedveil.protocol.key_agreement import Keyring
@@ -58,7 +58,7 @@ class ClientState:
     epoch: int = -1
     unexplained: int = 0
     grouped: tuple[int, ...] = ()
-    kept: Kept | None = None
+    kept: KeptTensors | None = None
 
     def answering(
         self, round: int, attempt: int, *, run: str = "", epoch: int = -1, spent: float | None = None
@@ -147,7 +147,7 @@ class ClientState:
                 "group": None if group is None else Group.restored(group),
                 "held": None if held is None else Held.restored(held, tensors),
                 "pending": None if pending is None else Pending.restored(pending, tensors),
-                "kept": Kept(kept) if known["kept"] else None,
+                "kept": KeptTensors(kept) if known["kept"] else None,
             }
             return ClientState(**known)
         except (KeyError, TypeError, ValueError, AttributeError) as reason:

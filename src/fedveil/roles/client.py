@@ -55,7 +55,7 @@ from fedveil.protocol.messages import Reply, Request, Train
 from fedveil.protocol.parts import RoundContext, Scheme, adapting, answered, planned
 from fedveil.secrets import OsSecrets, SecretSource
 from fedveil.shapes import Sizes, check
-from fedveil.work.messages import ClientData, Kept, RunMany, Workspace, keeps_for_itself
+from fedveil.work.messages import ClientData, KeptTensors, RunMany, Workspace, keeps_for_itself
 
 if TYPE_CHECKING:
     from fedveil.crypto.keys import Roster
@@ -134,9 +134,9 @@ def _unstored(state: ClientState) -> None:
     pass
 
 
-def _kept(state: ClientState) -> Kept:
+def _kept(state: ClientState) -> KeptTensors:
     """For work to change: the state has what it had until the work is done."""
-    return Kept() if state.kept is None else Kept(state.kept.tensors)
+    return KeptTensors() if state.kept is None else KeptTensors(state.kept.tensors)
 
 
 def own_target(scheme: Scheme) -> Policy:

@@ -22,7 +22,7 @@ from fedveil.plain import made, named, parsed, read_raw
 from fedveil.protocol.client_state import ClientState
 from fedveil.roles.server import ServerState
 from fedveil.runs.folder import digest_of, write_atomically
-from fedveil.work.messages import Kept
+from fedveil.work.messages import KeptTensors
 
 _FORMAT = "fedveil-checkpoint-1"
 _KEPT = 2
@@ -159,7 +159,7 @@ class ClientMemory:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.kept: Callable[[], Mapping[int, Kept]] = dict
+        self.kept: Callable[[], Mapping[int, KeptTensors]] = dict
         """Asked for what clients keep now."""
 
     def save(self, round: int) -> None:

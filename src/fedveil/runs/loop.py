@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from fedveil.roles.client import ClientRole, ClientTerms
 from fedveil.roles.server import RunTerms, ServerRole, ServerState
 from fedveil.runs.bad_rounds import LossGuard, check_guard, refused_round, too_many, why_stopped
 from fedveil.runs.callbacks import WARNING, Row
-from fedveil.runs.checkpoint import ClientMemory
 from fedveil.runs.client_figures import named_figures
 from fedveil.runs.evaluation import ClientScores, Scores, predict, score_client_view, score_outputs
 from fedveil.runs.job import Job
@@ -48,6 +47,9 @@ from fedveil.runs.recorded import Recording, recorder_for
 from fedveil.secrets import SeededSecrets
 from fedveil.version import __version__
 from fedveil.work.batches import mixed_seed
+
+if TYPE_CHECKING:
+    from fedveil.runs.checkpoint import ClientMemory  # which needs packages that in-memory training does not
 
 _LOG = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ class ClientData:
     source: Source | None = None
     augment: Augmentation | None = None
     held_back: ClientData | None = None
-    kept: Kept | None = None
+    kept: KeptTensors | None = None
     """What its work has kept of earlier rounds, and leaves for later ones, where it does (`keeps_for_itself`)."""
 
     @staticmethod
@@ -105,7 +105,7 @@ class ClientData:
         return self.x[chosen], self.y[chosen]
 
 
-class Kept(Guarded):
+class KeptTensors(Guarded):
     """What local work keeps for itself from one round to the next; it never leaves the client but sealed."""
 
     __slots__ = ("tensors",)

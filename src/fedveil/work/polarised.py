@@ -30,7 +30,7 @@ from fedveil.work.batches import Batches, Schedule, descend, seeded_dropout
 from fedveil.work.gradients import collect_statistics, contribution_layout, weighted
 from fedveil.work.local_sgd import LocalSteps
 from fedveil.work.losses import Loss
-from fedveil.work.messages import ClientData, Kept, ManyAtOnce, Units, Workspace, check_finite, prepare
+from fedveil.work.messages import ClientData, KeptTensors, ManyAtOnce, Units, Workspace, check_finite, prepare
 
 _ENDS_IN_LINEAR = (
     "A private head reads what the last layer reads, and this model does not end in an nn.Linear on one row of "
@@ -142,7 +142,7 @@ class Polarised(ManyAtOnce):
 
     def _kept(self, data: ClientData, head: nn.Linear, secrets: SecretSource) -> dict[str, Tensor]:
         """V and T as the client has them, or as it draws them in its first round: V as a linear layer begins."""
-        found = dict((data.kept or Kept()).tensors)
+        found = dict((data.kept or KeptTensors()).tensors)
         rows = 2 if data.y.is_floating_point() else head.out_features
         shapes = {"head": (self.bits, head.in_features), "codes": (rows, self.bits)}
         if {name: tuple(value.shape) for name, value in found.items()} == shapes:
