@@ -42,7 +42,8 @@ def drawn(draw: st.DrawFn, kind: type, sizes: dict[str, int]) -> Any:
             made = made.abs()
         if rule.below:
             made = made % size(rule.below)
-        return torch.arange(shape[0]) if rule.ascending else made.to(dtype)
+        most = size(rule.below) if rule.below else shape[0]
+        return torch.arange(min(shape[0], most)) if rule.ascending else made.to(dtype)
 
     def field(one: Declared) -> Any:
         chosen = draw(st.sampled_from(one.types))
